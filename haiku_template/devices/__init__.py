@@ -1,0 +1,17 @@
+"""Devices: which ones a run uses, and every copy to and from them."""
+
+from haiku_template.devices.audit import check_replicas, describe
+from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices.manager import DeviceManager, mean_over
+from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
+
+__all__ = [
+    "DeviceError",
+    "DeviceManager",
+    "PlacementError",
+    "check_replicas",
+    "describe",
+    "device_put_replicated",
+    "device_put_sharded",
+    "mean_over",
+]

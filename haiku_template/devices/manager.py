@@ -1,0 +1,241 @@
+"""The device manager: which devices a run uses, and every copy to and from them."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from haiku_template.devices import hardware, selection
+from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceManager(NamedTuple):
+    """The devices of a run, as a value: built once, passed explicitly.
+
+    Attributes:
+      devices: the devices in use; never empty.
+      reason: why these, in one sentence.
+    """
+
+    devices: tuple[jax.Device, ...]
+    reason: str
+
+    @classmethod
+    def create(
+        cls,
+        spec: str = "auto",
+        *,
+        num_devices: int | None = None,
+        simulate_devices: int | None = None,
+        fallback: str = "error",
+        gpu_memory_fraction: float | None = None,
+        gpu_preallocate: bool | None = None,
+    ) -> "DeviceManager":
+        """Chooses devices and starts JAX on them.
+
+        Args:
+          spec: `auto` (a GPU or TPU when there is one, else the CPU), `cpu`, `gpu`,
+            `tpu`, or chosen devices: `gpu:1`, `gpu:0,2`.
+          num_devices: use the first so many; None means all.
+          simulate_devices: make the CPU appear as so many devices.
+          fallback: `error`, or `cpu` to run there when `spec` cannot be had.
+          gpu_memory_fraction: share of a card's memory that JAX may take, in (0, 1].
+          gpu_preallocate: whether JAX reserves that memory at the start.
+
+        Raises:
+          DeviceError: the request cannot be met; the message names what exists.
+        """
+        if fallback not in ("error", "cpu"):
+            raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
+        try:
+            request = selection.parse(spec, num_devices, simulate_devices)
+            selection.configure(
+                request,
+                gpu_memory_fraction=gpu_memory_fraction,
+                gpu_preallocate=gpu_preallocate,
+            )
+            devices, reason = selection.select(request)
+        except DeviceError as error:
+            if fallback != "cpu" or spec.startswith(("auto", "cpu")):
+                raise
+            logger.warning("RUNNING ON THE CPU, as --fallback=cpu allows: %s", error)
+            request = selection.parse("cpu")
+            selection.configure(request)
+            devices, _ = selection.select(request)
+            reason = f"--fallback=cpu, because {error}"
+        if request.platform == "auto" and devices[0].platform == "cpu":
+            _warn_of_unused_card()
+        return cls(tuple(devices), reason)
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        return self.devices[0].platform
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices each batch is split over."""
+        return len(self.devices)
+
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis that steps average over; None on one device."""
+        return AXIS_NAME if self.num_devices > 1 else None
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps may be dispatched and unfinished."""
+        # Simulated devices share the host's cores: with more device threads than cores
+        # waiting in collectives of different steps, all of them wait for ever.
+        return 1 if self.platform == "cpu" else 4
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        """The sharding of an array that is whole on every device."""
+        if self.axis_name is None:
+            return SingleDeviceSharding(self.devices[0])
+        mesh = Mesh(np.array(self.devices), self.axis_name)
+        return NamedSharding(mesh, PartitionSpec())
+
+    def init(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Runs `fn(*args)` so that its results are born where they live.
+
+        Every result is whole on every device, without a leading device axis. `fn` sees
+        the mesh axis by its name, as steps do, so that modules that average over it
+        (`hk.BatchNorm`) initialise too.
+        """
+        return jax.jit(self._with_axis(fn), out_shardings=self.replicated)(*args)
+
+    def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated),
+            jax.eval_shape(self._with_axis(fn), *args),
+        )
+
+    def _with_axis(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        if self.axis_name is None:
+            return fn
+        # An axis of size one: averages over it are the identity.
+        return jax.vmap(
+            fn, in_axes=None, out_axes=None, axis_name=self.axis_name, axis_size=1
+        )
+
+    def replicate(self, tree: Any) -> Any:
+        """Puts every leaf whole on every device, without a leading device axis."""
+        sharding = self.replicated
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+
+    def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
+        """The rows of one device's share of a batch.
+
+        Raises:
+          PlacementError: the batch does not split evenly; names the nearest sizes.
+        """
+        parts = self.num_devices * accumulate_steps
+        if batch_size % parts == 0 and batch_size > 0:
+            return batch_size // self.num_devices
+        below = batch_size // parts * parts
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        each = f" x {accumulate_steps} accumulation steps"
+        raise PlacementError(
+            f"a batch of {batch_size} examples cannot be split evenly over "
+            f"{self.num_devices} devices{each if accumulate_steps > 1 else ''}; the "
+            f"nearest batch sizes that can are {nearest}"
+        )
+
+    def shard(self, batch: Any) -> Any:
+        """Puts a host batch on the devices, for a function from `compile`.
+
+        Args:
+          batch: pytree of NumPy arrays [B, ...]. Their memory belongs to the devices
+            from then on: on the CPU it is used in place, so never write to it again.
+
+        Returns:
+          On one device a pytree of arrays [B, ...]; on n devices [n, B / n, ...], with
+          row block i on device i.
+
+        Raises:
+          PlacementError: B is not a multiple of the number of devices.
+        """
+        if self.axis_name is None:
+            return jax.tree.map(lambda x: jax.device_put(x, self.devices[0]), batch)
+        for leaf in jax.tree.leaves(batch):
+            self.check_batch_size(leaf.shape[0])
+        shares = [
+            jax.tree.map(lambda x, i=i: np.split(x, self.num_devices)[i], batch)
+            for i in range(self.num_devices)
+        ]
+        return device_put_sharded(shares, self.devices)
+
+    def compile(
+        self, step: Callable[[Any, Any], Any], donate_argnums: int | tuple = 0
+    ) -> Callable[[Any, Any], Any]:
+        """Compiles `step(state, batch)`, written for one device's share of the batch.
+
+        `jax.jit` on one device, `jax.pmap` on several. The state goes in and out
+        replicated; the batch comes from `shard`. What `step` returns must be the same
+        on every device: average it with `mean_over`. `check_replicas` tells if it is.
+
+        Args:
+          step: pure function of (state, batch).
+          donate_argnums: arguments whose memory the results may take over.
+        """
+        if self.axis_name is None:
+            return jax.jit(step, donate_argnums=donate_argnums)
+        return jax.pmap(
+            step,
+            self.axis_name,
+            in_axes=(None, 0),
+            out_axes=None,
+            devices=self.devices,
+            donate_argnums=donate_argnums,
+        )
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies a replicated tree to the host: pytree of NumPy arrays."""
+        return jax.device_get(
+            jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+        )
+
+    @contextlib.contextmanager
+    def on_host(self):  # noqa: ANN201  (contextlib names the type)
+        """Makes arrays in host memory, whatever the default device is.
+
+        For loaders of others that call `jax.numpy`. What they make is not committed
+        there: hand it to `replicate` or `shard`, or keep it as NumPy.
+        """
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
+
+    def memory_in_use(self) -> int | None:
+        """The most bytes in use on any of the devices; None where JAX cannot tell."""
+        stats = [device.memory_stats() for device in self.devices]
+        return max((s["bytes_in_use"] for s in stats if s), default=None)
+
+    def describe(self) -> str:
+        """The devices and the reason for them, in one line."""
+        names = ", ".join(f"{self.platform}:{device.id}" for device in self.devices)
+        kind = self.devices[0].device_kind
+        kind = "" if kind == self.platform else f" ({kind})"
+        return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"
+
+
+def mean_over(axis_name: str | None, tree: Any) -> Any:
+    """Averages a tree over a mesh axis; the identity when the axis is None."""
+    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+
+def _warn_of_unused_card() -> None:
+    if hardware.nvidia_nodes() or hardware.nvidia_on_pci():
+        logger.warning(
+            "THIS MACHINE'S NVIDIA CARD IS NOT USED; THE RUN IS ON THE CPU: %s",
+            hardware.why_no_gpu(),
+        )

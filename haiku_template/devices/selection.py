@@ -1,0 +1,229 @@
+"""Which devices to use: what was asked, what must be set before JAX starts, what is.
+
+JAX reads platforms, device counts and memory options once, when its backend starts,
+and ignores most later changes in silence. So `configure` sets them first, and refuses
+when it is too late.
+"""
+
+import os
+import re
+from typing import NamedTuple
+
+import jax
+
+from haiku_template.devices import hardware
+from haiku_template.devices.errors import DeviceError
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
+GPU_PLATFORMS = ("cuda", "rocm", "gpu")
+
+
+class Request(NamedTuple):
+    """What was asked for: a platform, which of its devices, and how many."""
+
+    spec: str
+    platform: str
+    indices: tuple[int, ...] | None
+    num_devices: int | None
+    simulate_devices: int | None
+
+
+def parse(
+    spec: str, num_devices: int | None = None, simulate_devices: int | None = None
+) -> Request:
+    """Reads `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`.
+
+    Raises:
+      DeviceError: the words, or their combination, mean nothing.
+    """
+    match = SPEC.fullmatch(spec)
+    if not match or (match[1] == "auto" and match[2]):
+        raise DeviceError(
+            f"--device={spec} is not understood; possible are auto, cpu, gpu, tpu, and "
+            "chosen devices such as gpu:1 or gpu:0,2"
+        )
+    platform = match[1]
+    indices = tuple(int(i) for i in match[2].split(",")) if match[2] else None
+    if indices and len(set(indices)) != len(indices):
+        raise DeviceError(f"--device={spec} names a device twice; name each once")
+    for flag, value in (
+        ("num_devices", num_devices),
+        ("simulate_devices", simulate_devices),
+    ):
+        if value is not None and value < 1:
+            raise DeviceError(f"--{flag}={value} asks for no device; 1 is the least")
+    if indices and num_devices not in (None, len(indices)):
+        raise DeviceError(
+            f"--device={spec} names {len(indices)} devices and "
+            f"--num_devices={num_devices} asks for {num_devices}; give one of the two"
+        )
+    if simulate_devices and platform not in ("auto", "cpu"):
+        raise DeviceError(
+            f"--simulate_devices={simulate_devices} simulates CPU devices and "
+            f"--device={spec} asks for others; give one of the two"
+        )
+    if simulate_devices:
+        platform = "cpu"
+    return Request(spec, platform, indices, num_devices, simulate_devices)
+
+
+def backend_started() -> bool:
+    """Whether a JAX backend exists already, so that options come too late."""
+    # JAX has no public question for this; this option is the one it refuses late.
+    count = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", 1 if count != 1 else 2)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def configure(
+    request: Request,
+    *,
+    gpu_memory_fraction: float | None = None,
+    gpu_preallocate: bool | None = None,
+) -> None:
+    """Sets what JAX reads when its backend starts: platforms, devices, GPU memory.
+
+    Only the devices that will be used are made visible to JAX: it would otherwise
+    reserve memory on every GPU of the host.
+
+    Raises:
+      DeviceError: `JAX_PLATFORMS` contradicts the request, an option is out of range,
+        or a backend exists already and the option would be ignored.
+    """
+    if gpu_memory_fraction is not None and not 0 < gpu_memory_fraction <= 1:
+        raise DeviceError(
+            f"--gpu_memory_fraction={gpu_memory_fraction} is not a share of the "
+            "card's memory; possible are numbers above 0 and up to 1"
+        )
+    if backend_started():
+        if gpu_memory_fraction is not None or gpu_preallocate is not None:
+            raise DeviceError(
+                "gpu_memory_fraction and gpu_preallocate were given after JAX had "
+                "started and would be ignored; create the DeviceManager before the "
+                "first JAX operation"
+            )
+        return
+    _configure_platforms(request)
+    if request.simulate_devices:
+        jax.config.update("jax_num_cpu_devices", request.simulate_devices)
+    if gpu_memory_fraction is not None:
+        # JAX refuses to start its GPU backend when the old name is set as well.
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_memory_fraction)
+    if gpu_preallocate is not None:
+        value = "true" if gpu_preallocate else "false"
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
+
+
+def _configure_platforms(request: Request) -> None:
+    variable = os.environ.get("JAX_PLATFORMS", "")
+    first = variable.split(",")[0].strip()
+    if request.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    elif request.platform == "gpu":
+        if variable and first not in GPU_PLATFORMS:
+            raise DeviceError(
+                f"--device={request.spec} was asked for, but JAX_PLATFORMS={variable} "
+                f"puts {first!r} first and JAX would run there; unset JAX_PLATFORMS"
+            )
+        _configure_gpu(request)
+    elif request.platform == "tpu":
+        jax.config.update("jax_platforms", "tpu,cpu")
+
+
+def _configure_gpu(request: Request) -> None:
+    rocm = os.path.exists("/dev/kfd")
+    if not rocm and not (hardware.nvidia_nodes() and hardware.cuda_plugins()):
+        raise DeviceError(
+            f"--device={request.spec} was asked for and no GPU can be used: "
+            f"{hardware.why_no_gpu()}; --fallback=cpu or --device=cpu runs on the CPU"
+        )
+    name = "rocm" if rocm else "cuda"
+    # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
+    jax.config.update("jax_platforms", f"{name},cpu")
+    wanted = request.indices
+    if wanted is None and request.num_devices:
+        wanted = tuple(range(request.num_devices))
+    if wanted is not None:
+        visible = ",".join(str(i) for i in wanted)
+        jax.config.update(f"jax_{name}_visible_devices", visible)
+
+
+def select(request: Request) -> tuple[list[jax.Device], str]:
+    """The devices that the request means, and the reason for them in one sentence.
+
+    Starts the JAX backend.
+
+    Raises:
+      DeviceError: the platform or one of the devices does not exist; the message
+        names what there is.
+    """
+    platform = None if request.platform == "auto" else request.platform
+    try:
+        devices = jax.local_devices(backend=platform)
+    except (RuntimeError, AssertionError) as error:
+        # A bare AssertionError is JAX's answer to JAX_PLATFORMS=cuda without a card.
+        words = str(error).strip().split("\n")[0] or "no backend could be started"
+        cause = f"; {hardware.why_no_gpu()}" if request.platform != "tpu" else ""
+        raise DeviceError(
+            f"--device={request.spec} was asked for and JAX cannot provide it: {words}"
+            f"{cause}"
+        ) from error
+    if request.simulate_devices and len(devices) < request.simulate_devices:
+        raise DeviceError(
+            f"{request.simulate_devices} simulated devices were asked for after JAX "
+            f"had started with {len(devices)}; create the DeviceManager before the "
+            "first JAX operation"
+        )
+    chosen = _pick(request, devices)
+    return chosen, _reason(request, chosen, len(devices))
+
+
+def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
+    platform = devices[0].platform
+    there = f"there are {len(devices)}: " + ", ".join(
+        f"{platform}:{i}" for i in range(len(devices))
+    )
+    indices = request.indices
+    if indices is not None and not _renumbered(indices, devices):
+        if max(indices) >= len(devices):
+            raise DeviceError(
+                f"--device={request.spec} names {platform}:{max(indices)}, and {there}"
+            )
+        return [devices[i] for i in indices]
+    count = request.num_devices or request.simulate_devices or len(devices)
+    if count > len(devices):
+        raise DeviceError(
+            f"--num_devices={count} was asked for on {platform}, and {there}"
+        )
+    return devices[:count]
+
+
+def _renumbered(indices: tuple[int, ...], devices: list[jax.Device]) -> bool:
+    """Whether JAX already shows only the devices with these numbers, from 0 on."""
+    visible = ",".join(str(i) for i in indices)
+    values = jax.config.values
+    return devices[0].platform == "gpu" and visible in (
+        values.get("jax_cuda_visible_devices"),
+        values.get("jax_rocm_visible_devices"),
+    )
+
+
+def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
+    platform = chosen[0].platform
+    if request.simulate_devices:
+        return f"--simulate_devices={request.simulate_devices}: the CPU as several"
+    share = f"{len(chosen)} of {available}" if len(chosen) < available else "all"
+    if request.platform != "auto":
+        return f"--device={request.spec}, {share} of this process's {platform} devices"
+    if platform != "cpu":
+        return f"--device=auto, and JAX found {platform} ({share} of them used)"
+    variable = os.environ.get("JAX_PLATFORMS")
+    if variable:
+        return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
+    return "--device=auto, and no accelerator was found"

@@ -1,0 +1,104 @@
+"""The two placement functions that JAX removed, with the semantics that they had.
+
+`jax.device_put_sharded` and `jax.device_put_replicated` left JAX in 0.10. Both give
+arrays with a leading axis of one entry a device, as `pmap` takes them. Here every
+shard goes straight to its own device: nothing is stacked on the host, and nothing
+passes through device 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haiku_template.devices.errors import PlacementError
+
+AXIS_NAME = "data"
+
+
+def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
+    """Puts `shards[i]` on `devices[i]` and joins them along a new leading axis.
+
+    Args:
+      shards: one pytree for each device, all of one structure; corresponding leaves
+        (NumPy or JAX arrays, PRNG keys, scalars) have one shape and one dtype.
+      devices: as many distinct devices.
+
+    Returns:
+      A pytree like one shard; a leaf of shape S becomes (len(devices), *S), with entry
+      i on `devices[i]`.
+
+    Raises:
+      PlacementError: not one shard for each device, or shards that differ in
+        structure, shape or dtype; the message names the leaf.
+    """
+    devices = _distinct(devices)
+    if not isinstance(shards, Sequence):
+        raise PlacementError(
+            "device_put_sharded takes a sequence with one pytree for each device, and "
+            f"got {type(shards).__name__}"
+        )
+    if len(shards) != len(devices):
+        raise PlacementError(
+            f"device_put_sharded got {len(shards)} shards for {len(devices)} devices; "
+            "it takes one shard for each device"
+        )
+    structure = jax.tree.structure(shards[0])
+    for i, shard in enumerate(shards):
+        if jax.tree.structure(shard) != structure:
+            raise PlacementError(
+                f"the shards differ in structure: shard 0 is {structure}, shard {i} is "
+                f"{jax.tree.structure(shard)}"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: _join(jax.tree_util.keystr(path), leaves, devices),
+        *shards,
+    )
+
+
+def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """Puts a copy of `tree` on every device, along a new leading axis.
+
+    Args:
+      tree: a pytree of NumPy or JAX arrays, PRNG keys or scalars.
+      devices: distinct devices, at least one.
+
+    Returns:
+      A pytree like `tree`; a leaf of shape S becomes (len(devices), *S).
+
+    Raises:
+      PlacementError: no devices, or one named twice.
+    """
+    devices = _distinct(devices)
+    return jax.tree.map(lambda leaf: _join("", [leaf] * len(devices), devices), tree)
+
+
+def _distinct(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    devices = list(devices)
+    if not devices or len(set(devices)) != len(devices):
+        raise PlacementError(f"one or more distinct devices are needed, not {devices}")
+    return devices
+
+
+def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
+    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
+    for i, leaf in enumerate(leaves):
+        if (leaf.shape, leaf.dtype) != (leaves[0].shape, leaves[0].dtype):
+            raise PlacementError(
+                f"the shards differ at leaf {path or 'root'}: shard 0 has "
+                f"{leaves[0].dtype}{list(leaves[0].shape)}, shard {i} has "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+    # NumPy gains its new axis as a view; a JAX array only once on its own device.
+    shards = jax.device_put(
+        [x if isinstance(x, jax.Array) else x[None] for x in leaves], devices
+    )
+    shards = [
+        shard[None] if isinstance(x, jax.Array) else shard
+        for x, shard in zip(leaves, shards, strict=True)
+    ]
+    sharding = NamedSharding(Mesh(np.array(devices), AXIS_NAME), PartitionSpec("data"))
+    shape = (len(devices), *leaves[0].shape)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
