@@ -2,7 +2,7 @@
 
 from haiku_template.devices.audit import check_replicas, describe
 from haiku_template.devices.errors import DeviceError, PlacementError
-from haiku_template.devices.manager import DeviceManager, mean_over
+from haiku_template.devices.manager import DeviceManager, mean_over, sum_over
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "mean_over",
+    "sum_over",
 ]

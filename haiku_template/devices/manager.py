@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -206,13 +206,28 @@ class DeviceManager(NamedTuple):
         )
 
     @contextlib.contextmanager
-    def on_host(self):  # noqa: ANN201  (contextlib names the type)
+    def on_host(self) -> Iterator[None]:
         """Makes arrays in host memory, whatever the default device is.
 
         For loaders of others that call `jax.numpy`. What they make is not committed
         there: hand it to `replicate` or `shard`, or keep it as NumPy.
         """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
+
+    @contextlib.contextmanager
+    def explicit_transfers(self) -> Iterator[None]:
+        """Makes every copy to or from a device that nobody asked for an error.
+
+        Holds for this thread alone.
+        """
+        with jax.transfer_guard("disallow"):
+            yield
+
+    @contextlib.contextmanager
+    def implicit_transfers(self) -> Iterator[None]:
+        """Lets code of others copy as it likes, inside `explicit_transfers`."""
+        with jax.transfer_guard("allow"):
             yield
 
     def memory_in_use(self) -> int | None:
@@ -231,6 +246,11 @@ class DeviceManager(NamedTuple):
 def mean_over(axis_name: str | None, tree: Any) -> Any:
     """Averages a tree over a mesh axis; the identity when the axis is None."""
     return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+
+def sum_over(axis_name: str | None, tree: Any) -> Any:
+    """Adds up a tree over a mesh axis; the identity when the axis is None."""
+    return tree if axis_name is None else jax.lax.psum(tree, axis_name)
 
 
 def _warn_of_unused_card() -> None:

@@ -1,0 +1,26 @@
+"""An MLP on scikit-learn's digits."""
+
+from ml_collections import config_dict
+
+from haiku_template.config import default_config
+
+
+def get_config() -> config_dict.ConfigDict:
+    """The whole experiment."""
+    config = default_config()
+    config.num_steps = 2000
+    config.batch_size = 128
+    config.log_every = 100
+    config.eval_every = 500
+    config.save_every = 500
+    config.best_metric = "eval/accuracy"
+    config.best_mode = "max"
+
+    config.data = {"name": "digits"}
+    config.model = {"name": "mlp", "width": 256, "num_layers": 2, "dropout": 0.0}
+    config.optimizer.name = "adamw"
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.weight_decay = 1e-2
+    config.optimizer.clip_norm = 1.0
+    return config

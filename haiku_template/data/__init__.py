@@ -1,0 +1,27 @@
+"""Data sets: files, arrays and Grain pipelines, as functions of the step."""
+
+from haiku_template.data.arrays import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    Dataset,
+    EvaluationSet,
+    GrainDataset,
+)
+from haiku_template.data.datasets import DATASETS, digits, from_split
+from haiku_template.data.errors import DataError
+from haiku_template.data.files import Split
+
+__all__ = [
+    "DATASETS",
+    "ArrayDataset",
+    "BatchSpec",
+    "Data",
+    "DataError",
+    "Dataset",
+    "EvaluationSet",
+    "GrainDataset",
+    "Split",
+    "digits",
+    "from_split",
+]

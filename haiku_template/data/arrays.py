@@ -1,0 +1,223 @@
+"""Data sets as functions of the step: `batch(step)` gives the same arrays always.
+
+Shapes: N examples in the set, B of them in one batch over all devices and processes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from haiku_template.data.errors import DataError
+
+Batch = dict[str, Any]
+
+
+class Dataset(Protocol):
+    """What training reads: any object with this method."""
+
+    def batch(self, step: int) -> Batch:
+        """The host arrays [B, ...] of one step, made anew at each call."""
+        ...
+
+
+class BatchSpec(NamedTuple):
+    """How a data set is cut into batches, and for what.
+
+    Attributes:
+      batch_size: B, over all processes.
+      seed: chooses the order of the examples and the augmentation.
+      task: `classification` (labels are class numbers) or `regression` (numbers).
+      process_index: which of the shares of each batch to read, from 0.
+      process_count: into how many shares the batches are split.
+    """
+
+    batch_size: int
+    seed: int = 0
+    task: str = "classification"
+    process_index: int = 0
+    process_count: int = 1
+
+
+class Data(NamedTuple):
+    """A training set, an evaluation set, and what a model must know of them.
+
+    Attributes:
+      train: gives the batch of any step.
+      evaluation: gives `num_batches` batches that hold each example once; the last may
+        be shorter. None when there is nothing to evaluate on.
+      num_outputs: classes, or regression targets.
+      preprocess: run on the inputs on the device, so that bytes travel and not floats.
+    """
+
+    train: Dataset
+    evaluation: "EvaluationSet | None"
+    num_outputs: int
+    preprocess: Callable[[Any], Any] = lambda inputs: inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayDataset:
+    """Shuffled batches from arrays in host memory or mapped from files.
+
+    Every epoch is a permutation of all examples, and the next one follows without a
+    gap: a batch may hold the end of one epoch and the start of the next, so no example
+    is dropped and every batch is full.
+
+    Attributes:
+      inputs: array [N, ...].
+      labels: array [N] or [N, targets].
+      spec: the size of a batch, the seed, and this process's share.
+      augment: maps (inputs of a batch, generator) to new inputs, on the host.
+
+    Raises:
+      DataError: no examples, or a batch size that the processes cannot share.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    spec: BatchSpec
+    augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        check_examples(self.inputs, self.labels)
+        if self.spec.batch_size % self.spec.process_count:
+            raise DataError(
+                f"a batch of {self.spec.batch_size} examples cannot be shared evenly "
+                f"by {self.spec.process_count} processes"
+            )
+
+    def batch(self, step: int) -> Batch:
+        """This process's share of the batch of `step`: arrays [B / processes, ...]."""
+        rows = self._rows(step)
+        size = self.spec.batch_size // self.spec.process_count
+        first = self.spec.process_index * size
+        share = slice(first, first + size)
+        if self.augment is None:
+            inputs = self.inputs[rows[share]]
+        else:
+            # Drawn for the whole batch, so that shares do not change what is drawn.
+            rng = np.random.default_rng((self.spec.seed, 1, step))
+            inputs = self.augment(self.inputs[rows], rng)[share]
+        return {"inputs": inputs, "labels": self.labels[rows[share]]}
+
+    def _rows(self, step: int) -> np.ndarray:
+        """The examples in the batch of `step`: int64 [B]."""
+        size = len(self.inputs)
+        start = step * self.spec.batch_size
+        stop = start + self.spec.batch_size
+        parts = []
+        for epoch in range(start // size, (stop - 1) // size + 1):
+            first, last = start - epoch * size, stop - epoch * size
+            order = _permutation(size, self.spec.seed, epoch)
+            parts.append(order[max(first, 0) : min(last, size)])
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the examples in one epoch: int64 [N]."""
+    order = np.random.default_rng((seed, 0, epoch)).permutation(size)
+    order.flags.writeable = False  # It is shared by the cache.
+    return order
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Every example once, in order; the last batch may be shorter.
+
+    Attributes:
+      inputs: array [N, ...].
+      labels: array [N] or [N, targets].
+      batch_size: rows of all batches but the last.
+
+    Raises:
+      DataError: no examples.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check_examples(self.inputs, self.labels)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches hold each example once."""
+        return -(-len(self.inputs) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """The arrays of one batch, copied out of the set."""
+        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return {
+            "inputs": np.array(self.inputs[rows]),
+            "labels": np.array(self.labels[rows]),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class GrainDataset:
+    """A `grain.MapDataset` whose elements are batches: {"inputs": ..., "labels": ...}.
+
+    Grain costs microseconds for each element, so let one element be one batch
+    (`.batch(B)`). For training, shuffle and repeat it; as an evaluation set it gives
+    its elements once, in order.
+
+    Raises:
+      DataError: it has no elements, or they are not such dictionaries.
+    """
+
+    source: Any
+
+    def __post_init__(self) -> None:
+        if len(self.source) == 0:
+            raise DataError("the Grain data set has no elements; one is the least")
+        first = self.source[0]
+        if not isinstance(first, dict) or not {"inputs", "labels"} <= set(first):
+            keys = sorted(first) if isinstance(first, dict) else type(first).__name__
+            raise DataError(
+                "each element of the Grain data set must be one batch, a dictionary "
+                f"with inputs and labels; its first element is {keys}"
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches hold each example once."""
+        return len(self.source)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step`."""
+        return dict(self.source[step])
+
+
+def check_examples(inputs: np.ndarray, labels: np.ndarray) -> None:
+    """Raises `DataError` unless there are examples, each with its label."""
+    if len(inputs) == 0:
+        raise DataError(
+            f"the data set is empty: inputs {list(inputs.shape)}, labels "
+            f"{list(labels.shape)}; at least one example is needed"
+        )
+    if len(inputs) != len(labels):
+        raise DataError(
+            f"there are {len(inputs)} inputs and {len(labels)} labels; each input "
+            "needs one label"
+        )
+
+
+def check_classes(labels: np.ndarray, num_classes: int, where: str) -> None:
+    """Raises `DataError` unless `labels` are whole numbers in [0, num_classes)."""
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise DataError(
+            f"{where} holds labels of type {labels.dtype} and shape "
+            f"{list(labels.shape)}; classification takes one whole number an example"
+        )
+    outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(outside):
+        raise DataError(
+            f"{where} holds {len(outside)} labels outside the {num_classes} classes "
+            f"(0 to {num_classes - 1}); the first is {labels[outside[0]]}, of example "
+            f"{outside[0]}"
+        )

@@ -1,0 +1,144 @@
+"""Data sets by name: a table of functions, and any function of your own.
+
+A data set function takes a `BatchSpec` and the keys of `config.data` except `name`,
+and returns `Data`. It imports no JAX and downloads nothing.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from haiku_template.data import files, images
+from haiku_template.data.arrays import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
+    check_classes,
+)
+from haiku_template.data.errors import DataError
+
+
+def from_split(
+    split: files.Split,
+    spec: BatchSpec,
+    *,
+    num_classes: int | None = None,
+    preprocess: Callable[[Any], Any] = lambda inputs: inputs,
+    augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
+    where: str = "the data set",
+) -> Data:
+    """Makes `Data` of arrays.
+
+    Args:
+      split: training and test arrays.
+      spec: how they are cut into batches, and for which task.
+      num_classes: None means as many as the training labels show.
+      preprocess: run on the inputs on the device.
+      augment: run on the training inputs on the host.
+      where: names the data in errors.
+
+    Raises:
+      DataError: an empty set, inputs of two shapes, labels outside the classes or of
+        the wrong type.
+    """
+    train = ArrayDataset(split.x_train, split.y_train, spec, augment)
+    evaluation = EvaluationSet(split.x_test, split.y_test, spec.batch_size)
+    if split.x_train.shape[1:] != split.x_test.shape[1:]:
+        raise DataError(
+            f"the training inputs of {where} have shape {list(split.x_train.shape[1:])}"
+            f" and the test inputs {list(split.x_test.shape[1:])}; they must agree"
+        )
+    if spec.task != "classification":
+        num_outputs = int(np.prod(split.y_train.shape[1:]))
+        return Data(train, evaluation, num_outputs, preprocess)
+    if num_classes is None and np.issubdtype(split.y_train.dtype, np.integer):
+        num_classes = int(split.y_train.max()) + 1
+    check_classes(split.y_train, num_classes or 0, f"the training part of {where}")
+    check_classes(split.y_test, num_classes or 0, f"the test part of {where}")
+    return Data(train, evaluation, num_classes, preprocess)
+
+
+def digits(spec: BatchSpec) -> Data:
+    """scikit-learn's 1,797 handwritten digits, 8 x 8: 1,437 to train on, 360 to test.
+
+    Source: https://archive.ics.uci.edu/dataset/80, shipped inside scikit-learn.
+
+    Raises:
+      DataError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise DataError(
+            "the digits data set comes with scikit-learn, which is not installed: "
+            'pip install "haiku_template[examples]"'
+        ) from error
+    x, y = datasets.load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    y = y.astype(np.int32)
+    order = np.random.default_rng(0).permutation(len(x))
+    train, test = order[:1437], order[1437:]
+    split = files.Split(x[train], y[train], x[test], y[test])
+    return from_split(split, spec, num_classes=10, where="digits")
+
+
+def npz(
+    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
+) -> Data:
+    """A .npz file with x_train, y_train, x_test and y_test, as Keras writes them."""
+    split = files.read_npz(_path(path, "npz", "a .npz file"))
+    return from_split(split, spec, num_classes=num_classes, where=str(path))
+
+
+def npy(
+    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
+) -> Data:
+    """A directory with x_train.npy, y_train.npy, x_test.npy, y_test.npy; mapped."""
+    split = files.read_npy(_path(path, "npy", "a directory of .npy files"))
+    return from_split(split, spec, num_classes=num_classes, where=str(path))
+
+
+def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
+    """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
+    what = "the directory with MNIST's or Fashion-MNIST's four idx files"
+    split = files.read_mnist(_path(path, "mnist", what))
+    return from_split(
+        split, spec, num_classes=10, preprocess=images.scale_pixels, where=str(path)
+    )
+
+
+def cifar10(
+    spec: BatchSpec, *, path: str | None = None, crop_and_flip: bool = False
+) -> Data:
+    """CIFAR-10: 50,000 images 32 x 32 to train on, 10,000 to test."""
+    what = "the directory with CIFAR-10's binary files"
+    split = files.read_cifar10(_path(path, "cifar10", what))
+    return from_split(
+        split,
+        spec,
+        num_classes=10,
+        preprocess=images.standardize_cifar10,
+        augment=images.crop_and_flip if crop_and_flip else None,
+        where=str(path),
+    )
+
+
+def _path(path: str | None, name: str, what: str) -> Path:
+    if not path:
+        raise DataError(
+            f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
+            "downloaded)"
+        )
+    return Path(path).expanduser()
+
+
+DATASETS: dict[str, Callable[..., Data]] = {
+    "digits": digits,
+    "npz": npz,
+    "npy": npy,
+    "mnist": mnist,
+    "cifar10": cifar10,
+}

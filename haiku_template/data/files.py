@@ -1,0 +1,160 @@
+"""Readers of array files: .npz, .npy, MNIST's idx and CIFAR-10's binary format.
+
+Each returns a `Split`. A file that is missing or damaged is a `DataError` that names it.
+"""
+
+import gzip
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from haiku_template.data.errors import DataError
+
+IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+CIFAR_RECORD = 1 + 3 * 32 * 32
+PARTS = ("x_train", "y_train", "x_test", "y_test")
+
+
+class Split(NamedTuple):
+    """Training and test examples: inputs [N, ...], labels [N] or [N, targets]."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+def _read(path: Path, reader: Callable[[Path], np.ndarray]) -> np.ndarray:
+    """Runs a reader on a file, and names the file in whatever goes wrong."""
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*"))[:8]
+        there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
+        raise DataError(f"the data file {path} does not exist; {there}")
+    try:
+        return reader(path)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        words = str(error).split("\n")[0]
+        raise DataError(f"the data file {path} is damaged: {words}") from error
+    except (zlib.error, struct.error) as error:
+        raise DataError(f"the data file {path} is damaged: {error}") from error
+
+
+def read_npz(path: Path) -> Split:
+    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras.
+
+    Raises:
+      DataError: the file or one of the arrays is missing or damaged.
+    """
+
+    def member(name: str) -> Callable[[Path], np.ndarray]:
+        def read(file: Path) -> np.ndarray:
+            with np.load(file, allow_pickle=False) as arrays:
+                if name not in arrays:
+                    raise ValueError(
+                        f"it has no array {name}, only {', '.join(arrays.files)}"
+                    )
+                return arrays[name]
+
+        return read
+
+    return Split(*(_read(path, member(name)) for name in PARTS))
+
+
+def read_npy(directory: Path) -> Split:
+    """A directory with x_train.npy, y_train.npy, x_test.npy and y_test.npy.
+
+    The files are mapped, not read: examples come from disk as batches need them.
+
+    Raises:
+      DataError: a file is missing or damaged.
+    """
+
+    def read(file: Path) -> np.ndarray:
+        # A plain view: slicing numpy.memmap itself is several times slower.
+        return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+    return Split(*(_read(directory / f"{name}.npy", read) for name in PARTS))
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """One array in MNIST's idx format, plain or as .gz.
+
+    Format: two zero bytes, a type byte, the number of dimensions, each dimension as
+    big-endian uint32, then the values (http://yann.lecun.com/exdb/mnist).
+
+    Raises:
+      DataError: the file is missing, damaged or shorter than its header says.
+    """
+
+    def read(file: Path) -> np.ndarray:
+        raw = file.read_bytes()
+        data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX_DTYPES:
+            raise ValueError("it does not begin as an idx file does")
+        ndim = data[3]
+        shape = struct.unpack(f">{ndim}I", data[4 : 4 + 4 * ndim])
+        dtype = np.dtype(IDX_DTYPES[data[2]])
+        body = data[4 + 4 * ndim :]
+        expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if len(body) != expected:
+            raise ValueError(
+                f"its header promises {expected} bytes for shape {list(shape)} and "
+                f"{len(body)} follow"
+            )
+        array = np.frombuffer(body, dtype).reshape(shape)
+        return array.astype(dtype.newbyteorder("="))
+
+    return _read(path, read)
+
+
+def read_mnist(directory: Path) -> Split:
+    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1].
+
+    Raises:
+      DataError: a file is missing or damaged.
+    """
+
+    def array(name: str) -> np.ndarray:
+        plain = directory / name
+        return read_idx(plain if plain.is_file() else directory / f"{name}.gz")
+
+    return Split(
+        array("train-images-idx3-ubyte")[..., None],
+        array("train-labels-idx1-ubyte").astype(np.int32),
+        array("t10k-images-idx3-ubyte")[..., None],
+        array("t10k-labels-idx1-ubyte").astype(np.int32),
+    )
+
+
+def read_cifar10(directory: Path) -> Split:
+    """CIFAR-10's binary version: images uint8 [N, 32, 32, 3].
+
+    Format: records of one label byte and 3,072 pixel bytes, channel by channel
+    (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+    Raises:
+      DataError: a file is missing, or holds no whole number of records.
+    """
+
+    def read(file: Path) -> np.ndarray:
+        data = np.frombuffer(file.read_bytes(), np.uint8)
+        if len(data) == 0 or len(data) % CIFAR_RECORD:
+            raise ValueError(
+                f"its {len(data)} bytes are no whole number of {CIFAR_RECORD}-byte "
+                "records"
+            )
+        return data.reshape(-1, CIFAR_RECORD)
+
+    def examples(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(images), records[:, 0].astype(np.int32)
+
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)]
+    train = np.concatenate([_read(directory / name, read) for name in names])
+    test = _read(directory / "test_batch.bin", read)
+    return Split(*examples(train), *examples(test))

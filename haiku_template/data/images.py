@@ -1,0 +1,44 @@
+"""Images: what happens to them on the host and on the device.
+
+Shapes: B images in a batch, H x W pixels, C channels.
+"""
+
+from typing import Any
+
+import numpy as np
+
+CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+
+
+def scale_pixels(images: Any) -> Any:
+    """Bytes [B, H, W, C] to float32 in [0, 1]; on the device, so that bytes travel."""
+    return images.astype(np.float32) / np.float32(255)
+
+
+def standardize_cifar10(images: Any) -> Any:
+    """Bytes [B, 32, 32, 3] to float32 with the training set's mean and deviation."""
+    mean = np.array(CIFAR10_MEAN, np.float32)
+    std = np.array(CIFAR10_STD, np.float32)
+    return (scale_pixels(images) - mean) / std
+
+
+def crop_and_flip(
+    images: np.ndarray, rng: np.random.Generator, padding: int = 4
+) -> np.ndarray:
+    """Shifts each image by up to `padding` pixels and mirrors half of them.
+
+    Args:
+      images: [B, H, W, C], any dtype; not written to.
+      rng: the only source of chance.
+      padding: pixels; what comes in at the edges is zero.
+    """
+    b, h, w, _ = images.shape
+    edge = (padding, padding)
+    padded = np.pad(images, ((0, 0), edge, edge, (0, 0)))
+    top, left = rng.integers(0, 2 * padding + 1, (2, b))
+    rows = top[:, None] + np.arange(h)
+    columns = left[:, None] + np.arange(w)
+    mirrored = rng.random(b) < 0.5
+    columns[mirrored] = columns[mirrored, ::-1]
+    return padded[np.arange(b)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -1,0 +1,61 @@
+"""The next batches, made and put on their devices by a background thread."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Prefetcher:
+    """Iterates over `make(start), ..., make(stop - 1)`, a few of them ahead of time.
+
+    Args:
+      make: gives the batch of a step; runs in the background thread, in order.
+      start: the first step.
+      stop: one past the last step.
+      depth: how many batches may wait; each occupies its devices' memory.
+
+    Use it as a context manager: leaving it stops the thread. What `make` raises is
+    raised again at the step that it belongs to.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Any], start: int, stop: int, depth: int = 2
+    ) -> None:
+        self._make = make
+        self._steps = range(start, stop)
+        self._ready: queue.Queue = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="prefetch", daemon=True
+        )
+
+    def __enter__(self) -> "Prefetcher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        while self._thread.is_alive():  # It may be waiting for a place to put a batch.
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in self._steps:
+            batch, error = self._ready.get()
+            if error is not None:
+                raise error
+            yield batch
+
+    def _run(self) -> None:
+        for step in self._steps:
+            try:
+                item = (self._make(step), None)
+            except BaseException as error:  # Handed to the thread that iterates.
+                item = (None, error)
+            self._ready.put(item)
+            if self._stopped.is_set() or item[1] is not None:
+                return

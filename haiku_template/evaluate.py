@@ -1,0 +1,36 @@
+"""Evaluates a checkpoint of a run, exactly, on any devices.
+
+    python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best]
+
+Prints one JSON object with `step` and the metrics. Exit codes are listed in `cli.py`.
+"""
+
+import json
+from pathlib import Path
+
+from absl import flags
+
+from haiku_template import cli, config
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "latest", "Which one: latest, best, or a step."
+)
+flags.mark_flag_as_required("workdir")
+
+
+def main() -> None:
+    """Reads the saved config, restores the checkpoint and evaluates it."""
+    workdir = Path(_WORKDIR.value)
+    saved = config.load(workdir / "config.json")
+    devices = cli.device_manager()
+    from haiku_template.training import experiment
+
+    step, metrics = experiment.evaluate_checkpoint(
+        saved, devices, workdir, _CHECKPOINT.value
+    )
+    print(json.dumps({"step": step, **metrics}))
+
+
+if __name__ == "__main__":
+    cli.run(main)

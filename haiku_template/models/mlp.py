@@ -1,0 +1,35 @@
+"""A multi-layer perceptron.
+
+Shapes: B examples, K outputs.
+"""
+
+import haiku as hk
+import jax
+
+
+def mlp(
+    num_outputs: int,
+    axis_name: str | None = None,
+    *,
+    width: int = 128,
+    num_layers: int = 2,
+    dropout: float = 0.0,
+) -> hk.Transformed:
+    """An MLP over flattened inputs: [B, ...] to [B, K].
+
+    Args:
+      num_outputs: K.
+      axis_name: not used; an MLP keeps no statistics of the batch.
+      width: units of each hidden layer.
+      num_layers: hidden layers.
+      dropout: share of hidden units dropped in training, in [0, 1).
+    """
+    del axis_name
+
+    def forward(inputs: jax.Array, is_training: bool) -> jax.Array:
+        net = hk.nets.MLP([width] * num_layers + [num_outputs])
+        rate = dropout if is_training and dropout else None
+        rng = hk.next_rng_key() if rate else None
+        return net(hk.Flatten()(inputs), dropout_rate=rate, rng=rng)
+
+    return hk.transform(forward)

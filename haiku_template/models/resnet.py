@@ -1,0 +1,60 @@
+"""Residual networks for small images (He et al. 2015, arXiv:1512.03385, section 4.2).
+
+Shapes: B images, H x W pixels, C channels, K outputs.
+"""
+
+from collections.abc import Sequence
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+def resnet(
+    num_outputs: int,
+    axis_name: str | None = None,
+    *,
+    channels: Sequence[int] = (16, 32, 64),
+    blocks: int = 3,
+    norm_decay: float = 0.9,
+) -> hk.TransformedWithState:
+    """A ResNet with a 3 x 3 stem and no pooling before the head: [B, H, W, C] to [B, K].
+
+    Batch statistics are those of the whole batch, however many devices share it. They
+    live in the network state, averaged with `norm_decay`.
+
+    Args:
+      num_outputs: K.
+      axis_name: the mesh axis over which batch statistics are averaged; None on one
+        device.
+      channels: of each group; each group after the first halves H and W.
+      blocks: residual blocks in each group, of two convolutions each.
+      norm_decay: decay of the running statistics, for each step.
+    """
+    norm = {
+        "create_scale": True,
+        "create_offset": True,
+        "decay_rate": norm_decay,
+        "cross_replica_axis": axis_name,
+    }
+
+    def forward(inputs: jax.Array, is_training: bool) -> jax.Array:
+        x = hk.Conv2D(channels[0], 3, with_bias=False, name="stem")(inputs)
+        x = hk.BatchNorm(**norm, name="stem_norm")(x, is_training)
+        x = jax.nn.relu(x)
+        for i, width in enumerate(channels):
+            group = hk.nets.ResNet.BlockGroup(
+                channels=width,
+                num_blocks=blocks,
+                stride=1 if i == 0 else 2,
+                bn_config=norm,
+                resnet_v2=False,
+                bottleneck=False,
+                use_projection=i > 0,
+                name=f"group_{i}",
+            )
+            x = group(x, is_training, test_local_stats=False)
+        x = jnp.mean(x, axis=(1, 2))
+        return hk.Linear(num_outputs, name="head")(x)
+
+    return hk.transform_with_state(forward)

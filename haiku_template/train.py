@@ -1,0 +1,29 @@
+"""Trains the model that a config file describes.
+
+    python -m haiku_template.train --config=configs/digits.py --workdir=runs/digits
+
+The same command goes on where a stopped run was. Keys of the config are changed after
+it: --config.optimizer.learning_rate=3e-4. Exit codes are listed in `cli.py`.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from haiku_template import cli, config
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment: a .py file.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes, and goes on.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main() -> None:
+    """Checks the config, then the devices, then the data; then trains."""
+    config.check(_CONFIG.value)
+    devices = cli.device_manager()
+    from haiku_template.training import experiment
+
+    experiment.run(_CONFIG.value, devices, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,14 @@
+"""Training: what a step computes, and what happens between steps."""
+
+from haiku_template.training.loop import Result, train
+from haiku_template.training.program import Program, make_program
+from haiku_template.training.tasks import classification, regression
+
+__all__ = [
+    "Program",
+    "Result",
+    "classification",
+    "make_program",
+    "regression",
+    "train",
+]

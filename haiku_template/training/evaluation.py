@@ -1,0 +1,73 @@
+"""Exact evaluation: each example counts once, on any number of devices."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_template.data.prefetch import Prefetcher
+from haiku_template.devices import DeviceManager
+from haiku_template.training.state import TrainState
+
+
+def variables(state: TrainState) -> tuple[hk.Params, hk.State]:
+    """What is evaluated: the averaged parameters where there are any."""
+    params = state.params if state.ema_params is None else state.ema_params
+    return params, state.net_state
+
+
+def pad(batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """Appends rows of zeros up to `size`, and `mask`: True for the examples."""
+    rows = len(batch["labels"])
+
+    def longer(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x)
+        if rows == size:
+            return x
+        return np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
+
+    return jax.tree.map(longer, batch) | {"mask": np.arange(size) < rows}
+
+
+def evaluate(
+    devices: DeviceManager,
+    eval_step: Callable[[Any, Any], dict[str, Any]],
+    state: TrainState,
+    dataset: Any,
+) -> dict[str, float]:
+    """Averages the values of the task over a whole set.
+
+    Args:
+      devices: where `state` is.
+      eval_step: from `steps.make_eval_step`, compiled without donation.
+      state: whole on every device.
+      dataset: gives `num_batches` batches; none is larger than the first.
+
+    Returns:
+      `eval/NAME` for each value of the task. Sums are float32 within a batch and
+      float64 between batches.
+    """
+    rows = len(dataset.batch(0)["labels"])
+    size = -(-rows // devices.num_devices) * devices.num_devices
+    sums: Counter[str] = Counter()
+    running: deque[dict[str, Any]] = deque()
+
+    def finish_oldest() -> None:
+        for name, value in devices.fetch(running.popleft()).items():
+            sums[name] += float(value)
+
+    def make(index: int) -> Any:
+        return devices.shard(pad(dataset.batch(index), size))
+
+    with Prefetcher(make, 0, dataset.num_batches) as batches:
+        for batch in batches:
+            running.append(eval_step(variables(state), batch))
+            if len(running) >= devices.steps_in_flight:
+                finish_oldest()
+    while running:
+        finish_oldest()
+    count = sums.pop("examples")
+    return {f"eval/{name}": value / count for name, value in sums.items()}

@@ -1,0 +1,171 @@
+"""From a config to the parts of a run: the last place that sees the config."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import config_dict
+
+from haiku_template.config import ConfigError, to_dict
+from haiku_template.data import DATASETS, BatchSpec
+from haiku_template.devices import DeviceManager
+from haiku_template.models import MODELS
+from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.evaluation import evaluate
+from haiku_template.training.loop import Result, train
+from haiku_template.training.optimizers import make_optimizer, make_schedule
+from haiku_template.training.precision import POLICIES
+from haiku_template.training.program import Program, make_program
+from haiku_template.training.tasks import TASKS
+from haiku_template.training.workdir import CHECKPOINTS
+from haiku_template.training.workdir import check as check_workdir
+
+LOOP_KEYS = (
+    "num_steps",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep_last",
+    "keep_best",
+    "best_metric",
+    "best_mode",
+)
+
+
+def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
+    """Makes the program that a config describes.
+
+    Raises:
+      ConfigError: an unknown name or key, or a value that does not fit.
+      DataError: see the data set.
+      PlacementError: the batch does not split over the devices.
+    """
+    task = resolve("task", config.task.name, TASKS)
+    spec = BatchSpec(config.batch_size, config.seed, config.task.name)
+    data = _make("data", config.data, DATASETS, spec)
+    facts = {"num_outputs": data.num_outputs, "axis_name": devices.axis_name}
+    model = _make("model", config.model, MODELS, **facts)
+    values = config.optimizer.to_dict()
+    keys = ("learning_rate", "warmup_steps", "final_fraction")
+    try:
+        schedule = make_schedule(
+            values.pop("schedule"),
+            num_steps=config.num_steps,
+            **{key: values.pop(key) for key in keys},
+        )
+        optimizer = make_optimizer(values.pop("name"), schedule, **values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"config.optimizer: {error}") from error
+    if config.precision not in POLICIES:
+        raise ConfigError(
+            f"config.precision={config.precision!r}; possible are {', '.join(POLICIES)}"
+        )
+    return make_program(
+        devices=devices,
+        model=model,
+        task=task,
+        data=data,
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=config.precision,
+        accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
+        seed=config.seed,
+    )
+
+
+def run(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: str
+) -> Result:
+    """Trains what a config describes; see `build` and `train`."""
+    saved = to_dict(config)
+    check_workdir(Path(workdir), saved)
+    loop = {key: config[key] for key in LOOP_KEYS}
+    return train(build(config, devices), workdir=workdir, config=saved, **loop)
+
+
+def evaluate_checkpoint(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> tuple[int, dict[str, float]]:
+    """The step and the metrics of one checkpoint of a run.
+
+    Args:
+      config: as saved in the workdir.
+      devices: any; the run may have used others.
+      workdir: of the run.
+      which: `latest`, `best`, or a step.
+
+    Raises:
+      ConfigError: no such checkpoint, or nothing to evaluate on.
+      CheckpointError: the checkpoint is damaged.
+    """
+    # Rows of padding make up for a batch that does not split over these devices.
+    config.batch_size += -config.batch_size % (
+        devices.num_devices * config.accumulate_steps
+    )
+    program = build(config, devices)
+    if program.data.evaluation is None:
+        raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise ConfigError(f"{workdir} holds no checkpoints")
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    with Checkpoints(
+        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
+    ) as checkpoints:
+        named = {"latest": checkpoints.latest, "best": checkpoints.best}
+        step = named.get(which, int(which) if which.isdecimal() else None)
+        if step not in checkpoints.steps:
+            raise ConfigError(
+                f"--checkpoint={which} is not in {workdir}; there are steps "
+                f"{checkpoints.steps}, and best is {checkpoints.best}"
+            )
+        state = checkpoints.restore(step, devices.abstract(program.init))
+    data = program.data.evaluation
+    with devices.explicit_transfers():
+        return step, evaluate(devices, program.eval_step, state, data)
+
+
+def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
+    """The entry of a table, or the function that `module:function` names.
+
+    Raises:
+      ConfigError: neither; the message lists the table and the nearest name.
+    """
+    if name in table:
+        return table[name]
+    module, colon, function = str(name).partition(":")
+    if not colon:
+        near = difflib.get_close_matches(str(name), table, n=1)
+        guess = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(
+            f"config.{key}.name={name!r} is not known{guess}; possible are "
+            f"{', '.join(table)}, or a function of yours as module:function"
+        )
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"config.{key}.name={name!r} cannot be imported from here: {error}"
+        ) from error
+
+
+def _make(
+    key: str, values: Any, table: dict[str, Callable], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls what `values.name` means with the other values as keyword arguments."""
+    values = values.to_dict()
+    name = values.pop("name", None)
+    function = resolve(key, name, table)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs, **values)
+    except TypeError as error:
+        given = list(signature.parameters)[len(args) :]
+        takes = [parameter for parameter in given if parameter not in kwargs]
+        raise ConfigError(
+            f"config.{key}: {name} {error}; it takes {', '.join(takes) or 'no keys'}"
+        ) from error
+    return function(*args, **kwargs, **values)

@@ -1,0 +1,261 @@
+"""The loop: what happens when.
+
+The mathematics is in `steps.py`; together they are the whole of a run.
+"""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from haiku_template.data.prefetch import Prefetcher
+from haiku_template.devices import check_replicas
+from haiku_template.training import report
+from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.evaluation import evaluate
+from haiku_template.training.interrupts import StopSignals
+from haiku_template.training.metrics import MetricsWriter
+from haiku_template.training.program import Program
+from haiku_template.training.progress import Display, memory_text, parameter_table
+from haiku_template.training.state import TrainState
+from haiku_template.training.workdir import CHECKPOINTS, open_workdir
+
+
+class NonFiniteError(RuntimeError):
+    """The loss is no longer a finite number."""
+
+    exit_code = 70
+
+
+class Intervals(NamedTuple):
+    """Steps between two of each; None means at the last step alone."""
+
+    log: int | None
+    evaluate: int | None
+    save: int | None
+
+
+class Result(NamedTuple):
+    """What a run leaves: its last state, on the devices, and its last metrics."""
+
+    state: TrainState
+    metrics: dict[str, float]
+
+
+def train(
+    program: Program,
+    *,
+    num_steps: int,
+    workdir: str | Path,
+    log_every: int | None = 50,
+    eval_every: int | None = None,
+    save_every: int | None = None,
+    keep_last: int = 2,
+    keep_best: int = 1,
+    best_metric: str = "eval/loss",
+    best_mode: str = "min",
+    config: dict[str, Any] | None = None,
+) -> Result:
+    """Trains, or goes on where the run in `workdir` stopped.
+
+    Args:
+      program: see `make_program`.
+      num_steps: updates in all, also when resuming.
+      workdir: metrics, checkpoints and the report go here.
+      log_every: steps between training metrics.
+      eval_every: steps between evaluations; None for the end alone.
+      save_every: steps between checkpoints; None for the end alone.
+      keep_last: newest checkpoints that stay.
+      keep_best: best checkpoints that stay, among those of evaluated steps.
+      best_metric: what is best.
+      best_mode: `min` or `max`.
+      config: saved as config.json; a workdir goes on only with the same.
+
+    Raises:
+      ConfigError: `workdir` belongs to another run.
+      CheckpointError: a checkpoint cannot be written or read.
+      PlacementError: a part of the state differs between devices.
+      NonFiniteError: the loss is infinite or NaN; nothing is saved from then on.
+      Interrupted: SIGTERM or SIGINT came; the state is saved.
+    """
+    directory = Path(workdir)
+    devices = program.devices
+    open_workdir(directory, config or {}, devices)
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(Display(directory, num_steps))
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                directory / CHECKPOINTS,
+                keep_last=keep_last,
+                keep_best=keep_best,
+                best_metric=best_metric,
+                best_mode=best_mode,
+            )
+        )
+        start = checkpoints.latest or 0
+        if start:
+            state = checkpoints.restore(start, devices.abstract(program.init))
+        else:
+            state = devices.init(program.init)
+        display.print(*_first_lines(program, state, directory, start))
+        run = _Run(
+            program,
+            display,
+            checkpoints,
+            stack.enter_context(MetricsWriter(directory, start)),
+            stack.enter_context(StopSignals()),
+            Intervals(log_every, eval_every, save_every),
+        )
+        with devices.explicit_transfers():
+            state = run.steps(state, start, num_steps)
+        checkpoints.wait()
+        picture = report.write(directory)
+        display.print(f"done      step {num_steps}; {picture or directory}")
+    return Result(state, run.metrics)
+
+
+def _first_lines(
+    program: Program, state: TrainState, directory: Path, start: int
+) -> list[Any]:
+    devices = program.devices
+    share = program.batch_size // devices.num_devices
+    resumed = f", going on from step {start}" if start else ""
+    return [
+        f"devices   {devices.describe()}",
+        parameter_table(state.params),
+        f"batch     {program.batch_size} examples, {share} on each device",
+        f"workdir   {directory}{resumed}",
+    ]
+
+
+class _Run:
+    """One run of the loop: the steps, and what happens between them."""
+
+    def __init__(
+        self,
+        program: Program,
+        display: Display,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        signals: StopSignals,
+        every: Intervals,
+    ) -> None:
+        self.program = program
+        self.devices = program.devices
+        self.display = display
+        self.checkpoints = checkpoints
+        self.writer = writer
+        self.signals = signals
+        self.every = every
+        self.metrics: dict[str, float] = {}
+        self.clock = _Clock()
+
+    def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
+        """Runs the updates `start` to `stop - 1`."""
+        in_flight: deque[Any] = deque()
+
+        def make(step: int) -> Any:
+            return self.devices.shard(self.program.data.train.batch(step))
+
+        with Prefetcher(make, start, stop) as batches:
+            self.clock.start(start)
+            for step, batch in enumerate(batches, start + 1):
+                while len(in_flight) >= self.devices.steps_in_flight:
+                    jax.block_until_ready(in_flight.popleft())
+                state, scalars = self.program.train_step(state, batch)
+                in_flight.append(scalars)
+                self.display.step(step)
+                if self._something_due(step, start + 1, stop):
+                    # Two programs that talk between devices never run at once.
+                    jax.block_until_ready(in_flight)
+                    in_flight.clear()
+                    self._between(step, start + 1, stop, state, scalars)
+        return state
+
+    def _something_due(self, step: int, first: int, last: int) -> bool:
+        due = (_due(step, every, last) for every in self.every)
+        return step == first or self.signals.received is not None or any(due)
+
+    def _between(
+        self, step: int, first: int, last: int, state: TrainState, scalars: Any
+    ) -> None:
+        """Reports, evaluates and saves, whatever is due after `step`."""
+        if step == first:
+            check_replicas(state)
+        if _due(step, self.every.log, last):
+            self._log(step, scalars)
+        with self.clock.paused():
+            evaluated = None
+            if self.program.data.evaluation and _due(step, self.every.evaluate, last):
+                evaluated = self._evaluate(step, state)
+            stopping = self.signals.received is not None and step < last
+            if stopping or _due(step, self.every.save, last):
+                self._check_finite(step, scalars)
+                check_replicas(state)
+                with self.devices.implicit_transfers():  # Orbax's own copies.
+                    self.checkpoints.save(step, state, evaluated)
+            if stopping:
+                raise self.signals.error(step)
+        if step == first:
+            self.clock.start(step)  # Compilation is no throughput.
+
+    def _log(self, step: int, scalars: Any) -> None:
+        values = self._check_finite(step, scalars)
+        rate = self.clock.steps_per_second(step)
+        metrics = {f"train/{name}": value for name, value in values.items()} | {
+            "perf/steps_per_second": rate,
+            "perf/examples_per_second": rate * self.program.batch_size,
+        }
+        self.metrics |= metrics
+        self.writer.write(step, metrics)
+        self.display.train(step, metrics, memory_text(self.devices))
+
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+        evaluation = self.program.data.evaluation
+        metrics = evaluate(self.devices, self.program.eval_step, state, evaluation)
+        self.metrics |= metrics
+        self.writer.write(step, metrics)
+        self.display.evaluation(step, metrics)
+        return metrics
+
+    def _check_finite(self, step: int, scalars: Any) -> dict[str, float]:
+        """Fetches a step's scalars, and raises `NonFiniteError` for its loss."""
+        values = {k: float(v) for k, v in self.devices.fetch(scalars).items()}
+        if not math.isfinite(values["loss"]):
+            raise NonFiniteError(
+                f"the loss of step {step} is {values['loss']}; the newest checkpoint is "
+                f"of step {self.checkpoints.latest}, and nothing was saved after it. A "
+                "lower learning rate, clip_norm or a warm-up may help"
+            )
+        return values
+
+
+def _due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)
+
+
+class _Clock:
+    """Steps per second of training alone, evaluation and saving left out."""
+
+    def start(self, step: int) -> None:
+        """Starts to count from `step`."""
+        self._step, self._since = step, time.monotonic()
+
+    def steps_per_second(self, step: int) -> float:
+        """The rate since the last call, or since the start."""
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._since, 1e-9)
+        self._step, self._since = step, now
+        return rate
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        begun = time.monotonic()
+        yield
+        self._since += time.monotonic() - begun

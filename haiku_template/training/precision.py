@@ -1,0 +1,79 @@
+"""Mixed precision: what is computed in half precision, and what never is.
+
+Parameters, optimizer state, losses and averages are float32 always. With `bfloat16`
+or `float16` the forward and backward pass see half-precision copies of parameters and
+inputs; normalisation layers still compute in float32. `float16` scales the loss.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmp
+
+POLICIES = {
+    "float32": "params=float32,compute=float32,output=float32",
+    "bfloat16": "params=float32,compute=bfloat16,output=float32",
+    "float16": "params=float32,compute=float16,output=float32",
+}
+NORMS = (hk.BatchNorm, hk.LayerNorm, hk.GroupNorm, hk.InstanceNorm, hk.RMSNorm)
+INITIAL_LOSS_SCALE = 2.0**15
+
+
+class Precision(NamedTuple):
+    """A `jmp` policy, and whether it needs the loss scaled."""
+
+    policy: jmp.Policy
+    scales_loss: bool
+
+    @classmethod
+    def create(cls, name: str) -> "Precision":
+        """Makes `float32`, `bfloat16` or `float16`.
+
+        Raises:
+          ValueError: another name; the message lists these.
+        """
+        if name not in POLICIES:
+            raise ValueError(
+                f"precision {name!r} is not known; possible are {', '.join(POLICIES)}"
+            )
+        return cls(jmp.get_policy(POLICIES[name]), name == "float16")
+
+    def initial_loss_scale(self) -> tuple[jax.Array, ...]:
+        """The leaves of the loss scale at step 0; none without loss scaling."""
+        if not self.scales_loss:
+            return ()
+        return (jnp.float32(INITIAL_LOSS_SCALE), jnp.int32(0))
+
+    def loss_scale(
+        self, leaves: tuple[jax.Array, ...]
+    ) -> jmp.DynamicLossScale | jmp.NoOpLossScale:
+        """The loss scale with these leaves."""
+        return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
+
+    @contextlib.contextmanager
+    def norms_in_float32(self) -> Iterator[None]:
+        """Normalisation layers called inside compute in float32 and return the rest.
+
+        An interceptor, and not `hk.mixed_precision.set_policy`, which changes the
+        layer classes for the whole process.
+        """
+        if self.policy.compute_dtype == jnp.float32:
+            yield
+            return
+
+        def run(
+            call: Callable[..., Any], args: tuple, kwargs: dict, context: Any
+        ) -> Any:
+            if not isinstance(context.module, NORMS):
+                return call(*args, **kwargs)
+            if context.method_name != "__call__":
+                return call(*args, **kwargs)
+            args, kwargs = jmp.cast_to_full((args, kwargs))
+            return self.policy.cast_to_compute(call(*args, **kwargs))
+
+        with hk.intercept_methods(run):
+            yield

@@ -1,0 +1,112 @@
+"""A model, a task and data, compiled for devices."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import numpy as np
+import optax
+
+from haiku_template.data import Data
+from haiku_template.devices import DeviceManager
+from haiku_template.models import Model
+from haiku_template.training import steps
+from haiku_template.training.optimizers import Schedule
+from haiku_template.training.precision import Precision
+from haiku_template.training.state import TrainState, make_init
+from haiku_template.training.tasks import Task
+
+
+class Program(NamedTuple):
+    """What can be run: made by `make_program`.
+
+    Attributes:
+      devices: where it runs.
+      data: what it reads.
+      batch_size: examples in a batch of this process.
+      init: makes the train state; run it with `devices.init`.
+      train_step: (state, batch on devices) to (state, scalars); donates the state.
+      eval_step: ((params, net_state), batch on devices) to sums.
+    """
+
+    devices: DeviceManager
+    data: Data
+    batch_size: int
+    init: Callable[[], TrainState]
+    train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    eval_step: Callable[[Any, Any], dict[str, jax.Array]]
+
+
+def make_program(
+    *,
+    devices: DeviceManager,
+    model: Model,
+    task: Task,
+    data: Data,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule | None = None,
+    precision: str = "float32",
+    accumulate_steps: int = 1,
+    ema_decay: float | None = None,
+    seed: int = 0,
+) -> Program:
+    """Puts the parts of a run together; nothing is compiled or allocated yet.
+
+    Args:
+      devices: where to run.
+      model: a transformed `forward(inputs, is_training)`, with or without state.
+      task: per-example values of the outputs, `loss` among them.
+      data: what to train and evaluate on.
+      optimizer: an optax optimizer.
+      schedule: reported as the learning rate; None reports none.
+      precision: `float32`, `bfloat16` or `float16`.
+      accumulate_steps: parts of a device's share of a batch, worked through in turn.
+      ema_decay: evaluate an average of the parameters with this decay.
+      seed: of the initial parameters and of dropout.
+
+    Raises:
+      PlacementError: the batch does not split over the devices and parts.
+      ValueError: an unknown precision.
+    """
+    example = data.train.batch(0)
+    batch_size = len(jax.tree.leaves(example)[0])
+    devices.check_batch_size(batch_size, accumulate_steps)
+    if isinstance(model, hk.Transformed):
+        model = hk.with_empty_state(model)
+    shared = {
+        "model": model,
+        "preprocess": data.preprocess,
+        "precision": Precision.create(precision),
+    }
+    init = make_init(
+        inputs=jax.tree.map(_shape_on_device, example["inputs"]),
+        optimizer=optimizer,
+        ema_decay=ema_decay,
+        seed=seed,
+        **shared,
+    )
+    train_step = steps.make_train_step(
+        task=task,
+        optimizer=optimizer,
+        schedule=schedule,
+        accumulate_steps=accumulate_steps,
+        ema_decay=ema_decay,
+        seed=seed,
+        axis_name=devices.axis_name,
+        **shared,
+    )
+    eval_step = steps.make_eval_step(task=task, axis_name=devices.axis_name, **shared)
+    return Program(
+        devices,
+        data,
+        batch_size,
+        init,
+        devices.compile(train_step),
+        devices.compile(eval_step, donate_argnums=()),
+    )
+
+
+def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:
+    """The shape, and the dtype that JAX makes of it: float64 becomes float32."""
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))

@@ -1,0 +1,131 @@
+"""What a run shows: tables first, then a progress bar, or plain lines to a file."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from haiku_template.devices import DeviceManager, describe
+from haiku_template.training import workdir as names
+
+REDRAW_SECONDS = 0.2
+
+
+class Display:
+    """Standard output and the log file of a run. Use as a context manager.
+
+    On a terminal a bar shows the step, the loss, examples/s, the time to go and the
+    memory; everywhere else, and in the log, each report is a plain line.
+    """
+
+    def __init__(self, workdir: Path, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._screen = Console(highlight=False, soft_wrap=True)
+        self._log_file = (workdir / names.LOG).open("a", buffering=1)
+        self._log = Console(file=self._log_file, width=120, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            console=self._screen,
+            disable=not self._screen.is_terminal,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._bar.add_task("starting", total=num_steps)
+        self._drawn = 0.0
+
+    def __enter__(self) -> "Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.refresh()
+        self._bar.stop()
+        self._log_file.close()
+
+    def print(self, *things: Any) -> None:
+        """Prints text or tables on the screen and in the log."""
+        for thing in things:
+            self._screen.print(thing)
+            self._log.print(thing)
+
+    def step(self, step: int) -> None:
+        """Moves the bar, a few times a second at most; cheap enough for every step."""
+        now = time.monotonic()
+        if self._bar.disable or now - self._drawn < REDRAW_SECONDS:
+            return
+        self._drawn = now
+        self._bar.update(self._task, completed=step, refresh=True)
+
+    def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
+        """Reports training metrics: in the bar, or as a line."""
+        rate = metrics["perf/examples_per_second"]
+        left = (self.num_steps - step) / metrics["perf/steps_per_second"]
+        numbers = f"{_numbers(metrics, 'train/')}  {rate:,.0f} examples/s"
+        line = f"{numbers}  ETA {_clock(left)}  memory {memory}"
+        full = f"step {step:>6}/{self.num_steps}  {line}"
+        if self._bar.disable:
+            self._screen.print(full)
+        self._bar.update(self._task, completed=step, description=line, refresh=True)
+        self._log.print(full)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Reports evaluation metrics as a line."""
+        self.print(f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}")
+
+
+def parameter_table(params: Any) -> Table:
+    """One row for each parameter: name, shape, dtype, bytes, where it lives."""
+    table = Table(title="Parameters", title_justify="left")
+    for column in ("name", "shape", "dtype", "bytes", "where"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    total = 0
+    for name, leaf in _named(params):
+        total += leaf.nbytes
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        table.add_row(name, shape, str(leaf.dtype), f"{leaf.nbytes:,}", describe(leaf))
+    count = sum(int(np.prod(leaf.shape)) for _, leaf in _named(params))
+    table.add_section()
+    table.add_row(f"{count:,} parameters", "", "", f"{total:,}", "on each device")
+    return table
+
+
+def _named(params: Any) -> Iterator[tuple[str, jax.Array]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        yield "/".join(str(getattr(key, "key", key)) for key in path), leaf
+
+
+def memory_text(devices: DeviceManager) -> str:
+    """Bytes in use: of the fullest device, or of this process on the CPU."""
+    used = devices.memory_in_use()
+    if used is not None:
+        return f"{used / 2**20:,.0f} MiB"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return f"{int(line.split()[1]) / 2**10:,.0f} MiB (host)"
+    return "unknown"
+
+
+def _numbers(metrics: dict[str, float], prefix: str) -> str:
+    shown = ("loss", "accuracy", "absolute_error")
+    known = {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
+    rest = () if prefix == "train/" else [n for n in known if n not in shown]
+    names = [name for name in shown if name in known] + list(rest)
+    return "  ".join(f"{name} {known[name]:.4g}" for name in names)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,114 @@
+"""The directory of a run: its config, its environment, its log."""
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from haiku_template.config import ConfigError, differences
+from haiku_template.devices import DeviceManager
+
+logger = logging.getLogger(__name__)
+
+CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
+CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
+PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
+
+
+def check(workdir: Path, config: dict[str, Any]) -> None:
+    """Asserts that a run with this config may write to `workdir`; writes nothing.
+
+    Raises:
+      ConfigError: another experiment's workdir (lists the differences), a file, or a
+        directory that holds files with the names of a run's but no config.
+    """
+    if workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
+    saved = workdir / CONFIG
+    if saved.exists():
+        changed = differences(_read_json(saved), config)
+        if changed:
+            raise ConfigError(
+                f"{workdir} belongs to a run with another config, and nothing was "
+                f"changed there; use another --workdir or restore: {'; '.join(changed)}"
+            )
+        return
+    names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
+    found = [name for name in names if (workdir / name).exists()]
+    if found:
+        raise ConfigError(
+            f"{workdir} holds {', '.join(found)} but no {CONFIG}, so it is not known "
+            "what made them; use another --workdir"
+        )
+
+
+def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
+    """Makes `workdir` where needed, and saves the config and the environment.
+
+    A resumed run logs what differs in its environment.
+
+    Raises:
+      ConfigError: see `check`; or the directory cannot be written to.
+    """
+    check(workdir, config)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not (workdir / CONFIG).exists():
+            write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
+        env = environment(devices)
+        if (workdir / ENV).exists():
+            before = _read_json(workdir / ENV)
+            for line in differences(before | {"started": ""}, env | {"started": ""}):
+                logger.warning("this run's environment changed: %s", line)
+        write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir} cannot be written to: {error}") from error
+
+
+def environment(devices: DeviceManager) -> dict[str, Any]:
+    """Versions, devices and commit, as saved in env.json."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "platform": devices.platform,
+        "device_kind": devices.devices[0].device_kind,
+        "num_devices": devices.num_devices,
+        "devices": devices.describe(),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The git commit of the working directory; `-dirty` when files are changed."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that it holds the old text or the new, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
