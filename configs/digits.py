@@ -19,7 +19,7 @@ def get_config() -> config_dict.ConfigDict:
     config.data = {"name": "digits"}
     config.model = {"name": "mlp", "width": 256, "num_layers": 2, "dropout": 0.0}
     config.optimizer.name = "adamw"
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 100
     config.optimizer.weight_decay = 1e-2
     config.optimizer.clip_norm = 1.0

@@ -94,7 +94,7 @@ class DeviceManager(NamedTuple):
         """How many steps may be dispatched and unfinished."""
         # Simulated devices share the host's cores: with more device threads than cores
         # waiting in collectives of different steps, all of them wait for ever.
-        return 1 if self.platform == "cpu" else 4
+        return 1 if self.platform == "cpu" and self.num_devices > 1 else 4
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
