@@ -1,6 +1,6 @@
 """What the whole loop costs, next to a bare `jax.jit` loop, in one call.
 
-    python benchmarks/overhead.py
+    python -m benchmarks.overhead
 
 Both train the digits MLP of configs/digits.py, step for step the same. The whole loop
 has everything on: prefetch thread, transfer guard, metrics on disk, progress bar. The
@@ -9,11 +9,8 @@ batches on the device beforehand: what no loop with data can reach. Rounds are
 interleaved; the ratio is of the medians.
 """
 
-import os
-
-os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
-
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -77,6 +74,7 @@ def bare_loop(program: Program, on_device: bool = False) -> float:
 
 def main() -> None:
     """Prints steps/s of the three loops and the ratios between them."""
+    os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
     config = digits.get_config()
     devices = DeviceManager.create("auto")
     program = experiment.build(config, devices)

@@ -5,8 +5,13 @@ Exit codes: 0 done, 64 bad configuration or data, 69 device required but unavail
 and saved. Imports no JAX, so that `--help` and a mistyped flag answer at once.
 """
 
+import functools
+import operator
+import re
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
@@ -15,6 +20,8 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
 USAGE = 64
+# `--config.KEY=None`, which config_flags cannot read for a number.
+UNSET = re.compile(r"--config\.([\w.]+)=None")
 
 _DEVICE = flags.DEFINE_string(
     "device",
@@ -88,16 +95,64 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
+    """Parses the flags; what cannot be understood ends the program with a sentence."""
+    unset = [UNSET.fullmatch(word) for word in argv]
+    keys = [match[1] for match in unset if match]
     try:
-        rest = flags.FLAGS(argv)
+        _check_config_file(argv)
+        rest = flags.FLAGS([w for w, m in zip(argv, unset, strict=True) if not m])
         if len(rest) > 1:
             raise ValueError(f"unexpected argument {rest[1]!r}; flags begin with --")
-        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
-        if config is not None:
-            len(config)  # A config file that does not exist shows only when touched.
+        if "config" in flags.FLAGS:
+            values = flags.FLAGS["config"].value
+            values.to_dict()  # A file that failed shows only when it is touched.
+            for key in keys:
+                *parents, leaf = key.split(".")
+                functools.reduce(operator.getitem, parents, values)[leaf] = None
         return rest
-    except SystemExit:
-        raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-        sys.exit(fail(lines[-1] if lines else type(error).__name__, USAGE))
+        sys.exit(fail(_sentence(error), USAGE))
+
+
+def _sentence(error: Exception) -> str:
+    """What was wrong on the command line, or where in the config file.
+
+    absl and ml_collections report what was wrong inside longer texts and tracebacks.
+    """
+    text = str(error.args[0] if error.args else error).strip()
+    places = re.findall(r'File "(\S+)", line (\d+)', text)
+    if isinstance(error, flags.Error) and not places:
+        number = r"flag (\S+): (?:invalid literal for int|could not convert string).*"
+        text = re.sub(number, r"\1 has the wrong type: a number is needed here", text)
+        truth = r"flag (\S+): .*Non-boolean argument.*"
+        text = re.sub(
+            truth, r"\1 has the wrong type: true or false is needed here", text
+        )
+        needed = r"flag --(\w+)=None: .*must have a value.*"
+        return re.sub(needed, r"--\1 is needed; --help shows all flags", text)
+    if isinstance(error, (KeyError, AttributeError)) and not places:
+        key = re.search(r"[\w.]+", text)[0]
+        guess = re.search(r'Did you mean "(\w+)"', text)
+        words = f"did you mean {guess[1]}?" if guess else "this config has no such key"
+        return f"unknown config key {key}: {words}"
+    places = places or [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    own = [place for place in places if "site-packages" not in place[0]]
+    last = text.split("\n")[-1]
+    if not own or own[-1][0] == __file__:
+        return last
+    return f"{own[-1][0]}, line {own[-1][1]}: {last}"
+
+
+def _check_config_file(argv: list[str]) -> None:
+    for word in argv:
+        name, _, value = word.partition("=")
+        path = Path(value)
+        if name == "--config" and value and not path.is_file():
+            near = sorted(str(p) for p in path.parent.glob("*.py"))[:8]
+            raise ValueError(
+                f"the config file {path} does not exist; {path.parent} holds "
+                f"{', '.join(near) or 'no .py files'}"
+            )

@@ -4,7 +4,9 @@ A config file is Python and returns `default_config()` with changes; a workdir k
 the resolved values as JSON, and only that is read again. Imports no JAX.
 """
 
+import difflib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,35 @@ def default_config() -> config_dict.ConfigDict:
     return config
 
 
-AT_LEAST_ONE = ("num_steps", "batch_size", "accumulate_steps", "log_every", "keep_last")
-AT_LEAST_ONE_OR_NONE = ("eval_every", "save_every")
+# What numbers make sense; a key that may be None is asked only when it is not.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "num_steps",
+            "batch_size",
+            "accumulate_steps",
+            "log_every",
+            "eval_every",
+            "save_every",
+            "keep_last",
+        ),
+        (lambda value: value >= 1, "1 or more"),
+    ),
+    **dict.fromkeys(
+        (
+            "seed",
+            "keep_best",
+            "optimizer.learning_rate",
+            "optimizer.warmup_steps",
+            "optimizer.final_fraction",
+            "optimizer.weight_decay",
+        ),
+        (lambda value: value >= 0, "0 or more"),
+    ),
+    "ema_decay": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
+    "optimizer.clip_norm": (lambda value: value > 0, "None, or more than 0"),
+    "best_mode": (lambda value: value in ("min", "max"), "min or max"),
+}
 
 
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
@@ -112,38 +141,58 @@ def check(config: config_dict.ConfigDict) -> None:
     """Asserts what every run needs of its config.
 
     Raises:
-      ConfigError: a key is missing, unknown or out of range; names it.
+      ConfigError: a key is missing, unknown, of the wrong type or out of range; the
+        message names it and what is possible.
     """
-    expected = default_config()
-    for key in expected:
-        if key not in config:
-            raise ConfigError(
-                f"the config has no key {key!r}; start from "
-                "haiku_template.config.default_config()"
-            )
+    _check_node(config, default_config(), "")
+    values = flatten(config.to_dict())
+    for key, (possible, words) in RANGES.items():
+        if values[key] is not None and not possible(values[key]):
+            raise ConfigError(f"config.{key}={values[key]}; possible is {words}")
+
+
+def _check_node(
+    config: config_dict.ConfigDict, expected: config_dict.ConfigDict, prefix: str
+) -> None:
     for key in config:
         if key not in expected:
+            near = difflib.get_close_matches(key, expected, n=1)
+            guess = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
-                f"the config has an unknown key {key!r}; possible are "
+                f"the config has an unknown key {prefix}{key}{guess}; possible are "
                 f"{', '.join(sorted(expected))}"
             )
-    for key in AT_LEAST_ONE + AT_LEAST_ONE_OR_NONE:
-        value = config[key]
-        if value is None and key in AT_LEAST_ONE_OR_NONE:
+    for key, default in expected.items():
+        if key not in config:
+            raise ConfigError(
+                f"the config has no key {prefix}{key}; start from "
+                "haiku_template.config.default_config()"
+            )
+        if isinstance(default, config_dict.ConfigDict):
+            if not isinstance(config[key], config_dict.ConfigDict):
+                raise ConfigError(f"config.{key} must have a name and its own keys")
+            if key == "optimizer":
+                _check_node(config[key], default, f"{key}.")
+            elif "name" not in config[key]:
+                raise ConfigError(f"the config has no key {key}.name")
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"config.{key}={value}; possible are whole numbers from 1")
-    if config.keep_best < 0:
-        raise ConfigError(f"config.keep_best={config.keep_best}; 0 keeps none")
-    if config.best_mode not in ("min", "max"):
-        raise ConfigError(f"config.best_mode={config.best_mode!r}; min or max")
-    decay = config.ema_decay
-    if decay is not None and not 0 <= decay < 1:
-        raise ConfigError(f"config.ema_decay={decay}; possible are None and 0 to 1")
-    if not config.optimizer.learning_rate >= 0:
+        kind = expected.get_type(key)
+        _check_type(f"{prefix}{key}", config[key], kind, default is None)
+
+
+def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
+    if value is None and may_be_none:
+        return
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (
+        kind is not bool and isinstance(value, bool)
+    ):
+        wanted = {int: "a whole number", float: "a number", str: "text"}.get(
+            kind, "True or False"
+        )
         raise ConfigError(
-            f"config.optimizer.learning_rate={config.optimizer.learning_rate} is "
-            "negative or no number"
+            f"config.{key}={value!r} has the wrong type; possible is {wanted}"
+            f"{' or None' if may_be_none else ''}"
         )
 
 

@@ -2,7 +2,8 @@
 
     python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best]
 
-Prints one JSON object with `step` and the metrics. Exit codes are listed in `cli.py`.
+Prints one JSON object with `step` and the metrics. Exit codes: 0 done,
+64 bad configuration or data, 69 device not available, 74 checkpoint storage.
 """
 
 import json
@@ -17,6 +18,7 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "latest", "Which one: latest, best, or a step."
 )
 flags.mark_flag_as_required("workdir")
+flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
     python -m haiku_template.train --config=configs/digits.py --workdir=runs/digits
 
 The same command goes on where a stopped run was. Keys of the config are changed after
-it: --config.optimizer.learning_rate=3e-4. Exit codes are listed in `cli.py`.
+it: --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad
+configuration or data, 69 device not available, 70 loss not finite, 74 checkpoint
+storage, 75 told to stop and saved, 130 interrupted and saved.
 """
 
 from absl import flags
@@ -14,6 +16,7 @@ from haiku_template import cli, config
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment: a .py file.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes, and goes on.")
 flags.mark_flags_as_required(["config", "workdir"])
+flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:

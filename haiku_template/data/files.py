@@ -1,6 +1,6 @@
 """Readers of array files: .npz, .npy, MNIST's idx and CIFAR-10's binary format.
 
-Each returns a `Split`. A file that is missing or damaged is a `DataError` that names it.
+Each returns a `Split`. A missing or damaged file is a `DataError` that names it.
 """
 
 import gzip

@@ -26,9 +26,7 @@ class Prefetcher:
         self._steps = range(start, stop)
         self._ready: queue.Queue = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="prefetch", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> "Prefetcher":
         self._thread.start()

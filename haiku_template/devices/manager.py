@@ -201,9 +201,7 @@ class DeviceManager(NamedTuple):
 
     def fetch(self, tree: Any) -> Any:
         """Copies a replicated tree to the host: pytree of NumPy arrays."""
-        return jax.device_get(
-            jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
-        )
+        return jax.device_get(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:

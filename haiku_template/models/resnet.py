@@ -18,7 +18,7 @@ def resnet(
     blocks: int = 3,
     norm_decay: float = 0.9,
 ) -> hk.TransformedWithState:
-    """A ResNet with a 3 x 3 stem and no pooling before the head: [B, H, W, C] to [B, K].
+    """A ResNet with a 3 x 3 stem, not pooled after it: [B, H, W, C] to [B, K].
 
     Batch statistics are those of the whole batch, however many devices share it. They
     live in the network state, averaged with `norm_decay`.

@@ -44,7 +44,9 @@ class Checkpoints:
         self._highest = best_mode == "max"
         policies = ocp.training.preservation_policies
         best = policies.BestN(
-            get_metric_fn=self._rank, n=keep_best, keep_checkpoints_without_metrics=False
+            get_metric_fn=self._rank,
+            n=keep_best,
+            keep_checkpoints_without_metrics=False,
         )
         try:
             self._checkpointer = ocp.training.Checkpointer(
@@ -58,7 +60,9 @@ class Checkpoints:
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be used: {error}") from error
+            raise CheckpointError(
+                f"{self.directory} cannot be used: {error}"
+            ) from error
 
     def _rank(self, metrics: dict[str, float]) -> float:
         """Orbax sorts by this, upwards, and the last are the best."""
@@ -172,7 +176,9 @@ def _named_leaves(tree: Any) -> dict[str, str]:
 def _check_fits(step: int, saved: Any, abstract: Any) -> None:
     there, wanted = _named_leaves(saved), _named_leaves(abstract)
     lines = [f"missing {name} {wanted[name]}" for name in wanted if name not in there]
-    lines += [f"unexpected {name} {there[name]}" for name in there if name not in wanted]
+    lines += [
+        f"unexpected {name} {there[name]}" for name in there if name not in wanted
+    ]
     lines += [
         f"{name} is {there[name]} there and {wanted[name]} here"
         for name in wanted

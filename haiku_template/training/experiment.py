@@ -77,9 +77,7 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
     )
 
 
-def run(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: str
-) -> Result:
+def run(config: config_dict.ConfigDict, devices: DeviceManager, workdir: str) -> Result:
     """Trains what a config describes; see `build` and `train`."""
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)

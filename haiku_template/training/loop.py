@@ -228,9 +228,9 @@ class _Run:
         values = {k: float(v) for k, v in self.devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
             raise NonFiniteError(
-                f"the loss of step {step} is {values['loss']}; the newest checkpoint is "
-                f"of step {self.checkpoints.latest}, and nothing was saved after it. A "
-                "lower learning rate, clip_norm or a warm-up may help"
+                f"the loss of step {step} is {values['loss']}; the newest checkpoint, "
+                f"of step {self.checkpoints.latest}, was saved before. A lower learning "
+                "rate, clip_norm or a warm-up may help"
             )
         return values
 

@@ -78,7 +78,9 @@ class Display:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports evaluation metrics as a line."""
-        self.print(f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}")
+        self.print(
+            f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}"
+        )
 
 
 def parameter_table(params: Any) -> Table:

@@ -23,8 +23,7 @@ def write(workdir: Path) -> Path | None:
         from matplotlib.figure import Figure
     except ImportError:
         logger.warning(
-            "no %s: matplotlib is not installed (pip install "
-            '"haiku_template[plots]")',
+            'no %s: matplotlib is not installed (pip install "haiku_template[plots]")',
             names.REPORT,
         )
         return None

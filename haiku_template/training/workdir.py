@@ -67,7 +67,9 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
                 logger.warning("this run's environment changed: %s", line)
         write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"--workdir={workdir} cannot be written to: {error}") from error
+        raise ConfigError(
+            f"--workdir={workdir} cannot be written to: {error}"
+        ) from error
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:

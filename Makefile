@@ -1,0 +1,58 @@
+# make train            set everything up and train on scikit-learn's digits
+# make test             set everything up and run all tests
+# make test-long        the tests that take minutes
+# make lint             ruff
+# make bench            what the loop costs next to a bare one
+# make gpu-check        what only a GPU can show; says so when there is none
+# make new NAME=my_project DEST=DIR    a copy of this template under a new name
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKDIR ?= runs/digits
+EXTRAS ?= plots,examples
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+.PHONY: train test test-long lint bench gpu-check new clean
+
+train: $(VENV)/.train
+	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir=$(WORKDIR)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest -m long --timeout=1800
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.train
+	$(BIN)/python -m benchmarks.overhead
+
+gpu-check: $(VENV)/.train
+	$(BIN)/python -m benchmarks.gpu_check
+
+new:
+	@$(PYTHON) -m haiku_template.new --name="$(NAME)" --dest="$(DEST)"
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# An editable install: what runs is this tree. Each stamp is one set of extras.
+$(VENV)/.train: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(INSTALL) ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(INSTALL) ".[test]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python setup.cfg pyproject.toml
+	$(INSTALL) ".[dev]"
+	touch $@
