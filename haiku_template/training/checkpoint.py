@@ -79,7 +79,7 @@ class Checkpoints:
             self._checkpointer.close()
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the last checkpoint in {self.directory} could not be finished: {error}"
+                f"the last checkpoint in {self.directory} was not finished: {error}"
             ) from error
 
     @property

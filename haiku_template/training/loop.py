@@ -229,8 +229,8 @@ class _Run:
         if not math.isfinite(values["loss"]):
             raise NonFiniteError(
                 f"the loss of step {step} is {values['loss']}; the newest checkpoint, "
-                f"of step {self.checkpoints.latest}, was saved before. A lower learning "
-                "rate, clip_norm or a warm-up may help"
+                f"of step {self.checkpoints.latest}, is older. A lower learning rate, "
+                "clip_norm or a warm-up may help"
             )
         return values
 

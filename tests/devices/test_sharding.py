@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from haiku_template.devices import (
+    PlacementError,
+    device_put_replicated,
+    device_put_sharded,
+)
+
+DEVICES = jax.devices()[:4]
+DTYPES = [np.float32, np.int32, np.uint8, np.bool_, ml_dtypes.bfloat16, np.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+def test_each_shard_is_on_its_own_device_with_its_own_values(dtype, kind):
+    values = [np.array([[i, 1], [0, i]]).astype(dtype) for i in range(4)]
+    make = np.asarray if kind == "numpy" else jnp.asarray
+    joined = device_put_sharded([make(value) for value in values], DEVICES)
+    assert joined.shape == (4, 2, 2) and joined.dtype == dtype
+    for i, shard in enumerate(joined.addressable_shards):
+        assert shard.device == DEVICES[i]
+        np.testing.assert_array_equal(shard.data[0], values[i])
+
+
+def test_shards_are_pytrees_and_scalars_gain_the_axis():
+    shards = [{"a": i, "b": (np.float32(i), [np.ones(3) * i])} for i in range(4)]
+    joined = device_put_sharded(shards, DEVICES)
+    assert jax.tree.structure(joined) == jax.tree.structure(shards[0])
+    np.testing.assert_array_equal(joined["a"], [0, 1, 2, 3])
+    np.testing.assert_array_equal(joined["b"][1][0][:, 0], [0, 1, 2, 3])
+
+
+def test_keys_stay_keys():
+    keys = list(jax.random.split(jax.random.key(0), 4))
+    joined = device_put_sharded(keys, DEVICES)
+    assert joined.dtype == keys[0].dtype and joined.shape == (4,)
+    expected = jax.random.key_data(jnp.stack(keys))
+    np.testing.assert_array_equal(jax.random.key_data(joined), expected)
+    assert device_put_replicated(keys[0], DEVICES).shape == (4,)
+
+
+def test_pmap_takes_the_result_without_a_copy():
+    x = device_put_sharded([np.full(3, i, np.float32) for i in range(4)], DEVICES)
+    total = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i", devices=DEVICES)
+    with jax.transfer_guard("disallow"):
+        y = total(x)
+    np.testing.assert_array_equal(y, np.full((4, 3), 6))
+
+
+def test_devices_may_be_some_and_in_any_order():
+    devices = [DEVICES[3], DEVICES[1]]
+    joined = device_put_sharded([np.zeros(2), np.ones(2)], devices)
+    where = {shard.device: shard.data for shard in joined.addressable_shards}
+    assert where.keys() == set(devices)
+    np.testing.assert_array_equal(where[DEVICES[1]], [[1, 1]])
+
+
+def test_no_device_receives_more_than_its_own_shard():
+    """Watches every buffer that exists while shards of one size are placed."""
+    size = 123_457  # Of no other array.
+    shards = [np.full(size, i, np.float32) for i in range(4)]
+    joined = device_put_sharded(shards, DEVICES)
+    for array in jax.live_arrays():
+        if array.size >= size and array is not joined:
+            assert array.size == size and len(array.devices()) == 1
+    on_first = [
+        shard.data.size
+        for array in jax.live_arrays()
+        if array.size >= size
+        for shard in array.addressable_shards
+        if shard.device == DEVICES[0]
+    ]
+    assert set(on_first) == {size}
+
+
+def test_replicated_is_the_same_on_each_device():
+    tree = {"w": np.arange(6.0).reshape(2, 3), "n": 7}
+    copies = device_put_replicated(tree, DEVICES)
+    assert copies["w"].shape == (4, 2, 3) and copies["n"].shape == (4,)
+    for shard in copies["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data[0], tree["w"])
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"),
+    [
+        ([np.ones(2)] * 3, "3 shards for 4 devices"),
+        ([{"a": np.ones(2)}] * 3 + [{"b": np.ones(2)}], "differ in structure"),
+        (
+            [{"a": np.ones(2)}] * 3 + [{"a": np.ones(3)}],
+            r"\['a'\].*shard 3 has float64\[3\]",
+        ),
+        ([np.ones(2, np.int32)] * 3 + [np.ones(2, np.int8)], r"int8\[2\]"),
+        (np.ones((4, 2)), "takes a sequence"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(shards, words):
+    with pytest.raises(PlacementError, match=words):
+        device_put_sharded(shards, DEVICES)
+
+
+def test_a_device_named_twice_is_refused():
+    with pytest.raises(PlacementError, match="distinct"):
+        device_put_replicated(np.ones(2), [DEVICES[0]] * 2)
