@@ -1,0 +1,117 @@
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.models import resnet
+from haiku_template.training import classification, make_program
+from haiku_template.training.precision import Precision
+
+RNG = np.random.default_rng(0)
+DATA = Data(
+    ArrayDataset(
+        RNG.normal(size=(16, 8, 8, 1)).astype(np.float32),
+        RNG.integers(0, 3, 16).astype(np.int32),
+        BatchSpec(16),
+    ),
+    None,
+    3,
+)
+
+
+def made(devices, precision, model=None, **options):
+    model = model or resnet(3, devices.axis_name, channels=(4,), blocks=1)
+    options = {"task": classification, "optimizer": optax.sgd(0.1)} | options
+    return make_program(
+        devices=devices, model=model, data=DATA, precision=precision, **options
+    )
+
+
+def run(program, num_steps):
+    devices = program.devices
+    state = devices.init(program.init)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    history = []
+    for step in range(num_steps):
+        batch = devices.shard(program.data.train.batch(step))
+        state, scalars = program.train_step(state, batch)
+        history.append(devices.fetch(scalars))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
+    return state, history
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_follows_float32_and_keeps_the_state_in_it(devices, precision):
+    state, history = run(made(devices, precision), 8)
+    _, reference = run(made(devices, "float32"), 8)
+    for leaf in jax.tree.leaves((state.params, state.net_state)):
+        assert leaf.dtype in (jnp.float32, jnp.int32)
+    losses = [scalars["loss"] for scalars in history]
+    expected = [scalars["loss"] for scalars in reference]
+    np.testing.assert_allclose(losses, expected, rtol=0.1)
+    assert losses != expected  # Something was rounded.
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_layers_see_half_precision_and_norms_float32(one_device, precision):
+    seen = {}
+
+    class Spy(hk.BatchNorm):
+        def __call__(self, inputs, is_training, **kwargs):
+            seen["norm"] = inputs.dtype
+            return super().__call__(inputs, is_training, **kwargs)
+
+    def forward(inputs, is_training):
+        x = hk.Linear(4)(hk.Flatten()(inputs))
+        seen["linear"] = x.dtype
+        x = Spy(True, True, 0.9)(x, is_training)
+        seen["after"] = x.dtype
+        return hk.Linear(3)(x)
+
+    program = made(one_device, precision, hk.transform_with_state(forward))
+    state = one_device.init(program.init)
+    program.train_step(state, one_device.shard(DATA.train.batch(0)))
+    half = jnp.dtype(precision)
+    assert seen == {"linear": half, "norm": jnp.float32, "after": half}
+
+
+def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
+    def forward(inputs, is_training):
+        # With a loss scale of 2^15 the gradient overflows float16.
+        return 2.0**12 * hk.Linear(3)(hk.Flatten()(inputs))
+
+    program = made(
+        devices, "float16", hk.transform(forward), optimizer=optax.adam(1e-3)
+    )
+    start = devices.fetch(devices.init(program.init))
+    state, (scalars,) = run(program, 1)
+    state = devices.fetch(state)
+    assert scalars["loss_scale"] == 2.0**14
+    assert state.step == 1
+    for a, b in zip(
+        jax.tree.leaves((start.params, start.opt_state)),
+        jax.tree.leaves((state.params, state.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    state, history = run(program, 20)
+    assert history[-1]["loss_scale"] < 2.0**14
+    assert np.any(devices.fetch(state.params)["linear"]["w"] != start.params["linear"]["w"])
+
+
+def test_no_layer_class_is_changed_for_others(one_device):
+    program = made(one_device, "bfloat16")
+    state = one_device.init(program.init)
+    program.train_step(state, one_device.shard(DATA.train.batch(0)))
+    plain = hk.transform(lambda x: hk.Linear(2)(x))
+    params = plain.init(jax.random.key(0), jnp.ones((1, 3)))
+    assert plain.apply(params, None, jnp.ones((1, 3))).dtype == jnp.float32
+    assert hk.mixed_precision.get_policy(hk.BatchNorm) is None
+
+
+def test_an_unknown_precision_lists_the_known():
+    with pytest.raises(ValueError, match="fp16.*float32, bfloat16, float16"):
+        Precision.create("fp16")
