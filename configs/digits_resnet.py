@@ -22,9 +22,8 @@ def get_config() -> config_dict.ConfigDict:
         "blocks": 2,
         "norm_decay": 0.9,
     }
-    config.optimizer.name = "sgd"
-    config.optimizer.momentum = 0.9
-    config.optimizer.learning_rate = 0.1
-    config.optimizer.warmup_steps = 40
-    config.optimizer.weight_decay = 5e-4
+    config.optimizer.name = "adamw"
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 100
+    config.optimizer.weight_decay = 1e-2
     return config

@@ -17,6 +17,9 @@ from haiku_template.data.arrays import (
     Data,
     EvaluationSet,
     check_classes,
+    check_examples,
+    check_targets,
+    count_classes,
 )
 from haiku_template.data.errors import DataError
 
@@ -41,24 +44,35 @@ def from_split(
       where: names the data in errors.
 
     Raises:
-      DataError: an empty set, inputs of two shapes, labels outside the classes or of
-        the wrong type.
+      DataError: an empty part, parts of different shapes, labels outside the classes
+        or of the wrong type; the message names the part.
     """
+    training, test = f"the training part of {where}", f"the test part of {where}"
+    check_examples(split.x_train, split.y_train, training)
+    check_examples(split.x_test, split.y_test, test)
+    for name in ("x", "y"):
+        shapes = [
+            list(getattr(split, f"{name}_{part}").shape[1:])
+            for part in ("train", "test")
+        ]
+        if shapes[0] != shapes[1]:
+            raise DataError(
+                f"an example in {name}_train of {where} has shape {shapes[0]} and in "
+                f"{name}_test {shapes[1]}; they must agree"
+            )
     train = ArrayDataset(split.x_train, split.y_train, spec, augment)
     evaluation = EvaluationSet(split.x_test, split.y_test, spec.batch_size)
-    if split.x_train.shape[1:] != split.x_test.shape[1:]:
-        raise DataError(
-            f"the training inputs of {where} have shape {list(split.x_train.shape[1:])}"
-            f" and the test inputs {list(split.x_test.shape[1:])}; they must agree"
-        )
-    if spec.task != "classification":
+    if spec.task == "regression" or (
+        # A task of the user's own: numbers with a fraction are no classes.
+        spec.task != "classification" and split.y_train.dtype.kind == "f"
+    ):
+        check_targets(split.y_train, training)
         num_outputs = int(np.prod(split.y_train.shape[1:]))
-        return Data(train, evaluation, num_outputs, preprocess)
-    if num_classes is None and np.issubdtype(split.y_train.dtype, np.integer):
-        num_classes = int(split.y_train.max()) + 1
-    check_classes(split.y_train, num_classes or 0, f"the training part of {where}")
-    check_classes(split.y_test, num_classes or 0, f"the test part of {where}")
-    return Data(train, evaluation, num_classes, preprocess)
+    else:
+        num_outputs = num_classes or count_classes(split.y_train, training)
+        check_classes(split.y_train, num_outputs, training)
+        check_classes(split.y_test, num_outputs, test)
+    return Data(train, evaluation, num_outputs, preprocess)
 
 
 def digits(spec: BatchSpec) -> Data:

@@ -5,8 +5,6 @@ Each returns a `Split`. A missing or damaged file is a `DataError` that names it
 
 import gzip
 import struct
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +32,13 @@ def _read(path: Path, reader: Callable[[Path], np.ndarray]) -> np.ndarray:
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*"))[:8]
         there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
-        raise DataError(f"the data file {path} does not exist; {there}")
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise DataError(f"the data file {path} {what}; {there}")
     try:
         return reader(path)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        words = str(error).split("\n")[0]
+    except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
+        words = str(error).split("\n")[0] or type(error).__name__
         raise DataError(f"the data file {path} is damaged: {words}") from error
-    except (zlib.error, struct.error) as error:
-        raise DataError(f"the data file {path} is damaged: {error}") from error
 
 
 def read_npz(path: Path) -> Split:
@@ -53,7 +50,8 @@ def read_npz(path: Path) -> Split:
 
     def member(name: str) -> Callable[[Path], np.ndarray]:
         def read(file: Path) -> np.ndarray:
-            with np.load(file, allow_pickle=False) as arrays:
+            # Opened here: np.load leaves a damaged archive open.
+            with file.open("rb") as f, np.load(f, allow_pickle=False) as arrays:
                 if name not in arrays:
                     raise ValueError(
                         f"it has no array {name}, only {', '.join(arrays.files)}"

@@ -1,13 +1,14 @@
 """Checkpoints with Orbax: the only module that calls it."""
 
+import contextlib
 import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -140,25 +141,38 @@ class Checkpoints:
                 f"there is no checkpoint of step {step} in {self.directory}; there are "
                 f"{self.steps}"
             )
-        try:
+        with self._damage_as_error(step):
             saved = self._checkpointer.metadata(step).metadata
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {self.directory} cannot be read: "
-                f"{_first_line(error)}"
-            ) from error
+            if saved is None:
+                raise ValueError("its arrays cannot be listed")
         _check_fits(step, saved, abstract)
-        try:
+        with self._damage_as_error(step):
             return self._checkpointer.load(step, abstract)
+
+    @contextlib.contextmanager
+    def _damage_as_error(self, step: int) -> Iterator[None]:
+        """Turns what Orbax raises, and logs at length, into one sentence."""
+        noisy = [logging.getLogger(name) for name in ("absl", "asyncio")]
+        levels, hook = [logger.level for logger in noisy], sys.unraisablehook
+        for logger in noisy:
+            logger.setLevel(logging.CRITICAL)
+        sys.unraisablehook = _ignore
+        try:
+            yield
         except Exception as error:
+            # This process stays quiet: the reads that Orbax abandons report
+            # themselves, with tracebacks, whenever they end.
+            words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.directory} is damaged: "
-                f"{_first_line(error)}"
+                f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
             ) from error
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
+        sys.unraisablehook = hook
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+def _ignore(_: object) -> None:
+    """Takes the place of `sys.unraisablehook`."""
 
 
 def _named_leaves(tree: Any) -> dict[str, str]:

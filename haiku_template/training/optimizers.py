@@ -7,6 +7,7 @@ import jax
 import optax
 
 Schedule = Callable[[Any], Any]
+NOT_DECAYED = ("b", "offset", "scale")
 
 
 def make_schedule(
@@ -56,9 +57,13 @@ def make_schedule(
 def matrices(params: Any) -> Any:
     """The weight-decay mask: True for leaves of two or more dimensions.
 
-    Biases and the scales and offsets of normalisation layers are not decayed.
+    Haiku's biases and the scales and offsets of its normalisation layers are left
+    out by name, whatever their shape: those of `hk.BatchNorm` have four dimensions.
     """
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.ndim > 1 and getattr(path[-1], "key", "") not in NOT_DECAYED,
+        params,
+    )
 
 
 def _sgd(

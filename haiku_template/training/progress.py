@@ -1,5 +1,6 @@
 """What a run shows: tables first, then a progress bar, or plain lines to a file."""
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from haiku_template.devices import DeviceManager, describe
 from haiku_template.training import workdir as names
 
 REDRAW_SECONDS = 0.2
+WIDTH = 120  # Columns of tables in files and pipes.
 
 
 class Display:
@@ -26,9 +28,13 @@ class Display:
 
     def __init__(self, workdir: Path, num_steps: int) -> None:
         self.num_steps = num_steps
-        self._screen = Console(highlight=False, soft_wrap=True)
+        # In a notebook rich would send both to the cell, the log as well.
+        plain = {"highlight": False, "soft_wrap": True, "force_jupyter": False}
+        self._screen = Console(**plain, width=None if sys.stdout.isatty() else WIDTH)
         self._log_file = (workdir / names.LOG).open("a", buffering=1)
-        self._log = Console(file=self._log_file, width=120, soft_wrap=True)
+        self._log = Console(
+            **plain, file=self._log_file, width=WIDTH, force_terminal=False
+        )
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -87,7 +93,12 @@ def parameter_table(params: Any) -> Table:
     """One row for each parameter: name, shape, dtype, bytes, where it lives."""
     table = Table(title="Parameters", title_justify="left")
     for column in ("name", "shape", "dtype", "bytes", "where"):
-        table.add_column(column, justify="right" if column == "bytes" else "left")
+        table.add_column(
+            column,
+            justify="right" if column == "bytes" else "left",
+            overflow="fold",
+            no_wrap=column != "name",
+        )
     total = 0
     for name, leaf in _named(params):
         total += leaf.nbytes

@@ -122,7 +122,9 @@ def test_shard_works_in_another_thread_as_in_this_one():
         (0, 1, "0 examples"),
     ],
 )
-def test_a_batch_that_does_not_split_names_the_nearest(four_devices, rows, parts, words):
+def test_a_batch_that_does_not_split_names_the_nearest(
+    four_devices, rows, parts, words
+):
     with pytest.raises(PlacementError, match=words):
         four_devices.check_batch_size(rows, parts)
 
@@ -209,7 +211,10 @@ def test_swapped_values_count_as_a_difference(four_devices):
     leaf = jax.make_array_from_single_device_arrays(
         (2,),
         four_devices.replicated,
-        [jax.device_put(v, d) for v, d in zip(values, four_devices.devices, strict=True)],
+        [
+            jax.device_put(v, d)
+            for v, d in zip(values, four_devices.devices, strict=True)
+        ],
     )
     with pytest.raises(PlacementError, match="differ"):
         check_replicas(leaf)

@@ -28,7 +28,9 @@ def error_of(call, **variables):
 
 
 def test_simulated_devices_exist_from_the_start():
-    code = "d = DeviceManager.create(simulate_devices=3); print(d.num_devices, d.reason)"
+    code = (
+        "d = DeviceManager.create(simulate_devices=3); print(d.num_devices, d.reason)"
+    )
     assert run(code) == "3 --simulate_devices=3: the CPU as several"
 
 
@@ -60,11 +62,14 @@ def test_a_platform_variable_that_contradicts_the_request_is_named(value):
 @pytest.mark.skipif(bool(hardware.nvidia_nodes()), reason="this machine has a card")
 def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
     code = (
-        f"from haiku_template.devices import selection\ntry: DeviceManager.create('{spec}')"
-        "\nexcept DeviceError as e: print(selection.backend_started(), e)"
+        "from haiku_template.devices import selection\n"
+        f"try: DeviceManager.create('{spec}')\n"
+        "except DeviceError as e: print(selection.backend_started(), e)"
     )
     words = run(code)
-    assert words.startswith(f"False --device={spec} was asked for and no GPU can be used")
+    assert words.startswith(
+        f"False --device={spec} was asked for and no GPU can be used"
+    )
     assert "no NVIDIA card" in words
 
 

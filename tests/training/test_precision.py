@@ -99,7 +99,9 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
         np.testing.assert_array_equal(a, b)
     state, history = run(program, 20)
     assert history[-1]["loss_scale"] < 2.0**14
-    assert np.any(devices.fetch(state.params)["linear"]["w"] != start.params["linear"]["w"])
+    assert np.any(
+        devices.fetch(state.params)["linear"]["w"] != start.params["linear"]["w"]
+    )
 
 
 def test_no_layer_class_is_changed_for_others(one_device):

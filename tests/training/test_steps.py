@@ -65,7 +65,9 @@ def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
     value, grads = jax.value_and_grad(loss)(params)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     assert scalars["loss"] == pytest.approx(float(value), abs=1e-6)
-    assert scalars["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), abs=1e-5)
+    assert scalars["grad_norm"] == pytest.approx(
+        float(optax.tree.norm(grads)), abs=1e-5
+    )
     assert_close(params_of(state), expected, 1e-6)
     assert devices.fetch(state.step) == 1
 
@@ -128,7 +130,9 @@ def test_dropout_masks_differ_between_devices(four_devices):
 
     same = DATA.train.batch(0)["inputs"][:1]
     data = Data(
-        ArrayDataset(np.repeat(same, 4, 0), np.zeros(4, np.int32), BatchSpec(4)), None, 3
+        ArrayDataset(np.repeat(same, 4, 0), np.zeros(4, np.int32), BatchSpec(4)),
+        None,
+        3,
     )
 
     def values(logits, batch):

@@ -1,0 +1,104 @@
+"""The prefetching thread: order, bounds, errors, and that it ends."""
+
+import threading
+import time
+
+import pytest
+
+from haiku_template.data.prefetch import Prefetcher
+
+# Seconds; a thread that does not end would otherwise hold up the whole suite.
+pytestmark = pytest.mark.timeout(30)
+
+
+def prefetch_threads():
+    return [t for t in threading.enumerate() if t.name == "prefetch"]
+
+
+def wait_for(made, count):
+    """Waits until `made` has `count` entries, and a moment for it to get more."""
+    deadline = time.monotonic() + 10
+    while len(made) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize(("start", "stop"), [(0, 9), (3, 8), (4, 5), (2, 2)])
+def test_batches_come_in_order_each_once(start, stop, depth):
+    with Prefetcher(str, start, stop, depth) as batches:
+        assert list(batches) == [str(step) for step in range(start, stop)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_it_runs_ahead_by_one_more_than_the_depth_and_no_further(depth):
+    made = []
+    with Prefetcher(made.append, 0, 20, depth) as batches:
+        waiting = iter(batches)
+        for taken in range(10):
+            wait_for(made, taken + depth + 1)
+            assert len(made) == taken + depth + 1
+            next(waiting)
+
+
+def test_batches_are_made_by_one_other_thread():
+    def make(step):
+        return threading.current_thread()
+
+    with Prefetcher(make, 0, 5) as batches:
+        threads = set(batches)
+    assert len(threads) == 1
+    assert threads.pop().name == "prefetch"
+
+
+@pytest.mark.parametrize("error", [ValueError("of step 3"), KeyboardInterrupt()])
+def test_an_error_is_raised_at_its_own_step_and_ends_the_thread(error):
+    made, received = [], []
+
+    def make(step):
+        made.append(step)
+        if step == 3:
+            raise error
+        return step
+
+    with pytest.raises(type(error)) as raised, Prefetcher(make, 0, 10) as batches:
+        for batch in batches:
+            received.append(batch)
+    assert raised.value is error
+    assert received == [0, 1, 2]
+    assert made == [0, 1, 2, 3]
+    assert prefetch_threads() == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("taken", [0, 1, 6])
+def test_leaving_early_ends_the_thread(taken, depth):
+    made = []
+    with Prefetcher(made.append, 0, 1000, depth) as batches:
+        assert len(prefetch_threads()) == 1
+        for _ in zip(range(taken), batches, strict=False):
+            pass
+    assert prefetch_threads() == []
+    # It stops where it is, and does not work through the remaining steps.
+    assert len(made) <= taken + depth + 3
+
+
+def test_an_error_of_the_consumer_is_raised_and_ends_the_thread():
+    with pytest.raises(ZeroDivisionError), Prefetcher(str, 0, 1000) as batches:
+        for _ in batches:
+            1 / 0  # noqa: B018
+    assert prefetch_threads() == []
+
+
+def test_leaving_waits_for_the_batch_that_is_being_made():
+    begun, finished = threading.Event(), threading.Event()
+
+    def make(step):
+        begun.set()
+        time.sleep(0.1)
+        finished.set()
+
+    with Prefetcher(make, 0, 1):
+        begun.wait()
+    assert finished.is_set()
+    assert prefetch_threads() == []

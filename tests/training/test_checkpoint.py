@@ -1,0 +1,123 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.devices import DeviceManager
+from haiku_template.models import mlp
+from haiku_template.training import classification, make_program
+from haiku_template.training.checkpoint import CheckpointError, Checkpoints
+
+INPUTS = np.ones((8, 5), np.float32)
+DATA = Data(ArrayDataset(INPUTS, np.zeros(8, np.int32), BatchSpec(8)), None, 3)
+
+
+def made(num_devices=1, width=4, **options):
+    return make_program(
+        devices=DeviceManager.create("cpu", num_devices=num_devices),
+        model=mlp(3, width=width),
+        task=classification,
+        data=DATA,
+        optimizer=optax.adamw(1e-3),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ema_decay": 0.9}, {"precision": "float16"}],
+    ids=["plain", "ema", "loss scale"],
+)
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2)])
+def test_a_state_comes_back_bitwise_on_any_devices(tmp_path, before, after, options):
+    program = made(before, **options)
+    state = program.devices.init(program.init)
+    batch = program.devices.shard(DATA.train.batch(0))
+    state, _ = program.train_step(state, batch)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, None)
+    program_after = made(after, **options)
+    devices = program_after.devices
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(1, devices.abstract(program_after.init))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        assert a.dtype == b.dtype
+        assert b.devices() == set(devices.devices)
+        np.testing.assert_array_equal(a, b)
+    # It is as good as the state of a new run.
+    program_after.train_step(restored, devices.shard(DATA.train.batch(1)))
+
+
+def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
+    program = made()
+    devices = program.devices
+    state = devices.init(program.init)
+    expected = {}
+    with Checkpoints(tmp_path, keep_last=20) as checkpoints:
+        for step in range(1, 11):
+            batch = devices.shard(DATA.train.batch(step))
+            state, _ = program.train_step(state, batch)
+            expected[step] = devices.fetch(state.params)
+            checkpoints.save(step, state, None)
+        abstract = devices.abstract(program.init)
+        for step, params in expected.items():
+            restored = checkpoints.restore(step, abstract).params
+            jax.tree.map(np.testing.assert_array_equal, params, restored)
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    state = {"w": jnp.ones(3)}
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: None, 5: 3.0, 6: 2.0}
+    with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, state, loss and {"eval/loss": loss})
+    with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+        assert checkpoints.steps == [2, 5, 6]
+        assert (checkpoints.latest, checkpoints.best) == (6, 2)
+
+
+def test_best_can_be_the_highest(tmp_path):
+    options = {"best_metric": "eval/accuracy", "best_mode": "max", "keep_best": 1}
+    with Checkpoints(tmp_path, keep_last=1, **options) as checkpoints:
+        for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.2], 1):
+            checkpoints.save(step, {"w": jnp.ones(3)}, {"eval/accuracy": accuracy})
+        checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best) == ([2, 4], 2)
+
+
+def test_another_model_is_refused_with_every_difference(tmp_path):
+    program = made(ema_decay=0.9)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, program.devices.init(program.init), None)
+    other = made(width=7)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(3, other.devices.abstract(other.init))
+        words = str(caught.value)
+        assert "nothing was loaded" in words
+        assert "unexpected ema_params/mlp/~/linear_0/w" in words
+        shapes = "params/mlp/~/linear_0/w is float32[5, 4] there and float32[5, 7] here"
+        assert shapes in made_long(checkpoints, other)
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 9.*\[3\]"):
+            checkpoints.restore(9, other.devices.abstract(other.init))
+
+
+def made_long(checkpoints, program):
+    """The message without the part that differs in structure."""
+    abstract = program.devices.abstract(program.init)
+    abstract = abstract._replace(ema_params=abstract.params)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(3, abstract)
+    return str(caught.value)
+
+
+def test_another_dtype_is_refused_and_not_cast(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)}, None)
+        checkpoints.wait()
+        wanted = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
+        with pytest.raises(CheckpointError, match=r"float32\[3\] there and bfloat16"):
+            checkpoints.restore(1, wanted)

@@ -1,0 +1,254 @@
+"""Properties of whole runs, in this process."""
+
+import json
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from configs import digits, digits_resnet
+from haiku_template.config import ConfigError
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager, PlacementError
+from haiku_template.models import mlp, resnet
+from haiku_template.training import classification, experiment, make_program, train
+from haiku_template.training.interrupts import Interrupted
+from haiku_template.training.loop import NonFiniteError
+from haiku_template.training.metrics import read
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 50).astype(np.int32)
+
+
+def made(num_devices=1, train_inputs=INPUTS, model=None, **options):
+    data = Data(
+        ArrayDataset(train_inputs, LABELS, BatchSpec(8)),
+        EvaluationSet(INPUTS, LABELS, 16),
+        3,
+    )
+    return make_program(
+        devices=DeviceManager.create("cpu", num_devices=num_devices),
+        model=model or mlp(3, width=8),
+        task=classification,
+        data=data,
+        **{"optimizer": optax.adam(1e-3)} | options,
+    )
+
+
+def numbers(workdir, prefixes=("train/", "eval/")):
+    """What metrics.jsonl says, less what depends on the machine's speed."""
+    return [
+        {k: v for k, v in row.items() if k == "step" or k.startswith(prefixes)}
+        for row in read(workdir / "metrics.jsonl")
+    ]
+
+
+def assert_same(a, b, atol=0.0):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
+
+
+def stop_at(program, step):
+    """The program, but a signal arrives while it computes the step."""
+    calls = iter(range(1, 10_000))
+
+    def train_step(state, batch):
+        if next(calls) == step:
+            signal.raise_signal(signal.SIGTERM)
+        return program.train_step(state, batch)
+
+    return program._replace(train_step=train_step)
+
+
+EVERY = {"log_every": 1, "eval_every": 5, "save_every": 5}
+
+
+def test_a_run_leaves_what_it_promises(tmp_path, capsys):
+    result = train(made(4), num_steps=10, workdir=tmp_path, config={"a": 1}, **EVERY)
+    assert int(result.state.step) == 10
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 11))
+    assert [row["step"] for row in rows if "eval/loss" in row] == [5, 10]
+    assert result.metrics["eval/loss"] == rows[-1]["eval/loss"]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+    env = json.loads((tmp_path / "env.json").read_text())
+    assert env["num_devices"] == 4 and env["packages"]["jax"] == jax.__version__
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"5", "10"}
+    log = (tmp_path / "train.log").read_text()
+    shown = capsys.readouterr().out
+    for words in ("4 x cpu", "mlp/~/linear_0/w", "64x8", "cpu:0-3 whole on each"):
+        assert words in log and words in shown
+    assert "8 examples, 2 on each device" in shown
+    assert "step     10/10  eval loss" in shown and "step     10/10  loss" in shown
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
+    options = {"ema_decay": 0.9, "model": resnet_of(num_devices)}
+    whole = train(
+        made(num_devices, **options), num_steps=12, workdir=tmp_path / "a", **EVERY
+    )
+    for stop in (3, 4):  # In the first interval, and after the first checkpoint.
+        with pytest.raises(Interrupted, match="SIGTERM.*saved") as caught:
+            program = stop_at(made(num_devices, **options), stop)
+            train(program, num_steps=12, workdir=tmp_path / "b", **EVERY)
+        assert caught.value.exit_code == 75
+    resumed = train(
+        made(num_devices, **options), num_steps=12, workdir=tmp_path / "b", **EVERY
+    )
+    assert_same(whole.state, resumed.state)
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+
+
+def resnet_of(num_devices):
+    axis_name = DeviceManager.create("cpu", num_devices=num_devices).axis_name
+    return resnet(3, axis_name, channels=(4,), blocks=1)
+
+
+def test_a_run_that_moves_between_devices_agrees(tmp_path):
+    whole = train(made(1), num_steps=30, workdir=tmp_path / "a", log_every=1)
+    for num_devices, stop in ((4, 10), (1, 10)):
+        with pytest.raises(Interrupted):
+            program = stop_at(made(num_devices), stop)
+            train(program, num_steps=30, workdir=tmp_path / "b", log_every=1)
+    moved = train(made(2), num_steps=30, workdir=tmp_path / "b", log_every=1)
+    assert_same(whole.state.params, moved.state.params, atol=1e-5)
+    for a, b in zip(numbers(tmp_path / "a"), numbers(tmp_path / "b"), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def run_config(module, num_devices, num_steps, workdir, **changes):
+    config = module.get_config()
+    config.update(changes)
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    program = experiment.build(config, devices)
+    # The schedule keeps the length that the config gives it.
+    train(program, num_steps=num_steps, workdir=workdir, log_every=1)
+    return [row["train/loss"] for row in numbers(workdir) if "train/loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("module", "num_steps", "atol"), [(digits, 200, 1e-5), (digits_resnet, 20, 1e-4)]
+)
+def test_configs_have_the_same_losses_on_four_devices(
+    tmp_path, module, num_steps, atol
+):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, fun_name="", **__: (
+            compiled.append(fun_name) if "backend_compile" in name else None
+        )
+    )
+    one = run_config(module, 1, num_steps, tmp_path / "1")
+    four = run_config(module, 4, num_steps, tmp_path / "4")
+    assert len(one) == num_steps
+    np.testing.assert_allclose(one, four, rtol=0, atol=atol)
+    # The train step and the evaluation step, each once; pmap names both `_fun`.
+    assert compiled.count("jit(train_step)") == 1
+    assert compiled.count("jit(eval_step)") == 1
+    assert compiled.count("jit(_fun)") == 2
+
+
+def test_three_thousand_steps_on_eight_simulated_devices_do_not_hang(tmp_path):
+    result = train(
+        made(8), num_steps=3000, workdir=tmp_path, log_every=500, eval_every=500
+    )
+    assert int(result.state.step) == 3000
+
+
+def test_nothing_is_left_running(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(Interrupted):
+        train(stop_at(made(), 5), num_steps=1000, workdir=tmp_path)
+    assert not [t for t in threading.enumerate() if t.name == "prefetch"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert threading.active_count() <= before + 4  # Orbax keeps a pool.
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    bad = INPUTS.copy()
+    bad[:] = np.nan
+    with pytest.raises(NonFiniteError, match="the loss of step 5 is nan") as caught:
+        train(made(train_inputs=bad), num_steps=20, workdir=tmp_path, log_every=5)
+    assert caught.value.exit_code == 70
+    assert not any((tmp_path / "checkpoints").iterdir())
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_norm_without_the_axis_stops_the_run_at_its_first_step(tmp_path):
+    model = resnet(3, axis_name=None, channels=(4,), blocks=1)
+    with pytest.raises(PlacementError, match="net_state"):
+        train(made(4, model=model), num_steps=20, workdir=tmp_path)
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_data_that_fails_in_the_background_stops_the_run_with_its_error(tmp_path):
+    class Failing:
+        def batch(self, step):
+            if step == 7:
+                raise OSError("the disk is gone")
+            return {"inputs": INPUTS[:8].copy(), "labels": LABELS[:8].copy()}
+
+    program = made()
+    program = program._replace(data=program.data._replace(train=Failing()))
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(program, num_steps=20, workdir=tmp_path, log_every=1)
+    assert numbers(tmp_path)[-1]["step"] == 7
+
+
+def test_an_implicit_copy_in_the_loop_is_an_error(tmp_path):
+    program = made()
+    step = program.train_step
+    program = program._replace(
+        train_step=lambda state, batch: step(state, jax.device_get(batch))
+    )
+    with pytest.raises(Exception, match="Disallowed host-to-device"):
+        train(program, num_steps=3, workdir=tmp_path)
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+    train(made(), num_steps=5, workdir=tmp_path, **EVERY)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    train(made(), num_steps=5, workdir=tmp_path, **EVERY)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert "going on from step 5" in capsys.readouterr().out
+
+
+def test_another_config_is_refused_with_the_differences(tmp_path):
+    config = {"seed": 0, "model": {"width": 8}}
+    train(made(), num_steps=2, workdir=tmp_path, config=config)
+    files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    time.sleep(0.01)
+    with pytest.raises(ConfigError, match=r"model\.width: 8 there, 9 now"):
+        train(
+            made(),
+            num_steps=2,
+            workdir=tmp_path,
+            config=config | {"model": {"width": 9}},
+        )
+    assert files == {
+        p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()
+    }
+
+
+def test_a_directory_of_something_else_is_not_written_to(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl but no config\.json"):
+        train(made(), num_steps=2, workdir=tmp_path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file"):
+        train(made(), num_steps=2, workdir=tmp_path / "file")
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+def test_a_changed_environment_is_told(tmp_path, caplog):
+    with pytest.raises(Interrupted):
+        train(stop_at(made(4), 2), num_steps=4, workdir=tmp_path)
+    train(made(2), num_steps=4, workdir=tmp_path)
+    assert "num_devices: 4 there, 2 now" in caplog.text

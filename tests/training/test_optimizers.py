@@ -1,0 +1,67 @@
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.training.optimizers import make_optimizer, make_schedule
+
+
+def values(schedule, steps):
+    return [float(schedule(step)) for step in steps]
+
+
+def test_schedules_warm_up_to_the_rate_and_end_where_they_should():
+    options = {"learning_rate": 2.0, "num_steps": 110, "warmup_steps": 10}
+    for name, middle in [("cosine", 1.1), ("linear", 1.1), ("constant", 2.0)]:
+        schedule = make_schedule(name, final_fraction=0.1, **options)
+        end = 2.0 if name == "constant" else 0.2
+        got = values(schedule, [0, 5, 10, 60, 110])
+        assert got == pytest.approx([0, 1, 2, middle, end], abs=1e-6), name
+
+
+def test_without_warm_up_the_first_step_has_the_whole_rate():
+    schedule = make_schedule("cosine", learning_rate=0.5, num_steps=10)
+    assert float(schedule(0)) == 0.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
+def test_weight_decay_shrinks_matrices_and_leaves_vectors(name):
+    shapes = {"w": (4, 4), "b": (4,), "scale": (1, 1, 1, 4), "mine": (4,)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    zeros = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    optimizer = make_optimizer(name, lambda step: 0.1, weight_decay=0.5)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    assert np.all(after["w"] < 1)
+    for kept in ("b", "scale", "mine"):
+        np.testing.assert_array_equal(after[kept], params[kept])
+
+
+def test_clipping_bounds_the_global_norm():
+    optimizer = make_optimizer("sgd", lambda step: 1.0, clip_norm=0.5, momentum=0.0)
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    grads = {"a": jnp.full(3, 10.0), "b": jnp.full(2, 10.0)}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert float(optax.tree.norm(updates)) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: make_optimizer("adam", None), "'adam'.*adamw, sgd, lion, adafactor"),
+        (lambda: make_optimizer("sgd", None, b2=0.9), "sgd takes no b2.*momentum"),
+        (
+            lambda: make_schedule("step", learning_rate=1, num_steps=2),
+            "'step'.*cosine, linear, constant",
+        ),
+        (
+            lambda: make_schedule(
+                "cosine", learning_rate=1, num_steps=5, warmup_steps=5
+            ),
+            "warmup_steps=5.*num_steps=5",
+        ),
+    ],
+)
+def test_unknown_names_and_keys_say_what_is_possible(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
