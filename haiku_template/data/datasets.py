@@ -16,6 +16,8 @@ from haiku_template.data.arrays import (
     BatchSpec,
     Data,
     EvaluationSet,
+)
+from haiku_template.data.checks import (
     check_classes,
     check_examples,
     check_targets,

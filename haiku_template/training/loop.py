@@ -5,9 +5,7 @@ The mathematics is in `steps.py`; together they are the whole of a run.
 
 import contextlib
 import math
-import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,12 @@ from haiku_template.training.evaluation import evaluate
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter
 from haiku_template.training.program import Program
-from haiku_template.training.progress import Display, memory_text, parameter_table
+from haiku_template.training.progress import (
+    Clock,
+    Display,
+    memory_text,
+    parameter_table,
+)
 from haiku_template.training.state import TrainState
 from haiku_template.training.workdir import CHECKPOINTS, open_workdir
 
@@ -153,7 +156,7 @@ class _Run:
         self.signals = signals
         self.every = every
         self.metrics: dict[str, float] = {}
-        self.clock = _Clock()
+        self.clock = Clock()
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
@@ -237,25 +240,3 @@ class _Run:
 
 def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
-
-
-class _Clock:
-    """Steps per second of training alone, evaluation and saving left out."""
-
-    def start(self, step: int) -> None:
-        """Starts to count from `step`."""
-        self._step, self._since = step, time.monotonic()
-
-    def steps_per_second(self, step: int) -> float:
-        """The rate since the last call, or since the start."""
-        now = time.monotonic()
-        rate = (step - self._step) / max(now - self._since, 1e-9)
-        self._step, self._since = step, now
-        return rate
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
-        begun = time.monotonic()
-        yield
-        self._since += time.monotonic() - begun

@@ -1,5 +1,6 @@
 """What a run shows: tables first, then a progress bar, or plain lines to a file."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -87,6 +88,28 @@ class Display:
         self.print(
             f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}"
         )
+
+
+class Clock:
+    """Steps per second of training alone, evaluation and saving left out."""
+
+    def start(self, step: int) -> None:
+        """Starts to count from `step`."""
+        self._step, self._since = step, time.monotonic()
+
+    def steps_per_second(self, step: int) -> float:
+        """The rate since the last call, or since the start."""
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._since, 1e-9)
+        self._step, self._since = step, now
+        return rate
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        begun = time.monotonic()
+        yield
+        self._since += time.monotonic() - begun
 
 
 def parameter_table(params: Any) -> Table:

@@ -1,0 +1,465 @@
+"""The commands as a user runs them: real processes, files, signals and exit codes."""
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
+SHORT = ("--config.num_steps=40", "--config.optimizer.warmup_steps=10")
+
+
+def command(name, *flags):
+    return [sys.executable, "-m", f"{PACKAGE}.{name}", *flags]
+
+
+def run(name, *flags, cwd=ROOT, **variables):
+    environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(
+        command(name, *flags),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environ,
+        timeout=200,
+        check=False,
+    )
+
+
+def train(workdir, *flags, config="configs/digits.py", **options):
+    return run("train", f"--config={config}", f"--workdir={workdir}", *flags, **options)
+
+
+def assert_refused(done, code, *words):
+    """One sentence, no traceback, the right exit code."""
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def digest(workdir):
+    """Of everything in the last checkpoint, through the library that wrote it."""
+    code = """
+import sys, hashlib, jax, numpy as np
+from orbax.checkpoint import v1 as ocp
+state = ocp.load(sys.argv[1])
+h = hashlib.sha256()
+for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    leaf = np.asarray(leaf)
+    h.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+    h.update(leaf.tobytes())
+print(h.hexdigest())
+"""
+    last = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(last)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"},  # As when it was saved.
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return last.name, done.stdout
+
+
+def numbers(workdir):
+    """metrics.jsonl, less what depends on the machine's speed."""
+    rows = [json.loads(s) for s in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("perf/")}
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run on four simulated devices."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    done = train(workdir, *SHORT, "--simulate_devices=4")
+    assert done.returncode == 0, done.stderr
+    return workdir, done
+
+
+def test_a_run_shows_devices_parameters_batch_and_progress(finished):
+    workdir, done = finished
+    for words in (
+        "4 x cpu: cpu:0, cpu:1, cpu:2, cpu:3. --simulate_devices=4",
+        "mlp/~/linear_0/w",
+        "cpu:0-3 whole on each",
+        "128 examples, 32 on each device",
+        "step     40/40  loss",
+        "examples/s  ETA 0:00  memory",
+        "step     40/40  eval loss",
+        "report.png",
+    ):
+        assert words in done.stdout
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_the_workdir_holds_everything(finished):
+    workdir, _ = finished
+    assert {path.name for path in workdir.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "env.json",
+        "metrics.jsonl",
+        "report.png",
+        "tensorboard",
+        "train.log",
+    }
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["num_steps"] == 40 and config["optimizer"]["clip_norm"] == 1.0
+
+
+@pytest.mark.parametrize("devices", [(), ("--simulate_devices=3",)])
+def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, devices):
+    workdir, _ = finished
+    for which in ("latest", "best", "40"):
+        done = run(
+            "evaluate", f"--workdir={workdir}", f"--checkpoint={which}", *devices
+        )
+        assert done.returncode == 0, done.stderr
+        last = numbers(workdir)[-1]
+        assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
+
+
+def test_the_same_command_again_changes_nothing(finished):
+    workdir, _ = finished
+    before = digest(workdir), numbers(workdir)
+    done = train(workdir, *SHORT, "--simulate_devices=4")
+    assert done.returncode == 0 and "going on from step 40" in done.stdout
+    assert (digest(workdir), numbers(workdir)) == before
+
+
+def test_another_config_stops_with_the_differences_and_writes_nothing(finished):
+    workdir, _ = finished
+
+    def files():
+        return {
+            path: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in workdir.rglob("*")
+            if path.is_file()
+        }
+
+    before = files()
+    done = train(workdir, *SHORT, "--config.optimizer.learning_rate=0.5")
+    assert_refused(done, 64, "optimizer.learning_rate: 0.001 there, 0.5 now")
+    assert files() == before
+
+
+LONG = (
+    "--config.num_steps=1500",
+    "--config.log_every=10",
+    "--config.eval_every=100",
+    "--config.save_every=50",
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path, uninterrupted, number
+):
+    workdir = tmp_path / "run"
+    flags = ("--config=configs/digits.py", f"--workdir={workdir}", *LONG)
+    process = subprocess.Popen(
+        command("train", *flags),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(workdir, 230)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    codes = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}
+    assert process.returncode == codes[number], errors
+    if number != signal.SIGKILL:
+        assert f"{number.name} received" in errors and "is saved" in errors
+        assert "Traceback" not in errors
+    names = [path.name for path in (workdir / "checkpoints").iterdir()]
+    stopped = max(int(name) for name in names if name.isdigit())
+    assert 0 < stopped < 1500
+    done = train(workdir, *LONG)
+    assert done.returncode == 0, done.stderr
+    assert "going on from step" in done.stdout
+    assert digest(workdir) == digest(uninterrupted)
+    assert numbers(workdir) == numbers(uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = train(workdir, *LONG)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def wait_for_step(workdir, step):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = workdir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= step:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--config.num_stepz=3"], 64, ["num_stepz", "did you mean num_steps?"]),
+        (["--config.foo=3"], 64, ["unknown config key foo"]),
+        (["--config.num_steps=abc"], 64, ["num_steps=abc", "wrong type", "number"]),
+        (["--config.num_steps=1.5"], 64, ["num_steps=1.5", "wrong type"]),
+        (["--config.optimizer.nesterov=maybe"], 64, ["true or false"]),
+        (["--config.num_steps=None"], 64, ["num_steps=None", "a whole number"]),
+        (["--config.num_steps=0"], 64, ["num_steps=0", "1 or more"]),
+        (["--config.optimizer.clip_norm=-1"], 64, ["clip_norm=-1.0", "more than 0"]),
+        (["--config.best_mode=most"], 64, ["best_mode=most", "min or max"]),
+        (["--config.model.name=mpl"], 64, ["'mpl'", "did you mean mlp?", "resnet"]),
+        (["--config.model.name=resnet"], 64, ["resnet", "it takes channels, blocks"]),
+        (["--config.model.name=nowhere:model"], 64, ["nowhere:model", "imported"]),
+        (["--config.data.name=npz"], 64, ["needs a .npz file", "--config.data.path"]),
+        (["--config.optimizer.schedule=step"], 64, ["'step'", "cosine, linear"]),
+        (["--config.optimizer.b2=0.9", "--config.optimizer.name=sgd"], 64, ["no b2"]),
+        (["--config.precision=fp16"], 64, ["'fp16'", "bfloat16, float16"]),
+        (
+            ["--config.batch_size=130", "--simulate_devices=4"],
+            64,
+            ["130", "128 or 132"],
+        ),
+        (["--config=configs/digit.py"], 64, ["configs/digit.py does not exist"]),
+        (["--devise=gpu"], 64, ["'devise'", "device"]),
+        (["--num_devices=x"], 64, ["--num_devices=x", "number"]),
+        (["extra"], 64, ["unexpected argument 'extra'"]),
+        (["--device=gpu"], 69, ["--device=gpu was asked for", "--fallback=cpu"]),
+        (["--device=cuda"], 69, ["auto, cpu, gpu, tpu"]),
+        (["--device=cpu:3"], 69, ["cpu:3", "there are 1: cpu:0"]),
+        (["--num_devices=2"], 69, ["--num_devices=2", "there are 1"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, flags, code, words):
+    workdir = tmp_path / "run"
+    done = train(workdir, *flags, JAX_PLATFORMS="")
+    assert_refused(done, code, *words)
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize("missing", ["config", "workdir"])
+def test_a_flag_that_is_needed_is_named(tmp_path, missing):
+    flags = {"config": "configs/digits.py", "workdir": str(tmp_path / "run")}
+    del flags[missing]
+    done = run("train", *(f"--{name}={value}" for name, value in flags.items()))
+    assert_refused(done, 64, f"--{missing} is needed")
+
+
+def test_a_fallback_is_loud_and_runs(tmp_path):
+    done = train(tmp_path / "run", *SHORT, "--device=gpu", "--fallback=cpu")
+    assert done.returncode == 0
+    assert "RUNNING ON THE CPU" in done.stderr
+    assert "1 x cpu: cpu:0. --fallback=cpu, because" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("c.num_stepz = 3", ["unknown key num_stepz", "did you mean num_steps?"]),
+        ("c.optimizer.learning_rate = '3e-4'", ["mine.py, line 4", "learning_rate"]),
+        ("c.num_steps = 1e3", ["mine.py, line 4", "num_steps"]),
+        ("1 / 0", ["mine.py, line 4", "division by zero"]),
+        ("c.data = {'name': 'digits', 'colour': 1}", ["'colour'", "takes no keys"]),
+        ("c.data = {}", ["no key data.name"]),
+        ("import nowhere", ["mine.py, line 4", "nowhere"]),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_one_sentence(tmp_path, body, words):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"from {PACKAGE}.config import default_config\n"
+        f"def get_config():\n    c = default_config()\n    {body}\n    return c\n"
+    )
+    done = train(tmp_path / "run", config=file)
+    assert_refused(done, 64, *words)
+
+
+CONFIG_WITH_A_MODEL = f"""
+import haiku as hk
+from {PACKAGE}.config import default_config
+
+
+def model(num_outputs, axis_name, width):
+    def forward(inputs, is_training):
+        x = hk.Linear(width)(hk.Flatten()(inputs))
+        norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis_name)
+        return hk.Linear(num_outputs)(norm(x, is_training) ** 2)
+
+    return hk.transform_with_state(forward)
+
+
+def get_config():
+    config = default_config()
+    config.num_steps = 60
+    config.optimizer.learning_rate = 1e-2
+    config.model = {{"name": "mine:model", "width": 32}}
+    return config
+"""
+
+
+def test_a_model_of_yours_in_a_config_file_trains_and_is_evaluated(tmp_path):
+    (tmp_path / "mine.py").write_text(CONFIG_WITH_A_MODEL)
+    workdir = tmp_path / "run"
+    done = train(workdir, "--simulate_devices=2", config="mine.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run("evaluate", f"--workdir={workdir}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["eval/accuracy"] > 0.8
+
+
+def test_a_script_of_at_most_thirty_lines_trains_a_model_of_yours(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    blocks = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
+    script = next(block for block in blocks if "make_program(" in block)
+    assert len(script.strip().splitlines()) <= 30
+    (tmp_path / "mine.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "mine.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 x cpu" in done.stdout and "eval loss" in done.stdout
+
+
+def write_idx(path, array):
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes()))
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """Files in MNIST's format: each class a bright row of its own."""
+    rng = np.random.default_rng(0)
+    directory = tmp_path / "mnist"
+    directory.mkdir()
+    for name, size in (("train", 400), ("t10k", 90)):
+        labels = rng.integers(0, 10, size)
+        images = rng.integers(0, 40, (size, 28, 28))
+        images[np.arange(size), 2 * labels] = 250
+        write_idx(directory / f"{name}-images-idx3-ubyte.gz", images)
+        write_idx(directory / f"{name}-labels-idx1-ubyte.gz", labels)
+    return directory
+
+
+IMAGES = ("--config.num_steps=60", "--config.optimizer.warmup_steps=10")
+
+
+def test_mnist_files_train(tmp_path, mnist):
+    path = f"--config.data.path={mnist}"
+    done = train(tmp_path / "run", path, *IMAGES, config="configs/mnist.py")
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "run")[-1]["eval/accuracy"] > 0.9
+
+
+def test_data_that_is_missing_or_damaged_is_named(tmp_path, mnist):
+    path = f"--config.data.path={mnist}"
+    workdir = tmp_path / "run"
+
+    def refused(*words):
+        done = train(workdir, path, config="configs/mnist.py")
+        assert_refused(done, 64, *words)
+        assert not workdir.exists()
+
+    images = mnist / "train-images-idx3-ubyte.gz"
+    labels = mnist / "train-labels-idx1-ubyte.gz"
+    kept = images.read_bytes(), labels.read_bytes()
+    images.write_bytes(kept[0][:1000])
+    refused(str(images), "damaged")
+    images.unlink()
+    refused(str(images), "does not exist", "t10k-images-idx3-ubyte.gz")
+    images.write_bytes(kept[0])
+    write_idx(labels, np.full(400, 11))
+    refused("400 labels outside the 10 classes", "the first is 11, of example 0")
+    write_idx(images, np.zeros((0, 28, 28)))
+    write_idx(labels, np.zeros(0))
+    refused("is empty", "at least one example is needed")
+
+
+def test_cifar10_files_train(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        records = rng.integers(0, 255, (20, 3073)).astype(np.uint8)
+        records[:, 0] %= 10
+        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
+    done = train(
+        tmp_path / "run",
+        f"--config.data.path={tmp_path}",
+        "--config.num_steps=2",
+        "--config.batch_size=8",
+        "--config.optimizer.warmup_steps=1",
+        "--config.model.blocks=1",
+        "--simulate_devices=2",
+        config="configs/cifar10_resnet.py",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_evaluate_says_what_is_not_there(finished, tmp_path):
+    workdir, _ = finished
+    done = run("evaluate", f"--workdir={tmp_path}")
+    assert_refused(done, 64, "is not the workdir of a run")
+    done = run("evaluate", f"--workdir={workdir}", "--checkpoint=7")
+    assert_refused(done, 64, "--checkpoint=7", "there are steps [40]")
+
+
+def test_a_damaged_checkpoint_is_one_sentence(finished, tmp_path):
+    workdir, _ = finished
+    subprocess.run(["cp", "-r", workdir, tmp_path / "run"], check=True)
+    for file in (tmp_path / "run/checkpoints/40/state/d").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    done = run("evaluate", f"--workdir={tmp_path / 'run'}")
+    assert_refused(done, 74, "checkpoint of step 40", "damaged")
+
+
+def test_a_loss_that_is_not_finite_exits_70(tmp_path):
+    flags = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.name=sgd")
+    done = train(tmp_path / "run", *SHORT, *flags, "--config.log_every=5")
+    assert_refused(done, 70, "the loss of step", "nan")
+
+
+def test_resume_reads_no_python_from_the_workdir(finished, tmp_path):
+    workdir, _ = finished
+    subprocess.run(["cp", "-r", workdir, tmp_path / "run"], check=True)
+    (tmp_path / "run/config.py").write_text("raise SystemExit('executed')")
+    done = run("evaluate", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 0 and "executed" not in done.stdout + done.stderr
+
+
+def test_help_answers_without_starting_jax():
+    begun = subprocess.run(
+        [sys.executable, "-X", "importtime", *command("train", "--help")[1:]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert "--simulate_devices" in begun.stdout and "Exit codes" in begun.stdout
+    assert "jax" not in begun.stderr.replace("no jax", "")

@@ -1,0 +1,88 @@
+import json
+
+import pytest
+from ml_collections import config_dict
+
+from haiku_template import config
+from haiku_template.config import ConfigError, default_config
+
+
+def test_saved_and_read_again_it_is_the_same(tmp_path):
+    values = default_config()
+    values.model = {"name": "resnet", "channels": (16, 32), "nested": {"a": None}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict(values)))
+    again = config.load(path)
+    assert again.model.channels == (16, 32)
+    assert config.to_dict(again) == config.to_dict(values)
+    assert config.differences(config.to_dict(values), config.to_dict(again)) == []
+
+
+def test_differences_name_every_key_that_changed():
+    old = {"a": 1, "model": {"name": "mlp", "width": 8}, "gone": 2}
+    new = {"a": 1, "model": {"name": "mlp", "width": 9}, "new": None}
+    assert config.differences(old, new) == [
+        "gone: 2 there, 'absent' now",
+        "model.width: 8 there, 9 now",
+        "new: 'absent' there, None now",
+    ]
+
+
+def changed(key, value):
+    values = default_config()
+    with values.ignore_type(), values.unlocked():
+        values.update_from_flattened_dict({key: value})
+    return values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_steps", 0, "num_steps=0; possible is 1 or more"),
+        ("num_steps", 1e3, r"num_steps=1000\.0 has the wrong type.*a whole number"),
+        ("num_steps", True, "num_steps=True has the wrong type"),
+        ("num_steps", None, "num_steps=None has the wrong type"),
+        ("eval_every", 0, "eval_every=0"),
+        ("seed", -1, "seed=-1; possible is 0 or more"),
+        ("optimizer.learning_rate", float("nan"), "learning_rate=nan"),
+        ("optimizer.learning_rate", "3e-4", "a number"),
+        ("ema_decay", 1.0, "from 0 to below 1"),
+        ("best_mode", "best", "min or max"),
+        ("precision", 16, "precision=16 has the wrong type; possible is text"),
+        ("model", "mlp", "model must have a name"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        config.check(changed(key, value))
+
+
+def test_numbers_that_can_be_pass():
+    config.check(default_config())
+    config.check(changed("optimizer.learning_rate", 0))  # An int for a float.
+    config.check(changed("eval_every", 10))
+
+
+def test_missing_and_unknown_keys_are_named():
+    values = default_config()
+    del values.seed
+    with pytest.raises(ConfigError, match="no key seed"):
+        config.check(values)
+    values = default_config()
+    values.optimizer.learning_rat = 1.0
+    words = r"optimizer\.learning_rat \(did you mean learning_rate\?\)"
+    with pytest.raises(ConfigError, match=words):
+        config.check(values)
+
+
+def test_a_value_that_cannot_be_saved_is_named():
+    values = config_dict.ConfigDict({"model": {"activation": max}})
+    with pytest.raises(ConfigError, match=r"config\.model\.activation is a builtin"):
+        config.to_dict(values)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"'])
+def test_a_damaged_config_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        config.load(tmp_path / "config.json")
