@@ -109,6 +109,14 @@ def npz(
     return from_split(split, spec, num_classes=num_classes, where=str(path))
 
 
+def safetensors(
+    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
+) -> Data:
+    """A .safetensors file with x_train, y_train, x_test and y_test."""
+    split = files.read_safetensors(_path(path, "safetensors", "a .safetensors file"))
+    return from_split(split, spec, num_classes=num_classes, where=str(path))
+
+
 def npy(
     spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
 ) -> Data:
@@ -154,6 +162,7 @@ def _path(path: str | None, name: str, what: str) -> Path:
 DATASETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
     "npz": npz,
+    "safetensors": safetensors,
     "npy": npy,
     "mnist": mnist,
     "cifar10": cifar10,

@@ -1,4 +1,4 @@
-"""Readers of array files: .npz, .npy, MNIST's idx and CIFAR-10's binary format.
+"""Readers of array files: .npz, .safetensors, .npy, MNIST's idx, CIFAR-10's binary.
 
 Each returns a `Split`. A missing or damaged file is a `DataError` that names it.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from safetensors import safe_open
 
 from haiku_template.data.errors import DataError
 
@@ -61,6 +62,23 @@ def read_npz(path: Path) -> Split:
         return read
 
     return Split(*(_read(path, member(name)) for name in PARTS))
+
+
+def read_safetensors(path: Path) -> Split:
+    """A .safetensors file with tensors x_train, y_train, x_test and y_test.
+
+    Raises:
+      DataError: the file or one of the tensors is missing or damaged.
+    """
+
+    def tensor(name: str) -> Callable[[Path], np.ndarray]:
+        def read(file: Path) -> np.ndarray:
+            with safe_open(file, framework="numpy") as tensors:
+                return tensors.get_tensor(name)
+
+        return read
+
+    return Split(*(_read(path, tensor(name)) for name in PARTS))
 
 
 def read_npy(directory: Path) -> Split:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from haiku_template.data import ArrayDataset, BatchSpec, DataError, files
 
@@ -272,3 +273,21 @@ def test_a_cifar10_file_without_whole_records_is_refused(
     damage(tmp_path / name, lambda raw: raw[:size])
     with refuses(tmp_path / name, f"its {size} bytes", "3073-byte"):
         files.read_cifar10(tmp_path)
+
+
+def test_safetensors_come_back_as_written(tmp_path):
+    save_file(ARRAYS, tmp_path / "data.safetensors")
+    assert_split(files.read_safetensors(tmp_path / "data.safetensors"), ARRAYS)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "missing"])
+def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
+    path = tmp_path / "data.safetensors"
+    names = files.PARTS[:-1] if damage == "missing" else files.PARTS
+    save_file({name: ARRAYS[name] for name in names}, path)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-7])
+    if damage == "header":
+        path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    with pytest.raises(DataError, match=re.escape(str(path)) + " is damaged"):
+        files.read_safetensors(path)
