@@ -53,7 +53,6 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.refresh()
         self._bar.stop()
         self._log_file.close()
 
