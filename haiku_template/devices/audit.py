@@ -12,12 +12,18 @@ from jax.sharding import Mesh, PartitionSpec
 from haiku_template.devices.errors import PlacementError
 
 
+def device_index(device: jax.Device) -> int:
+    """The number that `--device` counts by: among this host's devices of its kind."""
+    local = device.local_hardware_id
+    return device.id if local is None else local
+
+
 def describe(leaf: Any) -> str:
     """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
-    devices = sorted(leaf.devices(), key=lambda device: device.id)
-    ids = [device.id for device in devices]
+    devices = sorted(leaf.devices(), key=device_index)
+    ids = [device_index(device) for device in devices]
     if len(ids) == 1:
         return f"{devices[0].platform}:{ids[0]}"
     consecutive = ids == list(range(ids[0], ids[-1] + 1))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import hardware, selection
+from haiku_template.devices.audit import device_index
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
 
@@ -235,7 +236,7 @@ class DeviceManager(NamedTuple):
 
     def describe(self) -> str:
         """The devices and the reason for them, in one line."""
-        names = ", ".join(f"{self.platform}:{device.id}" for device in self.devices)
+        names = ", ".join(f"{self.platform}:{device_index(d)}" for d in self.devices)
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"

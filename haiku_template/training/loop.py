@@ -175,8 +175,8 @@ class _Run:
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
-                    jax.block_until_ready(in_flight)
-                    in_flight.clear()
+                    while in_flight:
+                        jax.block_until_ready(in_flight.popleft())
                     self._between(step, start + 1, stop, state, scalars)
         return state
 
