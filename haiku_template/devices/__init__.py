@@ -1,13 +1,16 @@
 """Devices: which ones a run uses, and every copy to and from them."""
 
-from haiku_template.devices.audit import check_replicas, describe
+from haiku_template.devices.audit import Placement, describe
+from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
-from haiku_template.devices.manager import DeviceManager, mean_over, sum_over
+from haiku_template.devices.manager import DeviceManager
+from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
 
 __all__ = [
     "DeviceError",
     "DeviceManager",
+    "Placement",
     "PlacementError",
     "check_replicas",
     "describe",

@@ -1,13 +1,10 @@
-"""Where arrays are, and whether the copies on several devices agree."""
+"""Where every array is, and what is wrong with that."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.errors import PlacementError
 
@@ -32,62 +29,103 @@ def describe(leaf: Any) -> str:
     return f"{devices[0].platform}:{names} {layout}"
 
 
-def check_replicas(tree: Any) -> None:
-    """Asserts that every replicated leaf is bitwise the same on all its devices.
+class Placement(NamedTuple):
+    """One leaf of a tree: what it is, where it lives, and what is wrong with that.
 
-    Each device reduces its own copy of each leaf to one 32-bit number; only those
-    travel to the host, so the cost is one pass over the tree in device memory.
+    Attributes:
+      path: as `jax.tree_util.keystr` writes it.
+      shape: of the whole array.
+      dtype: its name.
+      bytes: on each device that holds a part.
+      where: devices and layout, as `describe` says it.
+      committed: whether computations must follow it; False for arrays that nobody
+        placed.
+      memory_kind: `device`, `pinned_host`, ...; empty for what is no JAX array.
+      verdict: empty when it is whole on each of the devices in use; else the fault
+        and its remedy.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    where: str
+    committed: bool
+    memory_kind: str
+    verdict: str
+
+
+def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
+    """Where each leaf of a state lives, and what is wrong with it.
+
+    Args:
+      tree: pytree that should be whole on each of `devices`.
+      devices: those in use.
+    """
+    return [
+        _placement(jax.tree_util.keystr(path), leaf, devices)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
+    verdict = _verdict(leaf, devices)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        size = max(shard.data.nbytes for shard in leaf.addressable_shards)
+        kind = leaf.sharding.memory_kind or ""
+        facts = (leaf.shape, str(leaf.dtype), size, describe(leaf), leaf.committed)
+        return Placement(path, *facts, kind, verdict)
+    shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
+    where = "nowhere (tracer)" if isinstance(leaf, jax.core.Tracer) else describe(leaf)
+    size = 0 if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf).nbytes
+    return Placement(path, shape, dtype, size, where, False, "", verdict)
+
+
+def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
+    """The fault of a leaf that should be whole on each of the devices; "" for none."""
+    if isinstance(leaf, jax.core.Tracer):
+        return (
+            "a tracer left by init: jax.jit or jax.lax.scan wraps Haiku modules inside "
+            "hk.transform; use hk.scan or hk.remat, or jit outside the transform"
+        )
+    if not isinstance(leaf, jax.Array):
+        return "in host memory (NumPy): put it on the devices with devices.replicate"
+    where, wanted = leaf.devices(), set(devices)
+    if where == wanted:
+        if leaf.is_fully_replicated:
+            return ""
+        if leaf.ndim and leaf.shape[0] == len(devices):
+            return (
+                "a stacked copy, one entry a device: use devices.replicate, which adds "
+                "no leading axis"
+            )
+        return "split over the devices: a state is whole on each; use devices.replicate"
+    if {d.platform for d in where} == {"cpu"} and devices[0].platform != "cpu":
+        return (
+            "on the CPU, where from_dlpack and on_host leave arrays: use "
+            "devices.replicate"
+        )
+    if where < wanted:
+        return (
+            f"on {len(where)} of the {len(devices)} devices: make it with "
+            "devices.init, or use devices.replicate"
+        )
+    return "on devices that this run does not use: use devices.replicate"
+
+
+def check(tree: Any, devices: Sequence[jax.Device]) -> None:
+    """Asserts that every leaf is whole on each of the devices.
 
     Raises:
-      PlacementError: a leaf differs; the message names it and its devices.
+      PlacementError: a leaf is not; names the first ones and the remedy.
     """
-    shared = [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
-        if leaf.is_fully_replicated
-    ]
-    if not shared:
-        return
-    devices = tuple(sorted(shared[0][1].devices(), key=lambda device: device.id))
-    sums = _fingerprints(devices)([leaf for _, leaf in shared])
-    differing = [
-        f"{path} ({describe(leaf)})"
-        for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
-        if len(set(values.tolist())) > 1
-    ]
-    if differing:
+    faults = [leaf for leaf in audit(tree, devices) if leaf.verdict]
+    if faults:
+        first = faults[0]
+        others = ", ".join(leaf.path for leaf in faults[1:4])
+        more = f"; so are {others}" * bool(others)
+        more += f" and {len(faults) - 4} more" * (len(faults) > 4)
         raise PlacementError(
-            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
-            f"should hold copies: {', '.join(differing[:3])}; something in the step is "
-            "not averaged over devices (hk.BatchNorm needs "
-            "cross_replica_axis=devices.axis_name)"
+            f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
+            f"{first.verdict}{more}"
         )
-
-
-@functools.cache
-def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
-    """Maps a list of n leaves to n uint32 [devices]: one number from each copy."""
-    mesh = Mesh(np.array(devices), "copy")
-    return jax.jit(
-        jax.shard_map(
-            lambda leaves: [_fingerprint(x)[None] for x in leaves],
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec("copy"),
-            check_vma=False,
-        )
-    )
-
-
-def _fingerprint(x: jax.Array) -> jax.Array:
-    """A 32-bit sum of the array's bits, weighted by position: uint32 []."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
-    weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-    return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)

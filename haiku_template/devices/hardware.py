@@ -1,7 +1,10 @@
 """What the machine says about accelerators, read from files: no JAX, no driver."""
 
 import importlib.metadata
+import logging
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 # The device nodes that JAX itself looks for before it tries the CUDA backend.
 NVIDIA_NODES = ("dev/nvidia0", "dev/nvidiactl", "dev/dxg")
@@ -61,3 +64,12 @@ def why_no_gpu(root: Path = Path("/")) -> str:
         f"there is an NVIDIA card ({nodes[0]}) and {', '.join(cuda_plugins())}, but "
         "JAX could not start it; its own words are above"
     )
+
+
+def warn_of_unused_card() -> None:
+    """Logs, loudly, that a run is on the CPU beside an NVIDIA card."""
+    if nvidia_nodes() or nvidia_on_pci():
+        logger.warning(
+            "THIS MACHINE'S NVIDIA CARD IS NOT USED; THE RUN IS ON THE CPU: %s",
+            why_no_gpu(),
+        )

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import hardware, selection
-from haiku_template.devices.audit import device_index
+from haiku_template.devices import audit, hardware, selection
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
 
@@ -72,7 +71,7 @@ class DeviceManager(NamedTuple):
             devices, _ = selection.select(request)
             reason = f"--fallback=cpu, because {error}"
         if request.platform == "auto" and devices[0].platform == "cpu":
-            _warn_of_unused_card()
+            hardware.warn_of_unused_card()
         return cls(tuple(devices), reason)
 
     @property
@@ -164,12 +163,20 @@ class DeviceManager(NamedTuple):
           row block i on device i.
 
         Raises:
-          PlacementError: B is not a multiple of the number of devices.
+          PlacementError: B is not a multiple of the number of devices, or a leaf is on
+            a device already, where making it cost a copy that nobody asked for.
         """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if isinstance(leaf, jax.Array):
+                raise PlacementError(
+                    f"the batch's {jax.tree_util.keystr(path)} is a JAX array on "
+                    f"{audit.describe(leaf)}"
+                    f"{' and committed there' * leaf.committed}; batches come from the "
+                    "host: give NumPy arrays"
+                )
+            self.check_batch_size(len(leaf))
         if self.axis_name is None:
             return jax.tree.map(lambda x: jax.device_put(x, self.devices[0]), batch)
-        for leaf in jax.tree.leaves(batch):
-            self.check_batch_size(leaf.shape[0])
         shares = [
             jax.tree.map(lambda x, i=i: np.split(x, self.num_devices)[i], batch)
             for i in range(self.num_devices)
@@ -200,17 +207,21 @@ class DeviceManager(NamedTuple):
             donate_argnums=donate_argnums,
         )
 
+    def audit(self, tree: Any) -> list[audit.Placement]:
+        """Where each leaf of a state lives, with a verdict for each that is astray."""
+        return audit.audit(tree, self.devices)
+
+    def check(self, tree: Any) -> None:
+        """Raises `PlacementError` unless every leaf is whole on each of the devices."""
+        audit.check(tree, self.devices)
+
     def fetch(self, tree: Any) -> Any:
         """Copies a replicated tree to the host: pytree of NumPy arrays."""
         return jax.device_get(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Makes arrays in host memory, whatever the default device is.
-
-        For loaders of others that call `jax.numpy`. What they make is not committed
-        there: hand it to `replicate` or `shard`, or keep it as NumPy.
-        """
+        """Lets `jax.numpy` calls of others make arrays in host memory, uncommitted."""
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             yield
 
@@ -236,25 +247,9 @@ class DeviceManager(NamedTuple):
 
     def describe(self) -> str:
         """The devices and the reason for them, in one line."""
-        names = ", ".join(f"{self.platform}:{device_index(d)}" for d in self.devices)
+        names = ", ".join(
+            f"{self.platform}:{audit.device_index(d)}" for d in self.devices
+        )
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"
-
-
-def mean_over(axis_name: str | None, tree: Any) -> Any:
-    """Averages a tree over a mesh axis; the identity when the axis is None."""
-    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
-
-
-def sum_over(axis_name: str | None, tree: Any) -> Any:
-    """Adds up a tree over a mesh axis; the identity when the axis is None."""
-    return tree if axis_name is None else jax.lax.psum(tree, axis_name)
-
-
-def _warn_of_unused_card() -> None:
-    if hardware.nvidia_nodes() or hardware.nvidia_on_pci():
-        logger.warning(
-            "THIS MACHINE'S NVIDIA CARD IS NOT USED; THE RUN IS ON THE CPU: %s",
-            hardware.why_no_gpu(),
-        )

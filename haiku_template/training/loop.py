@@ -105,6 +105,7 @@ def train(
             state = checkpoints.restore(start, devices.abstract(program.init))
         else:
             state = devices.init(program.init)
+        devices.check(state)
         display.print(*_first_lines(program, state, directory, start))
         run = _Run(
             program,
