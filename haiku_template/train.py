@@ -15,6 +15,14 @@ from haiku_template import cli, config
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment: a .py file.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes, and goes on.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print what the run needs of each device's memory, and stop."
+)
+_DEVICE_MEMORY_LIMIT = flags.DEFINE_string(
+    "device_memory_limit",
+    None,
+    "What each device has for the run, such as 24GiB; by default what JAX says.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(cli)
 
@@ -23,9 +31,16 @@ def main() -> None:
     """Checks the config, then the devices, then the data; then trains."""
     config.check(_CONFIG.value)
     devices = cli.device_manager()
-    from haiku_template.training import experiment
+    from haiku_template.training import budget, experiment
 
-    experiment.run(_CONFIG.value, devices, _WORKDIR.value)
+    limit = _DEVICE_MEMORY_LIMIT.value
+    experiment.run(
+        _CONFIG.value,
+        devices,
+        _WORKDIR.value,
+        memory_limit=limit and budget.parse_bytes(limit),
+        dry_run=_DRY_RUN.value,
+    )
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import audit, hardware, selection
-from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices import audit, hardware, layout, selection
+from haiku_template.devices.errors import DeviceError
 from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
 
 logger = logging.getLogger(__name__)
@@ -115,9 +115,8 @@ class DeviceManager(NamedTuple):
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated),
-            jax.eval_shape(self._with_axis(fn), *args),
+        return layout.shapes(
+            jax.eval_shape(self._with_axis(fn), *args), self.replicated
         )
 
     def _with_axis(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,22 +133,8 @@ class DeviceManager(NamedTuple):
         return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
-        """The rows of one device's share of a batch.
-
-        Raises:
-          PlacementError: the batch does not split evenly; names the nearest sizes.
-        """
-        parts = self.num_devices * accumulate_steps
-        if batch_size % parts == 0 and batch_size > 0:
-            return batch_size // self.num_devices
-        below = batch_size // parts * parts
-        nearest = f"{below} or {below + parts}" if below else f"{parts}"
-        each = f" x {accumulate_steps} accumulation steps"
-        raise PlacementError(
-            f"a batch of {batch_size} examples cannot be split evenly over "
-            f"{self.num_devices} devices{each if accumulate_steps > 1 else ''}; the "
-            f"nearest batch sizes that can are {nearest}"
-        )
+        """The rows of one device's share of a batch; see `layout.check_batch_size`."""
+        return layout.check_batch_size(batch_size, self.num_devices, accumulate_steps)
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
@@ -166,15 +151,7 @@ class DeviceManager(NamedTuple):
           PlacementError: B is not a multiple of the number of devices, or a leaf is on
             a device already, where making it cost a copy that nobody asked for.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if isinstance(leaf, jax.Array):
-                raise PlacementError(
-                    f"the batch's {jax.tree_util.keystr(path)} is a JAX array on "
-                    f"{audit.describe(leaf)}"
-                    f"{' and committed there' * leaf.committed}; batches come from the "
-                    "host: give NumPy arrays"
-                )
-            self.check_batch_size(len(leaf))
+        layout.check_host_batch(batch, self.num_devices)
         if self.axis_name is None:
             return jax.tree.map(lambda x: jax.device_put(x, self.devices[0]), batch)
         shares = [
@@ -182,6 +159,15 @@ class DeviceManager(NamedTuple):
             for i in range(self.num_devices)
         ]
         return device_put_sharded(shares, self.devices)
+
+    def abstract_batch(self, batch: Any) -> Any:
+        """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
+        if self.axis_name is None:
+            return layout.shapes(batch, self.replicated)
+        n = self.num_devices
+        batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
+        spec = PartitionSpec(self.axis_name)
+        return layout.shapes(batch, NamedSharding(self.replicated.mesh, spec))
 
     def compile(
         self, step: Callable[[Any, Any], Any], donate_argnums: int | tuple = 0
@@ -244,6 +230,12 @@ class DeviceManager(NamedTuple):
         """The most bytes in use on any of the devices; None where JAX cannot tell."""
         stats = [device.memory_stats() for device in self.devices]
         return max((s["bytes_in_use"] for s in stats if s), default=None)
+
+    def memory_limit(self) -> int | None:
+        """The least bytes that any of the devices has left; None where unknown."""
+        stats = [device.memory_stats() for device in self.devices]
+        left = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
+        return min(left, default=None)
 
     def describe(self) -> str:
         """The devices and the reason for them, in one line."""

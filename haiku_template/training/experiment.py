@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
+from rich.console import Console
 
 from haiku_template.config import ConfigError, to_dict
 from haiku_template.data import DATASETS, BatchSpec
 from haiku_template.devices import DeviceManager
 from haiku_template.models import MODELS
+from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
 from haiku_template.training.evaluation import evaluate
-from haiku_template.training.loop import Result, train
+from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
@@ -77,12 +79,32 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
     )
 
 
-def run(config: config_dict.ConfigDict, devices: DeviceManager, workdir: str) -> Result:
-    """Trains what a config describes; see `build` and `train`."""
+def run(
+    config: config_dict.ConfigDict,
+    devices: DeviceManager,
+    workdir: str,
+    *,
+    memory_limit: int | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Trains what a config describes; see `build` and `train`.
+
+    Args:
+      config: checked.
+      devices: where to run.
+      workdir: of the run.
+      memory_limit: bytes that each device has; None asks JAX.
+      dry_run: print the memory budget and stop; nothing is written.
+    """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
+    program = build(config, devices)
+    if dry_run:
+        budget = check_budget(program, memory_limit)
+        Console().print(devices.describe(), budget_table(budget), sep="\n")
+        return
     loop = {key: config[key] for key in LOOP_KEYS}
-    return train(build(config, devices), workdir=workdir, config=saved, **loop)
+    train(program, workdir=workdir, config=saved, memory_limit=memory_limit, **loop)
 
 
 def evaluate_checkpoint(

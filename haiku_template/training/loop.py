@@ -14,6 +14,7 @@ import jax
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas
 from haiku_template.training import report
+from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
 from haiku_template.training.evaluation import evaluate
 from haiku_template.training.interrupts import StopSignals
@@ -63,6 +64,7 @@ def train(
     best_metric: str = "eval/loss",
     best_mode: str = "min",
     config: dict[str, Any] | None = None,
+    memory_limit: int | None = None,
 ) -> Result:
     """Trains, or goes on where the run in `workdir` stopped.
 
@@ -78,8 +80,10 @@ def train(
       best_metric: what is best.
       best_mode: `min` or `max`.
       config: saved as config.json; a workdir goes on only with the same.
+      memory_limit: bytes that each device has for the run; None asks JAX.
 
     Raises:
+      MemoryBudgetError: the run would not fit; nothing was allocated or written.
       ConfigError: `workdir` belongs to another run.
       CheckpointError: a checkpoint cannot be written or read.
       PlacementError: a part of the state differs between devices.
@@ -88,6 +92,7 @@ def train(
     """
     directory = Path(workdir)
     devices = program.devices
+    budget = check_budget(program, memory_limit)
     open_workdir(directory, config or {}, devices)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(Display(directory, num_steps))
@@ -107,6 +112,7 @@ def train(
             state = devices.init(program.init)
         devices.check(state)
         display.print(*_first_lines(program, state, directory, start))
+        display.print(budget_table(budget))
         run = _Run(
             program,
             display,

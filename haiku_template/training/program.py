@@ -28,6 +28,7 @@ class Program(NamedTuple):
       init: makes the train state; run it with `devices.init`.
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
+      parts: the arguments of `make_program`.
     """
 
     devices: DeviceManager
@@ -36,6 +37,11 @@ class Program(NamedTuple):
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
+    parts: dict[str, Any]
+
+    def with_accumulation(self, accumulate_steps: int) -> "Program":
+        """The same program, working through each batch in so many parts."""
+        return make_program(**self.parts | {"accumulate_steps": accumulate_steps})
 
 
 def make_program(
@@ -69,6 +75,7 @@ def make_program(
       PlacementError: the batch does not split over the devices and parts.
       ValueError: an unknown precision.
     """
+    parts = dict(locals())
     example = data.train.batch(0)
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
@@ -104,6 +111,7 @@ def make_program(
         init,
         devices.compile(train_step),
         devices.compile(eval_step, donate_argnums=()),
+        parts,
     )
 
 

@@ -1,0 +1,118 @@
+import jax
+import numpy as np
+import pytest
+
+from configs import digits, digits_resnet
+from haiku_template.devices import DeviceManager
+from haiku_template.training import experiment, train
+from haiku_template.training.budget import (
+    MemoryBudgetError,
+    check_budget,
+    memory_budget,
+    parse_bytes,
+)
+from haiku_template.training.metrics import read
+
+
+def build(module, num_devices=1, **changes):
+    config = module.get_config()
+    for key, value in changes.items():
+        config[key] = value
+    return experiment.build(
+        config, DeviceManager.create("cpu", num_devices=num_devices)
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("module", [digits, digits_resnet])
+def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
+    program = build(module, num_devices)
+    devices = program.devices
+    before = len(jax.live_arrays())
+    budget = memory_budget(program)
+    assert len(jax.live_arrays()) <= before  # From shapes alone.
+    state = devices.init(program.init)
+    batch = devices.shard(program.data.train.batch(0))
+    used = program.train_step.lower(state, batch).compile().memory_analysis()
+    peak = (
+        used.argument_size_in_bytes
+        + used.temp_size_in_bytes
+        + used.output_size_in_bytes
+        - used.alias_size_in_bytes
+    )
+    assert budget.step_peak == pytest.approx(peak, rel=0.01)
+
+    def on_first_device(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    assert budget.params == on_first_device(state.params)
+    assert budget.opt_state == on_first_device(state.opt_state)
+    assert budget.net_state == on_first_device(state.net_state)
+    assert budget.batch == on_first_device(batch)
+    arguments = on_first_device((state, batch))
+    assert budget.step_peak >= arguments + budget.temporaries
+
+
+def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_path):
+    program = build(digits_resnet, model=small())
+    parted = program.with_accumulation(4)
+    limit = memory_budget(parted).peak
+    with pytest.raises(MemoryBudgetError) as caught:
+        train(program, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
+    assert not (tmp_path / "a").exists()
+    words = str(caught.value)
+    assert "the largest arrays of the state are .params['head']" in words
+    parts = int(words.split("--config.accumulate_steps=")[1].split()[0])
+    assert 2 <= parts <= 4
+    suggested = program.with_accumulation(parts)
+    options = {"num_steps": 10, "log_every": 1}
+    train(suggested, workdir=tmp_path / "b", memory_limit=limit, **options)
+    train(program, workdir=tmp_path / "c", **options)
+    losses = [
+        [row["train/loss"] for row in read(tmp_path / name / "metrics.jsonl")[:10]]
+        for name in "bc"
+    ]
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-5)
+
+
+def small():
+    """Without batch statistics, which belong to the parts and not to the whole."""
+    return {"name": "tests_models:convolutions"}
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path, monkeypatch):
+    (tmp_path / "tests_models.py").write_text(
+        "import haiku as hk, jax\n"
+        "def convolutions(num_outputs, axis_name):\n"
+        "    def forward(inputs, is_training):\n"
+        "        x = hk.Conv2D(16, 3)(inputs)\n"
+        "        x = hk.Conv2D(16, 3)(jax.nn.gelu(x))\n"
+        "        return hk.Linear(num_outputs, name='head')(hk.Flatten()(x))\n"
+        "    return hk.transform(forward)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_what_can_never_fit_says_the_least():
+    with pytest.raises(MemoryBudgetError, match="no accumulate_steps is enough"):
+        check_budget(build(digits, batch_size=4), 1000)
+
+
+def test_a_limit_that_is_not_known_stops_nobody():
+    assert check_budget(build(digits)).limit is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("2KiB", 2048), ("1.5MiB", 3 * 2**19), ("24GiB", 24 * 2**30)],
+)
+def test_amounts_of_memory_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "24GB", "inf", "nan"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(MemoryBudgetError, match="is not an amount of memory"):
+        parse_bytes(text)
