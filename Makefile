@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --ed
 .PHONY: train test test-long lint bench gpu-check new clean
 
 train: $(VENV)/.train
-	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir=$(WORKDIR)
+	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not long"

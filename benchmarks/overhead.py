@@ -63,7 +63,7 @@ def bare_loop(program: Program, on_device: bool = False) -> float:
     batches = [program.data.train.batch(n) for n in range(50)]
     if on_device:
         batches = [program.devices.shard(batch) for batch in batches]
-    state, _ = program.train_step(state, program.devices.shard(batches[0]))
+    state, _ = program.train_step(state, batches[0])
     jax.block_until_ready(state)
     begun = time.perf_counter()
     for n in range(1, NUM_STEPS):

@@ -7,6 +7,7 @@ and saved. Imports no JAX, so that `--help` and a mistyped flag answer at once.
 
 import functools
 import operator
+import os
 import re
 import sys
 import traceback
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
+from haiku_template import diagnosis
+
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
-USAGE = 64
+USAGE, STORAGE = 64, 74
 # `--config.KEY=None`, which config_flags cannot read for a number.
 UNSET = re.compile(r"--config\.([\w.]+)=None")
 
@@ -45,12 +48,27 @@ _GPU_PREALLOCATE = flags.DEFINE_bool(
 )
 
 
+class UnusableDeviceError(RuntimeError):
+    """What keeps JAX from the device that was asked for, found before it starts."""
+
+    exit_code = 69
+
+
 def device_manager() -> "DeviceManager":
     """The devices that the flags ask for. Imports and starts JAX.
 
+    What would keep JAX from them is looked for first, without JAX: its own messages
+    name the wrong cause for most of it.
+
     Raises:
+      UnusableDeviceError: they cannot be used, and why.
       DeviceError: they cannot be had.
     """
+    asked = "cpu" if _SIMULATE_DEVICES.value else _DEVICE.value
+    for finding in diagnosis.check_environment(asked):
+        if finding.severity == "error" and _FALLBACK.value != "cpu":
+            raise UnusableDeviceError(f"--device={asked} cannot be used: {finding}")
+        logging.warning("%s", finding)
     from haiku_template.devices import DeviceManager
 
     return DeviceManager.create(
@@ -66,7 +84,7 @@ def device_manager() -> "DeviceManager":
 def fail(error: BaseException | str, code: int) -> int:
     """Prints one sentence on standard error, and returns the exit code."""
     sys.stdout.flush()
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -88,7 +106,10 @@ def run(main: Callable[[], None]) -> None:
             code = getattr(error, "exit_code", None)
             if code is None:
                 raise
-            return fail(error, code)
+            fail(error, code)
+            if code == STORAGE:
+                os._exit(code)  # Threads that still write would keep Python waiting.
+            return code
         return 0
 
     app.run(guarded, flags_parser=_parse)

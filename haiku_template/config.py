@@ -22,9 +22,9 @@ class ConfigError(ValueError):
 def default_config() -> config_dict.ConfigDict:
     """Every key that a run has, complete: config files change some of them.
 
-    Intervals count steps; None means never. `model`, `data` and `task` name an entry
-    of the tables in `models`, `data` and `training.tasks`, or a function of yours as
-    `module:function`; their other keys are its keyword arguments.
+    Intervals count steps; None means at the last step alone. `model`, `data` and `task`
+    name an entry of the tables in `models`, `data` and `training.tasks`, or a function
+    of yours as `module:function`; their other keys are its keyword arguments.
     """
     config = config_dict.ConfigDict()
     config.seed = 0  # Initial parameters, order of the data, dropout.
@@ -77,7 +77,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(
         (
-            "seed",
             "keep_best",
             "optimizer.learning_rate",
             "optimizer.warmup_steps",
@@ -86,6 +85,9 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         (lambda value: value >= 0, "0 or more"),
     ),
+    "seed": (lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
+    "optimizer.b1": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
+    "optimizer.b2": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
     "optimizer.clip_norm": (lambda value: value > 0, "None, or more than 0"),
     "best_mode": (lambda value: value in ("min", "max"), "min or max"),

@@ -113,6 +113,7 @@ def test_a_run_shows_devices_parameters_batch_and_progress(finished):
 def test_the_workdir_holds_everything(finished):
     workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
+        ".lock",
         "checkpoints",
         "config.json",
         "env.json",
@@ -159,6 +160,61 @@ def test_another_config_stops_with_the_differences_and_writes_nothing(finished):
     done = train(workdir, *SHORT, "--config.optimizer.learning_rate=0.5")
     assert_refused(done, 64, "optimizer.learning_rate: 0.001 there, 0.5 now")
     assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "row"),
+    [
+        ("", "A20"),
+        ("cuda", "A40"),
+        ("gpu", "A41"),
+        ("cuda,cpu", "A42"),
+        ("cpu,cuda", "A43"),
+        ("cuda, cpu", "A44"),
+    ],
+)
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a card")
+def test_a_gpu_that_cannot_be_used_is_refused_at_once_with_the_cause(
+    tmp_path, value, row
+):
+    begun = time.monotonic()
+    done = train(tmp_path / "run", "--device=gpu", JAX_PLATFORMS=value)
+    assert time.monotonic() - begun < 5
+    assert_refused(done, 69, f"[{row}]", "fix:")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_variable_is_warned_of_on_the_cpu(tmp_path):
+    done = train(tmp_path / "run", *SHORT, XLA_PYTHON_CLIENT_MEM_FRACTON="0.5")
+    assert done.returncode == 0
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTON" in done.stderr
+
+
+def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
+    done = train(tmp_path / "run", "--dry_run", "--simulate_devices=2")
+    assert done.returncode == 0, done.stderr
+    assert "Memory on each device" in done.stdout and "340,008" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_a_workdir_is_refused_and_evaluation_disturbs_nobody(tmp_path):
+    workdir = tmp_path / "run"
+    flags = (f"--workdir={workdir}", *LONG, "--config.num_steps=4000")
+    process = subprocess.Popen(
+        command("train", "--config=configs/digits.py", *flags),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(workdir, 200)
+    done = train(workdir, *LONG, "--config.num_steps=4000")
+    assert_refused(done, 64, "another run is writing to")
+    done = run("evaluate", f"--workdir={workdir}")
+    assert done.returncode == 0, done.stderr
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert numbers(workdir)[-1]["step"] == 4000
 
 
 LONG = (
@@ -247,7 +303,13 @@ def wait_for_step(workdir, step):
         (["--devise=gpu"], 64, ["'devise'", "device"]),
         (["--num_devices=x"], 64, ["--num_devices=x", "number"]),
         (["extra"], 64, ["unexpected argument 'extra'"]),
-        (["--device=gpu"], 69, ["--device=gpu was asked for", "--fallback=cpu"]),
+        (["--device=gpu"], 69, ["--device=gpu cannot be used: [A20]", "fix:"]),
+        (["--device=gqu", "--fallback=cpu"], 69, ["--device=gqu is not understood"]),
+        (["--device_memory_limit=1MB"], 64, ["=1MB is not an amount", "500MiB"]),
+        (["--device_memory_limit=1MiB"], 64, ["a step needs", "there are 1.00 MiB"]),
+        (["--config.model.num_layers=-3"], 64, ["num_layers=-3", "0 or more"]),
+        (["--config.model.name=:f"], 64, ["':f' cannot be imported"]),
+        (["--config.seed=99999999999999999999"], 64, ["seed=9999", "2**32"]),
         (["--device=cuda"], 69, ["auto, cpu, gpu, tpu"]),
         (["--device=cpu:3"], 69, ["cpu:3", "there are 1: cpu:0"]),
         (["--num_devices=2"], 69, ["--num_devices=2", "there are 1"]),
@@ -442,7 +504,7 @@ def test_a_damaged_checkpoint_is_one_sentence(finished, tmp_path):
 def test_a_loss_that_is_not_finite_exits_70(tmp_path):
     flags = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.name=sgd")
     done = train(tmp_path / "run", *SHORT, *flags, "--config.log_every=5")
-    assert_refused(done, 70, "the loss of step", "nan")
+    assert_refused(done, 70, "the loss of step", "infinite or NaN")
 
 
 def test_resume_reads_no_python_from_the_workdir(finished, tmp_path):

@@ -43,7 +43,7 @@ def changed(key, value):
         ("num_steps", True, "num_steps=True has the wrong type"),
         ("num_steps", None, "num_steps=None has the wrong type"),
         ("eval_every", 0, "eval_every=0"),
-        ("seed", -1, "seed=-1; possible is 0 or more"),
+        ("seed", -1, "seed=-1; possible is 0 to"),
         ("optimizer.learning_rate", float("nan"), "learning_rate=nan"),
         ("optimizer.learning_rate", "3e-4", "a number"),
         ("ema_decay", 1.0, "from 0 to below 1"),

@@ -98,7 +98,10 @@ def test_importing_starts_no_backend():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", ["", ".config", ".cli", ".train", ".evaluate"])
+NO_JAX = ["", ".config", ".cli", ".train", ".evaluate", ".doctor", ".diagnosis"]
+
+
+@pytest.mark.parametrize("module", NO_JAX)
 def test_importing_the_package_and_the_commands_needs_no_jax(module):
     code = f"import sys, {PACKAGE.name}{module}; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -31,7 +31,7 @@ def from_split(
     spec: BatchSpec,
     *,
     num_classes: int | None = None,
-    preprocess: Callable[[Any], Any] = lambda inputs: inputs,
+    preprocess: Callable[[Any], Any] | None = None,
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
     where: str = "the data set",
 ) -> Data:
@@ -41,7 +41,8 @@ def from_split(
       split: training and test arrays.
       spec: how they are cut into batches, and for which task.
       num_classes: None means as many as the training labels show.
-      preprocess: run on the inputs on the device.
+      preprocess: run on the inputs on the device; None scales bytes to [0, 1], and
+        leaves other types as they are.
       augment: run on the training inputs on the host.
       where: names the data in errors.
 
@@ -49,6 +50,9 @@ def from_split(
       DataError: an empty part, parts of different shapes, labels outside the classes
         or of the wrong type; the message names the part.
     """
+    if preprocess is None:
+        is_bytes = split.x_train.dtype == np.uint8
+        preprocess = images.scale_pixels if is_bytes else _unchanged
     training, test = f"the training part of {where}", f"the test part of {where}"
     check_examples(split.x_train, split.y_train, training)
     check_examples(split.x_test, split.y_test, test)
@@ -148,6 +152,10 @@ def cifar10(
         augment=images.crop_and_flip if crop_and_flip else None,
         where=str(path),
     )
+
+
+def _unchanged(inputs: Any) -> Any:
+    return inputs
 
 
 def _path(path: str | None, name: str, what: str) -> Path:

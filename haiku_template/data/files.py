@@ -39,7 +39,9 @@ def _read(path: Path, reader: Callable[[Path], np.ndarray]) -> np.ndarray:
         return reader(path)
     except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
         words = str(error).split("\n")[0] or type(error).__name__
-        raise DataError(f"the data file {path} is damaged: {words}") from error
+        raise DataError(
+            f"the data file {path} is damaged, or of another kind: {words}"
+        ) from error
 
 
 def read_npz(path: Path) -> Split:

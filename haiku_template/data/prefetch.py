@@ -1,9 +1,13 @@
 """The next batches, made and put on their devices by a background thread."""
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+LEAVE_SECONDS = 5.0  # How long leaving waits for a batch that is being made.
 
 
 class Prefetcher:
@@ -34,12 +38,11 @@ class Prefetcher:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        while self._thread.is_alive():  # It may be waiting for a place to put a batch.
-            try:
+        limit = time.monotonic() + LEAVE_SECONDS
+        # It may be waiting for a place to put a batch; or for storage, for ever.
+        while self._thread.is_alive() and time.monotonic() < limit:
+            with contextlib.suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        self._thread.join()
 
     def __iter__(self) -> Iterator[Any]:
         for _ in self._steps:

@@ -42,6 +42,11 @@ def check_host_batch(batch: Any, num_devices: int) -> None:
                 f"{describe(leaf)}{' and committed there' * leaf.committed}; batches "
                 "come from the host: give NumPy arrays"
             )
+        if not getattr(leaf, "ndim", 0):
+            raise PlacementError(
+                f"the batch's {jax.tree_util.keystr(path)} is {leaf!r}, without rows; "
+                "each leaf of a batch is a NumPy array [B, ...]"
+            )
         check_batch_size(len(leaf), num_devices)
 
 

@@ -54,8 +54,9 @@ class DeviceManager(NamedTuple):
         """
         if fallback not in ("error", "cpu"):
             raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
+        request = selection.parse(spec, num_devices, simulate_devices)
+        selection.check_memory_fraction(gpu_memory_fraction)
         try:
-            request = selection.parse(spec, num_devices, simulate_devices)
             selection.configure(
                 request,
                 gpu_memory_fraction=gpu_memory_fraction,
@@ -63,7 +64,7 @@ class DeviceManager(NamedTuple):
             )
             devices, reason = selection.select(request)
         except DeviceError as error:
-            if fallback != "cpu" or spec.startswith(("auto", "cpu")):
+            if fallback != "cpu" or request.platform == "cpu":
                 raise
             logger.warning("RUNNING ON THE CPU, as --fallback=cpu allows: %s", error)
             request = selection.parse("cpu")

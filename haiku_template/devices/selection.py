@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from haiku_template.devices import hardware
+from haiku_template.devices.audit import device_index
 from haiku_template.devices.errors import DeviceError
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -68,6 +69,15 @@ def parse(
     return Request(spec, platform, indices, num_devices, simulate_devices)
 
 
+def check_memory_fraction(fraction: float | None) -> None:
+    """Raises `DeviceError` unless this is a share of a card's memory."""
+    if fraction is not None and not 0 < fraction <= 1:
+        raise DeviceError(
+            f"--gpu_memory_fraction={fraction} is not a share of the card's memory; "
+            "possible are numbers above 0 and up to 1"
+        )
+
+
 def backend_started() -> bool:
     """Whether a JAX backend exists already, so that options come too late."""
     # JAX has no public question for this; this option is the one it refuses late.
@@ -95,11 +105,6 @@ def configure(
       DeviceError: `JAX_PLATFORMS` contradicts the request, an option is out of range,
         or a backend exists already and the option would be ignored.
     """
-    if gpu_memory_fraction is not None and not 0 < gpu_memory_fraction <= 1:
-        raise DeviceError(
-            f"--gpu_memory_fraction={gpu_memory_fraction} is not a share of the "
-            "card's memory; possible are numbers above 0 and up to 1"
-        )
     if backend_started():
         if gpu_memory_fraction is not None or gpu_preallocate is not None:
             raise DeviceError(
@@ -125,7 +130,9 @@ def _configure_platforms(request: Request) -> None:
     first = variable.split(",")[0].strip()
     if request.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    elif request.platform == "gpu":
+        return
+    _show_only_what_is_used(request)
+    if request.platform == "gpu":
         if variable and first not in GPU_PLATFORMS:
             raise DeviceError(
                 f"--device={request.spec} was asked for, but JAX_PLATFORMS={variable} "
@@ -143,15 +150,22 @@ def _configure_gpu(request: Request) -> None:
             f"--device={request.spec} was asked for and no GPU can be used: "
             f"{hardware.why_no_gpu()}; --fallback=cpu or --device=cpu runs on the CPU"
         )
-    name = "rocm" if rocm else "cuda"
     # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    jax.config.update("jax_platforms", f"{name},cpu")
+    jax.config.update("jax_platforms", f"{'rocm' if rocm else 'cuda'},cpu")
+
+
+def _show_only_what_is_used(request: Request) -> None:
+    """Makes other GPUs invisible to JAX, which reserves memory on each it sees.
+
+    What the user's own JAX_CUDA_VISIBLE_DEVICES leaves out stays out: indices and
+    counts are then among the rest.
+    """
     wanted = request.indices
     if wanted is None and request.num_devices:
         wanted = tuple(range(request.num_devices))
-    if wanted is not None:
-        visible = ",".join(str(i) for i in wanted)
-        jax.config.update(f"jax_{name}_visible_devices", visible)
+    for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        if wanted is not None and jax.config.values.get(option) == "all":
+            jax.config.update(option, ",".join(str(i) for i in sorted(wanted)))
 
 
 def select(request: Request) -> tuple[list[jax.Device], str]:
@@ -185,33 +199,24 @@ def select(request: Request) -> tuple[list[jax.Device], str]:
 
 
 def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
+    """The devices that were asked for, in the order asked."""
     platform = devices[0].platform
-    there = f"there are {len(devices)}: " + ", ".join(
-        f"{platform}:{i}" for i in range(len(devices))
-    )
-    indices = request.indices
-    if indices is not None and not _renumbered(indices, devices):
-        if max(indices) >= len(devices):
+    by_index = {device_index(device): device for device in devices}
+    names = ", ".join(f"{platform}:{index}" for index in by_index)
+    there = f"there are {len(devices)}: {names}"
+    if request.indices is not None:
+        missing = [index for index in request.indices if index not in by_index]
+        if missing:
             raise DeviceError(
-                f"--device={request.spec} names {platform}:{max(indices)}, and {there}"
+                f"--device={request.spec} names {platform}:{missing[0]}, and {there}"
             )
-        return [devices[i] for i in indices]
+        return [by_index[index] for index in request.indices]
     count = request.num_devices or request.simulate_devices or len(devices)
     if count > len(devices):
         raise DeviceError(
             f"--num_devices={count} was asked for on {platform}, and {there}"
         )
     return devices[:count]
-
-
-def _renumbered(indices: tuple[int, ...], devices: list[jax.Device]) -> bool:
-    """Whether JAX already shows only the devices with these numbers, from 0 on."""
-    visible = ",".join(str(i) for i in indices)
-    values = jax.config.values
-    return devices[0].platform == "gpu" and visible in (
-        values.get("jax_cuda_visible_devices"),
-        values.get("jax_rocm_visible_devices"),
-    )
 
 
 def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:

@@ -23,8 +23,16 @@ def mlp(
       width: units of each hidden layer.
       num_layers: hidden layers.
       dropout: share of hidden units dropped in training, in [0, 1).
+
+    Raises:
+      ValueError: a value out of its range.
     """
     del axis_name
+    if not (width >= 1 and num_layers >= 0 and 0 <= dropout < 1):
+        raise ValueError(
+            f"width={width}, num_layers={num_layers} and dropout={dropout} are not all "
+            "possible: width is 1 or more, num_layers 0 or more, dropout in [0, 1)"
+        )
 
     def forward(inputs: jax.Array, is_training: bool) -> jax.Array:
         net = hk.nets.MLP([width] * num_layers + [num_outputs])

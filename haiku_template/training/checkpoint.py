@@ -1,7 +1,9 @@
 """Checkpoints with Orbax: the only module that calls it."""
 
 import contextlib
+import functools
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,11 @@ class Checkpoints:
       keep_best: how many of the best stay, among those saved with metrics.
       best_metric: the name of the metric that says which are best.
       best_mode: `min` or `max`.
+      cleanup: remove what a killed save left; only for the one process that saves.
+
+    Raises:
+      CheckpointError: the directory cannot be used.
+      ValueError: another `best_mode`.
     """
 
     def __init__(
@@ -39,7 +46,10 @@ class Checkpoints:
         keep_best: int = 0,
         best_metric: str = "eval/loss",
         best_mode: str = "min",
+        cleanup: bool = False,
     ) -> None:
+        if best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
         self.directory = directory.absolute()
         self._metric = best_metric
         self._highest = best_mode == "max"
@@ -58,7 +68,7 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy(
                     [policies.LatestN(keep_last), best]
                 ),
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=cleanup,
             )
         except OSError as error:
             raise CheckpointError(
@@ -67,9 +77,9 @@ class Checkpoints:
 
     def _rank(self, metrics: dict[str, float]) -> float:
         """Orbax sorts by this, upwards, and the last are the best."""
-        if self._metric not in metrics:
+        value = metrics.get(self._metric)
+        if value is None or not math.isfinite(value):
             return float("-inf")
-        value = metrics[self._metric]
         return value if self._highest else -value
 
     def __enter__(self) -> "Checkpoints":
@@ -99,9 +109,17 @@ class Checkpoints:
         known = [
             found
             for found in self._checkpointer.checkpoints
-            if found.metrics and self._metric in found.metrics
+            if found.metrics and math.isfinite(self._rank(found.metrics))
         ]
         return max(known, key=lambda f: self._rank(f.metrics)).step if known else None
+
+    def check_metric(self, metrics: dict[str, float]) -> None:
+        """Raises `CheckpointError` unless `best_metric` is among the metrics."""
+        if self._metric not in metrics:
+            raise CheckpointError(
+                f"best_metric={self._metric} is not measured; possible are "
+                f"{', '.join(metrics)}"
+            )
 
     def save(self, step: int, state: Any, metrics: dict[str, float] | None) -> None:
         """Starts to save `state`; with metrics it may be kept as one of the best.
@@ -120,8 +138,17 @@ class Checkpoints:
             ) from error
 
     def wait(self) -> None:
-        """Returns when the last save is on disk."""
-        self._checkpointer.wait()
+        """Returns when the last save is on disk.
+
+        Raises:
+          CheckpointError: it failed.
+        """
+        try:
+            self._checkpointer.wait()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the last checkpoint in {self.directory} was not finished: {error}"
+            ) from error
 
     def restore(self, step: int, abstract: Any) -> Any:
         """Reads the state of `step` straight to its devices.
@@ -152,27 +179,39 @@ class Checkpoints:
     @contextlib.contextmanager
     def _damage_as_error(self, step: int) -> Iterator[None]:
         """Turns what Orbax raises, and logs at length, into one sentence."""
-        noisy = [logging.getLogger(name) for name in ("absl", "asyncio")]
-        levels, hook = [logger.level for logger in noisy], sys.unraisablehook
-        for logger in noisy:
-            logger.setLevel(logging.CRITICAL)
-        sys.unraisablehook = _ignore
+        orbax = logging.getLogger("absl")
+        level = orbax.level
+        orbax.setLevel(logging.CRITICAL)
+        logging.getLogger("asyncio").addFilter(_not_of_abandoned_reads)
+        _ignore_closed_loops()
         try:
             yield
         except Exception as error:
-            # This process stays quiet: the reads that Orbax abandons report
-            # themselves, with tracebacks, whenever they end.
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
             words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
             ) from error
-        for logger, level in zip(noisy, levels, strict=True):
-            logger.setLevel(level)
-        sys.unraisablehook = hook
+        finally:
+            orbax.setLevel(level)
 
 
-def _ignore(_: object) -> None:
-    """Takes the place of `sys.unraisablehook`."""
+def _not_of_abandoned_reads(record: logging.LogRecord) -> bool:
+    """Leaves out the tracebacks of reads that Orbax gave up, which come at any time."""
+    return "never retrieved" not in record.getMessage()
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+    """Keeps those reads from reporting that their event loop is gone."""
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            report(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _named_leaves(tree: Any) -> dict[str, str]:

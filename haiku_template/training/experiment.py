@@ -1,6 +1,7 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.tasks import TASKS
+from haiku_template.training.tasks import TASKS, Task
 from haiku_template.training.workdir import CHECKPOINTS
 from haiku_template.training.workdir import check as check_workdir
 
@@ -45,7 +46,7 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
       DataError: see the data set.
       PlacementError: the batch does not split over the devices.
     """
-    task = resolve("task", config.task.name, TASKS)
+    task = _task(config.task)
     spec = BatchSpec(config.batch_size, config.seed, config.task.name)
     data = _make("data", config.data, DATASETS, spec)
     facts = {"num_outputs": data.num_outputs, "axis_name": devices.axis_name}
@@ -166,7 +167,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
         )
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"config.{key}.name={name!r} cannot be imported from here: {error}"
         ) from error
@@ -179,6 +180,27 @@ def _make(
     values = values.to_dict()
     name = values.pop("name", None)
     function = resolve(key, name, table)
+    _check_keys(key, name, function, values, *args, **kwargs)
+    try:
+        return function(*args, **kwargs, **values)
+    except ValueError as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise ConfigError(f"config.{key}: {error}") from error
+
+
+def _task(values: Any) -> Task:
+    """The task, with the other keys of `config.task` as keyword arguments."""
+    values = values.to_dict()
+    name = values.pop("name")
+    task = resolve("task", name, TASKS)
+    _check_keys("task", name, task, values, None, None)
+    return functools.partial(task, **values) if values else task
+
+
+def _check_keys(
+    key: str, name: str, function: Callable, values: dict, *args: Any, **kwargs: Any
+) -> None:
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs, **values)
@@ -188,4 +210,3 @@ def _make(
         raise ConfigError(
             f"config.{key}: {name} {error}; it takes {', '.join(takes) or 'no keys'}"
         ) from error
-    return function(*args, **kwargs, **values)

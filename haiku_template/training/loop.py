@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jmp
 
+from haiku_template.config import ConfigError
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas
 from haiku_template.training import report
@@ -18,20 +20,23 @@ from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
 from haiku_template.training.evaluation import evaluate
 from haiku_template.training.interrupts import StopSignals
-from haiku_template.training.metrics import MetricsWriter
+from haiku_template.training.metrics import MetricsWriter, read
 from haiku_template.training.program import Program
 from haiku_template.training.progress import (
     Clock,
     Display,
+    first_lines,
     memory_text,
-    parameter_table,
 )
 from haiku_template.training.state import TrainState
-from haiku_template.training.workdir import CHECKPOINTS, open_workdir
+from haiku_template.training.workdir import CHECKPOINTS, METRICS, locked, open_workdir
+from haiku_template.training.workdir import check as check_workdir
+
+_all_finite = jax.jit(jmp.all_finite)
 
 
 class NonFiniteError(RuntimeError):
-    """The loss is no longer a finite number."""
+    """The loss or a parameter is no longer a finite number."""
 
     exit_code = 70
 
@@ -87,14 +92,15 @@ def train(
       ConfigError: `workdir` belongs to another run.
       CheckpointError: a checkpoint cannot be written or read.
       PlacementError: a part of the state differs between devices.
-      NonFiniteError: the loss is infinite or NaN; nothing is saved from then on.
+      NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory = Path(workdir)
-    devices = program.devices
     budget = check_budget(program, memory_limit)
-    open_workdir(directory, config or {}, devices)
+    check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(directory))
+        open_workdir(directory, config or {}, program.devices)
         display = stack.enter_context(Display(directory, num_steps))
         checkpoints = stack.enter_context(
             Checkpoints(
@@ -103,15 +109,21 @@ def train(
                 keep_best=keep_best,
                 best_metric=best_metric,
                 best_mode=best_mode,
+                cleanup=True,
             )
         )
         start = checkpoints.latest or 0
+        if start > num_steps:
+            raise ConfigError(
+                f"{directory} has a checkpoint of step {start}, and num_steps is "
+                f"{num_steps}; a run does not go back: use another --workdir"
+            )
         if start:
-            state = checkpoints.restore(start, devices.abstract(program.init))
+            state = checkpoints.restore(start, program.devices.abstract(program.init))
         else:
-            state = devices.init(program.init)
-        devices.check(state)
-        display.print(*_first_lines(program, state, directory, start))
+            state = program.devices.init(program.init)
+        program.devices.check(state)
+        display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))
         run = _Run(
             program,
@@ -121,26 +133,13 @@ def train(
             stack.enter_context(StopSignals()),
             Intervals(log_every, eval_every, save_every),
         )
-        with devices.explicit_transfers():
+        with program.devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
         picture = report.write(directory)
         display.print(f"done      step {num_steps}; {picture or directory}")
-    return Result(state, run.metrics)
-
-
-def _first_lines(
-    program: Program, state: TrainState, directory: Path, start: int
-) -> list[Any]:
-    devices = program.devices
-    share = program.batch_size // devices.num_devices
-    resumed = f", going on from step {start}" if start else ""
-    return [
-        f"devices   {devices.describe()}",
-        parameter_table(state.params),
-        f"batch     {program.batch_size} examples, {share} on each device",
-        f"workdir   {directory}{resumed}",
-    ]
+    rows = read(directory / METRICS)
+    return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
 
 
 class _Run:
@@ -162,7 +161,7 @@ class _Run:
         self.writer = writer
         self.signals = signals
         self.every = every
-        self.metrics: dict[str, float] = {}
+        self.evaluated = False
         self.clock = Clock()
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
@@ -206,10 +205,13 @@ class _Run:
             stopping = self.signals.received is not None and step < last
             if stopping or _due(step, self.every.save, last):
                 self._check_finite(step, scalars)
+                if not self.devices.fetch(_all_finite(state.params)):
+                    raise self._not_finite(step, "a parameter after")
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
                     self.checkpoints.save(step, state, evaluated)
             if stopping:
+                self.checkpoints.wait()
                 raise self.signals.error(step)
         if step == first:
             self.clock.start(step)  # Compilation is no throughput.
@@ -221,14 +223,18 @@ class _Run:
             "perf/steps_per_second": rate,
             "perf/examples_per_second": rate * self.program.batch_size,
         }
-        self.metrics |= metrics
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         evaluation = self.program.data.evaluation
-        metrics = evaluate(self.devices, self.program.eval_step, state, evaluation)
-        self.metrics |= metrics
+        with contextlib.ExitStack() as stack:
+            if not self.evaluated:
+                # Compiling may read arrays that a task or a model closes over.
+                stack.enter_context(self.devices.implicit_transfers())
+            metrics = evaluate(self.devices, self.program.eval_step, state, evaluation)
+        self.evaluated = True
+        self.checkpoints.check_metric(metrics)
         self.writer.write(step, metrics)
         self.display.evaluation(step, metrics)
         return metrics
@@ -237,12 +243,17 @@ class _Run:
         """Fetches a step's scalars, and raises `NonFiniteError` for its loss."""
         values = {k: float(v) for k, v in self.devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
-            raise NonFiniteError(
-                f"the loss of step {step} is {values['loss']}; the newest checkpoint, "
-                f"of step {self.checkpoints.latest}, is older. A lower learning rate, "
-                "clip_norm or a warm-up may help"
-            )
+            raise self._not_finite(step, "the loss of")
         return values
+
+    def _not_finite(self, step: int, what: str) -> NonFiniteError:
+        latest = self.checkpoints.latest
+        kept = f"the newest is of step {latest}" if latest else "there is none"
+        return NonFiniteError(
+            f"{what} step {step} is infinite or NaN and was not saved as a checkpoint; "
+            f"{kept}. Values in the data that are not finite do this, and learning "
+            "rates too high for want of a warm-up or clip_norm"
+        )
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

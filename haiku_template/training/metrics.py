@@ -1,6 +1,7 @@
 """Metrics on disk: one JSON object a line, and TensorBoard events."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ class MetricsWriter:
         self._events.close()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one line: `step` and the metrics, in full precision."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Adds one line: `step` and the metrics, in full precision; null for NaN."""
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
 

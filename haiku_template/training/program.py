@@ -18,6 +18,12 @@ from haiku_template.training.state import TrainState, make_init
 from haiku_template.training.tasks import Task
 
 
+class ProgramError(ValueError):
+    """Parts that make no program."""
+
+    exit_code = 64
+
+
 class Program(NamedTuple):
     """What can be run: made by `make_program`.
 
@@ -73,9 +79,15 @@ def make_program(
 
     Raises:
       PlacementError: the batch does not split over the devices and parts.
+      ProgramError: the model is not transformed.
       ValueError: an unknown precision.
     """
     parts = dict(locals())
+    if not isinstance(model, hk.Transformed | hk.TransformedWithState):
+        raise ProgramError(
+            f"the model is a {type(model).__name__}; it must be what hk.transform or "
+            "hk.transform_with_state makes of forward(inputs, is_training)"
+        )
     example = data.train.batch(0)
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)

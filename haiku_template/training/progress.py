@@ -11,12 +11,15 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.training import workdir as names
+from haiku_template.training.program import Program
+from haiku_template.training.state import TrainState
 
 REDRAW_SECONDS = 0.2
+WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 WIDTH = 120  # Columns of tables in files and pipes.
 
 
@@ -37,8 +40,8 @@ class Display:
             **plain, file=self._log_file, width=WIDTH, force_terminal=False
         )
         self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
+            TextColumn("step {task.completed}/{task.total}", table_column=WHOLE),
+            BarColumn(bar_width=12),
             TextColumn("{task.description}"),
             console=self._screen,
             disable=not self._screen.is_terminal,
@@ -109,6 +112,21 @@ class Clock:
         begun = time.monotonic()
         yield
         self._since += time.monotonic() - begun
+
+
+def first_lines(
+    program: Program, state: TrainState, directory: Path, start: int
+) -> list[Any]:
+    """What is shown before step 0: devices, parameters, batch for each device."""
+    devices = program.devices
+    share = program.batch_size // devices.num_devices
+    resumed = f", going on from step {start}" if start else ""
+    return [
+        f"devices   {devices.describe()}",
+        parameter_table(state.params),
+        f"batch     {program.batch_size} examples, {share} on each device",
+        f"workdir   {directory}{resumed}",
+    ]
 
 
 def parameter_table(params: Any) -> Table:

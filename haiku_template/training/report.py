@@ -34,7 +34,9 @@ def write(workdir: Path) -> Path | None:
         figure.subplots(2, 2).flat, PANELS, strict=True
     ):
         for key in keys:
-            points = [(row["step"], row[key]) for row in rows if key in row]
+            points = [
+                (row["step"], row[key]) for row in rows if row.get(key) is not None
+            ]
             if points:
                 style = "o-" if key.startswith("eval/") else "-"
                 axes.plot(*zip(*points, strict=True), style, label=key, markersize=4)

@@ -59,7 +59,8 @@ def make_init(
         # One row of zeros: Haiku initialises from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
         rng = jax.random.key(seed)
-        params, net_state = model.init(rng, preprocess(example), True)
+        example = precision.policy.cast_to_param(preprocess(example))
+        params, net_state = model.init(rng, example, True)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

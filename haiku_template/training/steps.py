@@ -20,7 +20,7 @@ from haiku_template.devices import mean_over, sum_over
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState
-from haiku_template.training.tasks import Task
+from haiku_template.training.tasks import Task, TaskError
 
 Batch = dict[str, Any]
 Scalars = dict[str, jax.Array]
@@ -50,7 +50,8 @@ def make_train_step(
       axis_name: the mesh axis to average over; None on one device.
       schedule: reported as `learning_rate`; None reports none.
       accumulate_steps: parts that the share is worked through in, one after another,
-        to save memory; gradients are those of the whole batch.
+        to save memory. Gradients are averaged over all of them; batch statistics are
+        those of each part, and move once for each.
       ema_decay: decay of the averaged parameters for each step; None for none.
       seed: with the step and the device, the source of randomness.
     """
@@ -64,7 +65,7 @@ def make_train_step(
             outputs, net_state = model.apply(
                 policy.cast_to_compute(params), net_state, rng, inputs, True
             )
-        values = task(policy.cast_to_output(outputs), batch)
+        values = _per_example(task, policy.cast_to_output(outputs), batch)
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars)
 
@@ -127,7 +128,7 @@ def make_eval_step(
             outputs, _ = model.apply(
                 policy.cast_to_compute(params), net_state, None, inputs, False
             )
-        values = task(policy.cast_to_output(outputs), batch)
+        values = _per_example(task, policy.cast_to_output(outputs), batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]
         sums = {k: jnp.sum(jnp.where(mask, v, 0)) for k, v in values.items()}
@@ -135,6 +136,21 @@ def make_eval_step(
         return sum_over(axis_name, sums)
 
     return eval_step
+
+
+def _per_example(task: Task, outputs: Any, batch: Batch) -> Scalars:
+    """The task's values, each of shape [B]: averages and [B, 1] would count wrongly."""
+    values = task(outputs, batch)
+    rows = len(jax.tree.leaves(batch["labels"])[0])
+    for name, value in values.items():
+        if jnp.shape(value) != (rows,):
+            raise TaskError(
+                f"the task's {name!r} has shape {list(jnp.shape(value))} for {rows} "
+                f"examples; each value must be one number an example: [{rows}]"
+            )
+    if "loss" not in values:
+        raise TaskError(f"the task returns {', '.join(values)} and no 'loss'")
+    return values
 
 
 def _step_rng(seed: int, step: jax.Array, axis_name: str | None) -> jax.Array:

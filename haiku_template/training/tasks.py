@@ -18,6 +18,12 @@ Values = dict[str, jax.Array]
 Task = Callable[[jax.Array, dict[str, Any]], Values]
 
 
+class TaskError(ValueError):
+    """A task that does not return one number an example."""
+
+    exit_code = 64
+
+
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats, and accuracy.
 

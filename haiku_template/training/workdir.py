@@ -1,5 +1,7 @@
 """The directory of a run: its config, its environment, its log."""
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -7,6 +9,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
+LOCK = ".lock"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
 
@@ -30,6 +34,8 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     saved = workdir / CONFIG
+    if saved.exists() and not has_checkpoints(workdir):
+        return  # A run that failed before it had anything to lose.
     if saved.exists():
         changed = differences(_read_json(saved), config)
         if changed:
@@ -47,6 +53,11 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
+def has_checkpoints(workdir: Path) -> bool:
+    """Whether a run has saved anything here."""
+    return any(path.name.isdecimal() for path in (workdir / CHECKPOINTS).glob("*"))
+
+
 def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
     """Makes `workdir` where needed, and saves the config and the environment.
 
@@ -58,7 +69,7 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
     check(workdir, config)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / CONFIG).exists():
+        if not (workdir / CONFIG).exists() or not has_checkpoints(workdir):
             write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
         env = environment(devices)
         if (workdir / ENV).exists():
@@ -67,6 +78,29 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
                 logger.warning("this run's environment changed: %s", line)
         write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
     except OSError as error:
+        raise ConfigError(
+            f"--workdir={workdir} cannot be written to: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Keeps other runs out of `workdir`; the lock goes with the process.
+
+    Raises:
+      ConfigError: another run is in it, or it cannot be written to.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with (workdir / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"another run is writing to {workdir}; wait for it, or use another "
+            "--workdir"
+        ) from error
+    except PermissionError as error:
         raise ConfigError(
             f"--workdir={workdir} cannot be written to: {error}"
         ) from error

@@ -121,3 +121,12 @@ def test_another_dtype_is_refused_and_not_cast(tmp_path):
         wanted = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
         with pytest.raises(CheckpointError, match=r"float32\[3\] there and bfloat16"):
             checkpoints.restore(1, wanted)
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path):
+    losses = {1: 0.5, 2: float("nan"), 3: 0.9}
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1) as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, {"w": jnp.ones(3)}, {"eval/loss": loss})
+        checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best) == ([1, 3], 1)

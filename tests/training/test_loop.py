@@ -5,7 +5,9 @@ import signal
 import threading
 import time
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,9 +18,11 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.training import classification, experiment, make_program, train
+from haiku_template.training.checkpoint import CheckpointError
 from haiku_template.training.interrupts import Interrupted
 from haiku_template.training.loop import NonFiniteError
 from haiku_template.training.metrics import read
+from haiku_template.training.tasks import TaskError
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
@@ -180,7 +184,9 @@ def test_nothing_is_left_running(tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     bad = INPUTS.copy()
     bad[:] = np.nan
-    with pytest.raises(NonFiniteError, match="the loss of step 5 is nan") as caught:
+    with pytest.raises(
+        NonFiniteError, match="the loss of step 5 is infinite or NaN"
+    ) as caught:
         train(made(train_inputs=bad), num_steps=20, workdir=tmp_path, log_every=5)
     assert caught.value.exit_code == 70
     assert not any((tmp_path / "checkpoints").iterdir())
@@ -258,3 +264,55 @@ def test_a_changed_environment_is_told(tmp_path, caplog):
         train(stop_at(made(4), 2), num_steps=4, workdir=tmp_path)
     train(made(2), num_steps=4, workdir=tmp_path)
     assert "num_devices: 4 there, 2 now" in caplog.text
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
+    def forward(inputs, is_training):
+        x = hk.Linear(3, w_init=jnp.zeros)(hk.Flatten()(inputs))
+        return jnp.sqrt(x)  # Finite at zero, where its gradient is not.
+
+    with pytest.raises(NonFiniteError, match="parameter after step 1 is infinite"):
+        train(
+            made(model=hk.transform(forward)),
+            num_steps=1,
+            workdir=tmp_path,
+        )
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda x: x[:, :1], r"\[8, 1\] for 8 examples"),
+        (lambda x: jnp.mean(x), r"\[\] for 8 examples"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, words):
+    program = make_program(
+        **made().parts | {"task": lambda outputs, batch: {"loss": loss(outputs)}}
+    )
+    with pytest.raises(TaskError, match=words):
+        train(program, num_steps=2, workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_best_metric_that_is_not_measured_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="eval/acuracy.*eval/accuracy, eval/loss"):
+        train(made(), num_steps=2, workdir=tmp_path, best_metric="eval/acuracy")
+
+
+def test_a_run_does_not_go_back(tmp_path):
+    train(made(), num_steps=4, workdir=tmp_path)
+    with pytest.raises(ConfigError, match="checkpoint of step 4, and num_steps is 2"):
+        train(made(), num_steps=2, workdir=tmp_path)
+
+
+def test_a_finished_run_still_tells_its_metrics(tmp_path):
+    first = train(made(), num_steps=4, workdir=tmp_path)
+    assert train(made(), num_steps=4, workdir=tmp_path).metrics == first.metrics
+
+
+def test_float16_inputs_leave_the_parameters_in_float32(one_device):
+    program = made(train_inputs=INPUTS.astype(np.float16))
+    for leaf in jax.tree.leaves(one_device.abstract(program.init).params):
+        assert leaf.dtype == np.float32

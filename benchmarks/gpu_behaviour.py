@@ -1,0 +1,248 @@
+"""The checks of `benchmarks.gpu_check` that a card passes or not, whatever its speed.
+
+They take and return what those of `benchmarks.gpu_speed` do.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale, build
+from configs import digits, digits_resnet
+from haiku_template import cli
+from haiku_template.devices import DeviceManager, describe
+from haiku_template.training import Program, Result, train
+from haiku_template.training.checkpoint import Checkpoints
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+def device_choice(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """Commands in processes of their own choose the card, and refuse a missing one."""
+    platform = devices.platform
+    flags = {
+        platform: ("--gpu_memory_fraction=0.2", "--gpu_preallocate=false"),
+        f"{platform}:0": ("--gpu_memory_fraction=1.0", "--gpu_preallocate=false"),
+        "auto": ("--gpu_memory_fraction=0.2", "--gpu_preallocate=true"),
+    }
+    for spec, memory in flags.items():
+        call = "print_devices()", f"--device={spec}", "--num_devices=1", *memory
+        figures[f"--device={spec}"] = child(platform, *call)
+    chosen = list(figures.values())
+    figures[f"--device={platform}:99"] = refused = _refusal(platform)
+    passed = refused["exit_code"] == 69 and refused["a sentence"]
+    for facts in chosen:
+        passed &= facts.get("kind") == devices.devices[0].device_kind
+        passed &= facts.get("on_host") == "cpu:0"
+        passed &= facts.get("default", "").startswith(f"{platform}:")
+    if platform == "cpu":
+        figures["memory fraction"] = NOT_ON_CPU
+        return passed
+    return _memory_options_hold(*chosen, figures=figures) and passed
+
+
+def _memory_options_hold(
+    fifth: Figures, whole: Figures, reserved: Figures, figures: Figures
+) -> bool:
+    """Whether a fifth was a fifth of the whole, and reserved only where asked."""
+    limits = [facts.get("bytes_limit") or 0 for facts in (fifth, whole, reserved)]
+    share = limits[0] / max(limits[1], 1)
+    figures["memory fraction"] = share
+    passed = abs(share - 0.2) < 0.02
+    pools = [facts.get("pool_bytes") for facts in (fifth, reserved)]
+    if None in pools:
+        return passed
+    return passed and pools[0] < limits[0] / 2 and pools[1] > limits[2] / 2
+
+
+def _refusal(platform: str) -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        where = [f"--device={platform}:99", f"--workdir={folder}/run"]
+        config = "--config=configs/digits.py"
+        done = _run(platform, ["-m", "haiku_template.train", config, *where])
+    lines = done.stderr.strip().splitlines() or [""]
+    return {
+        "exit_code": done.returncode,
+        "a sentence": lines[-1].startswith("error: "),
+        "stderr_tail": "\n".join(lines[-3:])[-600:],
+    }
+
+
+def print_devices() -> None:
+    """In a child process: prints what the device flags on its command line chose."""
+
+    def main() -> None:
+        devices = cli.device_manager()
+        jax.block_until_ready(devices.shard(np.ones(2**10, np.float32)))
+        with devices.on_host():
+            on_host = jnp.ones(4)
+        stats = devices.devices[0].memory_stats() or {}
+        facts = {
+            "devices": devices.describe(),
+            "kind": devices.devices[0].device_kind,
+            "default": describe(jnp.ones(4)),
+            "on_host": describe(on_host),
+            "bytes_limit": stats.get("bytes_limit"),
+            "pool_bytes": stats.get("pool_bytes"),
+        }
+        print(json.dumps(facts))
+
+    cli.run(main)
+
+
+def child(platform: str, call: str, *flags: str, xla_flags: str = "") -> Figures:
+    """What a function of this module prints in a process of its own, or its error."""
+    code = f"from benchmarks import gpu_behaviour; gpu_behaviour.{call}"
+    done = _run(platform, ["-c", code, *flags], xla_flags)
+    if done.returncode:
+        return {"error": f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _run(
+    platform: str, arguments: list[str], xla_flags: str = ""
+) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ)
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    if platform == "cpu":
+        env["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """The first losses of the digits MLP in float32, here and on the CPU."""
+
+    def losses(where: DeviceManager) -> np.ndarray:
+        run = Run(build(where, scale, digits, scale.mlp_steps))
+        run.steps(scale.compared_steps)
+        return np.array(where.fetch(run.losses))
+
+    expected, found = losses(_cpu()), losses(devices)
+    with jax.default_matmul_precision("highest"):  # A card may round to TF32 else.
+        exact = losses(devices)
+    figures["first loss"], figures["last loss"] = float(found[0]), float(found[-1])
+    figures["largest difference"] = float(np.abs(found - expected).max())
+    figures["at highest precision"] = float(np.abs(exact - expected).max())
+    return figures["largest difference"] <= LARGEST_LOSS_DIFFERENCE
+
+
+def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """The whole loop makes no copy that nobody asked for; one that does is stopped."""
+    program = build(devices, scale, digits, scale.mlp_steps)
+    every = {"log_every": 5, "eval_every": 20, "save_every": 20}
+    with tempfile.TemporaryDirectory() as folder:
+        result = quiet_train(program, 60, Path(folder) / "run", **every)
+    figures["steps of the guarded loop"] = int(devices.fetch(result.state.step))
+    batch = program.data.train.batch(0)
+
+    def outcome(copy: Callable[[Any, jax.Array], Any]) -> str:
+        state = devices.init(program.init)
+        state, scalars = program.train_step(state, devices.shard(batch))
+        try:
+            with devices.explicit_transfers():
+                copy(state, scalars["loss"])
+        except RuntimeError as error:
+            return str(error).split("\n")[0][:200]
+        return "allowed"
+
+    figures["fetch(loss)"] = outcome(lambda _, loss: devices.fetch(loss))
+    passed = figures["fetch(loss)"] == "allowed"
+    found = outcome(lambda state, _: program.train_step(state, batch))
+    figures["step of a NumPy batch"] = found
+    passed &= "host-to-device" in found
+    for name, copy in {"float(loss)": float, "np.asarray(loss)": np.asarray}.items():
+        found = outcome(lambda _, loss, copy=copy: copy(loss))
+        on_cpu = devices.platform == "cpu"
+        figures[name] = NOT_ON_CPU if on_cpu else found
+        passed &= on_cpu or "device-to-host" in found
+    return passed
+
+
+def checkpoints(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """Saved here and restored anywhere, bit for bit; resumed as if never stopped."""
+    program = build(devices, scale, digits_resnet, scale.resnet_steps)
+    run = Run(program)
+    run.steps(2)
+    passed = True
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder)) as saved:
+        saved.save(run.step, run.state, None)
+        saved.wait()
+        for name, where in (("on cpu", _cpu()), ("in place", devices)):
+            state = saved.restore(run.step, where.abstract(program.init))
+            found = _difference(devices.fetch(run.state), where.fetch(state))
+            places = {describe(leaf) for leaf in jax.tree.leaves(state)}
+            found["where"] = ", ".join(sorted(places))
+            figures[f"restored {name}"] = found
+            here = places == {describe(where.shard(np.zeros(1)))}
+            passed &= found["bitwise_equal"] and here
+    for name, found in resumed(devices, scale).items():
+        figures[name] = found
+    call = f"print_resumed({devices.platform!r}, quick={scale == QUICK})"
+    for name, found in child(devices.platform, call, xla_flags=DETERMINISTIC).items():
+        figures[f"{name}, deterministic"] = found
+        passed &= name != "error" and found["bitwise_equal"]
+    return passed
+
+
+def resumed(devices: DeviceManager, scale: Scale) -> dict[str, Figures]:
+    """How a run that stopped halfway, and one made again, differ from a whole one."""
+    whole, half = scale.resumed_steps, scale.resumed_steps // 2
+    programs = {"mlp": build(devices, scale, digits, scale.mlp_steps)}
+    if scale.resumed_resnet:
+        steps = scale.resnet_steps
+        programs["resnet"] = build(devices, scale, digits_resnet, steps)
+    differences = {}
+    for name, program in programs.items():
+        states = []
+        with tempfile.TemporaryDirectory() as folder:
+            runs = (("one", whole), ("two", whole), ("three", half), ("three", whole))
+            for workdir, num_steps in runs:
+                result = quiet_train(program, num_steps, Path(folder) / workdir)
+                states.append(devices.fetch(result.state))
+        differences[f"{name} again"] = _difference(states[0], states[1])
+        differences[f"{name} resumed"] = _difference(states[0], states[3])
+    return differences
+
+
+def print_resumed(platform: str, quick: bool) -> None:
+    """In a child process: prints `resumed`."""
+    devices = DeviceManager.create(platform, num_devices=1, gpu_preallocate=False)
+    print(json.dumps(resumed(devices, QUICK if quick else FULL)))
+
+
+def quiet_train(
+    program: Program, num_steps: int, workdir: Path, **every: int
+) -> Result:
+    """`training.train`, without what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(program, num_steps=num_steps, workdir=workdir, **every)
+
+
+def _cpu() -> DeviceManager:
+    return DeviceManager.create("cpu", num_devices=1)
+
+
+def _difference(a: Any, b: Any) -> Figures:
+    """Whether two trees of NumPy arrays have the same bits, and by how much not."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    gaps = [np.abs(x.astype(np.float64) - y.astype(np.float64)).max() for x, y in pairs]
+    return {
+        "bitwise_equal": all(x.tobytes() == y.tobytes() for x, y in pairs),
+        "largest_difference": float(max(gaps)),
+    }

@@ -1,0 +1,99 @@
+"""A program of its own: asks the NVIDIA driver and writes what it says as JSON.
+
+Run by path with `python -I -S`, so that it starts in milliseconds and can be killed:
+a broken driver may hang or end the process that asks it.
+"""
+
+import ctypes
+import json
+import os
+import re
+import sys
+
+NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
+NO_LIBRARY = 303
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+CAPABILITY = (75, 76)
+
+
+def _integer(function: ctypes._CFuncPtr, *args: int) -> int | None:
+    """What a driver function stores through its first argument; None if it fails."""
+    value = ctypes.c_int(0)
+    return value.value if function(ctypes.byref(value), *args) == 0 else None
+
+
+def ask_cuda() -> dict:
+    """Loads libcuda.so.1, starts it, and asks for version, devices and their age."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return {"code": NO_LIBRARY, "problem": str(error)}
+    answer = {"library": _mapped("libcuda.so"), "code": cuda.cuInit(0)}
+    name = ctypes.c_char_p()
+    cuda.cuGetErrorName(answer["code"], ctypes.byref(name))
+    answer["name"] = (name.value or b"").decode()
+    answer["version"] = _integer(cuda.cuDriverGetVersion)
+    if answer["code"] == 0:
+        answer["count"] = _integer(cuda.cuDeviceGetCount)
+        answer["capabilities"] = _capabilities(cuda, answer["count"] or 0)
+    return answer
+
+
+def _capabilities(cuda: ctypes.CDLL, count: int) -> list[list[int]]:
+    try:
+        ask = cuda.cuDeviceGetAttribute
+    except AttributeError:
+        return []
+    return [
+        [_integer(ask, what, device) or 0 for what in CAPABILITY]
+        for device in range(count)
+    ]
+
+
+def _mapped(name: str) -> str:
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            match = re.search(r"(/.*" + re.escape(name) + r"\S*)$", line.rstrip())
+            if match:
+                return os.path.realpath(match[1])
+    return ""
+
+
+def refused() -> dict[str, str]:
+    """The device nodes that exist and cannot be opened, with the reason."""
+    reasons = {}
+    for node in NODES:
+        if not os.path.exists(node):
+            continue
+        try:
+            os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            reasons[node] = os.strerror(error.errno)
+    return reasons
+
+
+class Memory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def ask_nvml() -> dict:
+    """Whether NVML starts, and how much memory of each card is in use by anyone."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        code = nvml.nvmlInit_v2()
+    except (OSError, AttributeError):
+        return {}
+    memory = []
+    count = _integer(nvml.nvmlDeviceGetCount_v2) if code == 0 else 0
+    for index in range(count or 0):
+        handle, found = ctypes.c_void_p(), Memory()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
+            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(found))
+        memory.append([found.used, found.total])
+    return {"nvml": code, "memory": memory}
+
+
+if __name__ == "__main__":
+    json.dump({"refused": refused(), **ask_cuda(), **ask_nvml()}, sys.stdout)

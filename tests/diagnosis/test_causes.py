@@ -1,0 +1,321 @@
+"""Every cause is produced, and is named first; a healthy machine has none."""
+
+import pytest
+from machines import HEALTHY, jax_result
+
+from haiku_template.diagnosis import TABLE, check_environment, diagnose
+from haiku_template.diagnosis.results import (
+    Child,
+    DriverResult,
+    OperationsResult,
+    Stage,
+)
+
+JETSON = ((5, 3),)
+
+
+def env(**variables):
+    return lambda m: m.environ.update(variables)
+
+
+def dist(**versions):
+    names = {k.replace("_", "-"): v for k, v in versions.items()}
+
+    def change(m):
+        m.distributions.update(names)
+        for name in [n for n, v in names.items() if v is None]:
+            del m.distributions[name]
+
+    return change
+
+
+def both(*changes):
+    return lambda m: [change(m) for change in changes]
+
+
+def no_cuda(m):
+    for name in [n for n in m.distributions if n.startswith(("jax-cuda", "nvidia-"))]:
+        del m.distributions[name]
+
+
+def amd(m, may_write=True):
+    no_cuda(m)
+    m.file("/sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count 256\n")
+    m.file("/dev/kfd")
+    m.fields["may_write"] = lambda path: may_write
+
+
+def wsl(m):
+    m.remove("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
+    m.file("/dev/dxg")
+
+
+def old_nvjitlink(m):
+    m.file("/opt/cuda/libnvJitLink.so.13.0.10")
+    m.link("/opt/cuda/libnvJitLink.so.13", "libnvJitLink.so.13.0.10")
+    m.environ["LD_LIBRARY_PATH"] = "/opt/cuda"
+
+
+def conda(m):
+    no_cuda(m)
+    m.file("/conda-meta/jaxlib-0.12.0-cpu_py312h1_0.json", "{}")
+    m.fields["conda_meta"] = m.root / "conda-meta"
+
+
+def maps(m):
+    m.file(
+        "/proc/self/maps",
+        "7f r-xp 0 00:1 1 /usr/lib/x86_64-linux-gnu/libcublas.so.13\n",
+    )
+
+
+def answer(code, name="", **more):
+    return {"probe": DriverResult(code, name, **more)}
+
+
+def failed_start(errors, returncode=1):
+    return {"probe": HEALTHY, "jax": jax_result(returncode=returncode, errors=errors)}
+
+
+def ran(*problems, returncode=0, unfinished="", errors=""):
+    stages = tuple(Stage(name, "cuda:0", problem) for name, problem in problems)
+    child = Child(returncode, "", errors, 9.0)
+    run = OperationsResult(child, stages, unfinished, 1)
+    return {"probe": HEALTHY, "jax": jax_result("gpu", "cpu"), "operations": run}
+
+
+DNN = "FAILED_PRECONDITION: DNN library initialization failed."
+BARE, CARD = "plain", "gpu"
+# id, machine, what is wrong with it, and what the children reported.
+ERRORS = [
+    ("A01", CARD, no_cuda, {}),
+    ("A01", CARD, both(no_cuda, env(JAX_PLATFORMS="cuda,cpu")), {}),
+    ("A01", CARD, dist(jax_cuda13_pjrt=None), {}),
+    ("A02", CARD, both(no_cuda, env(JAX_PLATFORMS="cpu")), {}),
+    ("A03", CARD, dist(jax_cuda13_plugin="0.11.0"), {}),
+    ("A03", CARD, dist(jax_cuda13_pjrt="0.11.0"), {}),
+    ("A04", CARD, dist(jaxlib="0.9.0"), {}),
+    ("A04", CARD, dist(jaxlib="0.13.0"), {}),
+    ("A05", CARD, dist(jaxlib=None), {}),
+    ("A05", BARE, dist(jax=None, jaxlib=None), {"asked": "cpu"}),
+    ("A06", CARD, dist(nvidia_cudnn_cu13=None), {}),
+    ("A06", CARD, lambda m: m.remove("/site/site-packages/nvidia/x/lib/libcudnn.so.9"),
+     {}),
+    ("A06", CARD, None, failed_start("RuntimeError: Unable to load cuDNN. Is it "
+                                     "installed?")),
+    ("A07", CARD, old_nvjitlink, {}),
+    ("A08", CARD, dist(nvidia_cudnn_cu13="9.1.0.70"), {}),
+    ("A08", CARD, None, failed_start("Outdated cuDNN installation found.\nVersion JAX "
+                                     "was built against: 91000\nInstalled version: 9")),
+    ("A09", CARD, None, ran(("matmul", ""), ("convolution", DNN))),
+    ("A10", CARD, dist(jax_cuda12_plugin="0.12.0", jax_cuda12_pjrt="0.12.0"), {}),
+    ("A11", CARD, dist(jax_cuda13_plugin=None), {}),
+    ("A12", CARD, None, failed_start("Jax plugin configuration error: Plugin module %s "
+                                     "could not be loaded\nImportError: triton")),
+    ("A13", CARD, both(dist(jax="0.4.30", jaxlib="0.4.30", dm_haiku="0.0.13"),
+                       lambda m: m.fields.update(requires={})), {}),
+    ("A13", BARE, None, {"jax": jax_result(returncode=-11), "asked": "cpu"}),
+    ("A14", CARD, conda, {}),
+    ("A15", CARD, lambda m: m.fields.update(python=(3, 11, 9)), {}),
+    ("A15", CARD, dist(numpy="1.26.4"), {}),
+    ("A17", CARD, None, ran(("matmul", "INTERNAL: libdevice not found"))),
+    ("A18", CARD, None, failed_start("INVALID_ARGUMENT: Mismatched PJRT plugin PJRT "
+                                     "API version (0.47) and framework PJRT API")),
+    ("A19", CARD, dist(dm_haiku="0.0.13"), {}),
+    ("A20", BARE, None, {}),
+    ("A20", BARE, lambda m: m.pci(), {}),
+    ("A20", BARE, lambda m: m.cuda(), {}),
+    ("A20", BARE, env(NVIDIA_VISIBLE_DEVICES="all"), {}),
+    ("A21", CARD, None, answer(303, problem="libcuda.so.1: cannot open")),
+    ("A22", CARD, env(CUDA_VISIBLE_DEVICES=""), {}),
+    ("A22", CARD, env(CUDA_VISIBLE_DEVICES="-1"), {}),
+    ("A22", CARD, env(CUDA_VISIBLE_DEVICES="3"), {}),
+    ("A22", CARD, None, answer(100, "CUDA_ERROR_NO_DEVICE")),
+    ("A23", CARD, lambda m: m.driver("580.95.05", library="570.86.10"), {}),
+    ("A23", CARD, None, answer(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")),
+    ("A24", CARD, None, answer(804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE")),
+    ("A25", CARD, None, answer(802, "CUDA_ERROR_SYSTEM_NOT_READY")),
+    ("A26", CARD, None, answer(999, "CUDA_ERROR_UNKNOWN")),
+    ("A26", CARD, None, answer(None, problem="no answer within 5 s")),
+    ("A27", CARD, None, answer(34, "CUDA_ERROR_STUB_LIBRARY")),
+    ("A27", CARD, both(lambda m: m.file("/cuda/lib64/stubs/libcuda.so.1"),
+                       env(LD_LIBRARY_PATH="/cuda/lib64/stubs")), {}),
+    ("A28", CARD, None, answer(0, version=13000, count=0)),
+    ("A29", CARD, lambda m: m.driver("535.104.05"), {}),
+    ("A29", CARD, None, answer(0, version=12040, count=1)),
+    ("A31", CARD, None, answer(0, version=13000, count=1, capabilities=JETSON)),
+    ("A31", CARD, None, ran(returncode=-6, unfinished="matmul")),
+    ("A32", CARD, None, answer(100, refused=(("/dev/nvidia0", "not permitted"),))),
+    ("A33", CARD, wsl, {}),
+    ("A33", CARD, wsl, answer(100, library="/usr/lib/x86_64-linux-gnu/libcuda.so.1")),
+    ("A34", CARD, env(JAX_CUDA_VISIBLE_DEVICES="MIG-1b2c"), {}),
+    ("A35", BARE, amd, {}),
+    ("A35", BARE, lambda m: amd(m, may_write=False), {}),
+    ("A36", BARE, dist(jax_metal="0.1.1"), {"asked": "auto"}),
+    ("A37", CARD, None, ran(("matmul", "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))),
+    ("A40", BARE, env(JAX_PLATFORMS="cuda"), {}),
+    ("A41", CARD, env(JAX_PLATFORMS="gpu"), {}),
+    ("A41", CARD, env(JAX_PLATFORMS="CUDA"), {}),
+    ("A42", BARE, env(JAX_PLATFORMS="cuda,cpu"), {}),
+    ("A43", CARD, env(JAX_PLATFORMS="cpu,cuda"), {}),
+    ("A43", CARD, env(JAX_PLATFORMS="cpu"), {}),
+    ("A44", CARD, env(JAX_PLATFORMS="cuda, cpu"), {}),
+    ("A44", CARD, env(JAX_PLATFORMS="cuda,"), {}),
+    ("A45", BARE, env(JAX_PLATFORM_NAME="gpu"), {"asked": "cpu"}),
+    ("A45", CARD, env(JAX_PLATFORM_NAME="cpu"), {}),
+    ("A47", CARD, env(XLA_PYTHON_CLIENT_ALLOCATOR="bogus"), {}),
+    ("A47", CARD, env(XLA_CLIENT_MEM_FRACTION="half"), {}),
+    ("A48", CARD, env(XLA_CLIENT_MEM_FRACTION=".5",
+                      XLA_PYTHON_CLIENT_MEM_FRACTION=".5"), {}),
+    ("A50", CARD, env(XLA_FLAGS="--xla_gpu_bogus=1"),
+     failed_start("F... Unknown flag in XLA_FLAGS: --xla_gpu_bogus=1")),
+    ("A51", CARD, env(XLA_FLAGS="xla_foo=1"), {}),
+    ("A52", CARD, env(JAX_ENABLE_X64="maybe"), {}),
+    ("A52", BARE, env(JAX_NUM_CPU_DEVICES="eight"), {"asked": "cpu"}),
+    ("A56", BARE, None, {"asked": "tpu"}),
+    ("A56", BARE, env(JAX_PLATFORMS="tpu,cpu"), {"asked": "auto"}),
+    ("A61", CARD, None, ran(("matmul", "RESOURCE_EXHAUSTED: Out of memory"))),
+    ("A63", CARD, None, ran(("convolution", DNN), errors="Memory usage: 1048576 bytes "
+                            "free, 85899345920 bytes total.")),
+    ("A90", CARD, None, ran(("round trip", "wrong values: [0. 0.] and not [1. 2.]"))),
+    ("A00", CARD, None, {"probe": HEALTHY, "jax": jax_result("cpu")}),
+]  # fmt: skip
+WARNINGS = [
+    ("A06", CARD, dist(nvidia_cusolver=None), {}),
+    ("A07", CARD, both(lambda m: m.file("/opt/cuda/libcublas.so.13"),
+                       env(LD_LIBRARY_PATH="/opt/cuda")), {}),
+    ("A16", CARD, maps, {}),
+    ("A17", CARD, dist(nvidia_cuda_nvcc=None), {}),
+    ("A17", CARD, lambda m: m.fields.update(executables={"ptxas": "12.4"}), {}),
+    ("A19", CARD, dist(jaxline="0.0.8"), {}),
+    ("A21", CARD, lambda m: m.remove("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), {}),
+    ("A24", CARD, both(lambda m: m.file("/usr/local/cuda/compat/libcuda.so.1"),
+                       env(LD_LIBRARY_PATH="/usr/local/cuda/compat")), {}),
+    ("A26", CARD, lambda m: m.remove("/dev/nvidia-uvm"), {}),
+    ("A30", CARD, dist(nvidia_cuda_nvcc="13.1.80"), {"probe": HEALTHY}),
+    ("A32", CARD, None, answer(0, version=13000, count=1, nvml=18)),
+    ("A34", CARD, env(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"), {}),
+    ("A49", CARD, env(XLA_PYTHON_CLIENT_PREALLOCATE="off"), {}),
+    ("A51", CARD, env(XLA_FLAGS="--xla_a=1 xla_b=1"), {}),
+    ("A57", CARD, env(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"), {}),
+    ("A58", CARD, env(JAX_PLATFORM="cuda"), {}),
+    ("A108", CARD, both(lambda m: m.file("/dev/nvidia1"), dist(nvidia_nccl_cu13=None)),
+     {}),
+]  # fmt: skip
+
+
+def found_on(request, fixture, change, facts):
+    machine = request.getfixturevalue(fixture)
+    if change:
+        change(machine)
+    return diagnose(machine.machine(), **facts)
+
+
+@pytest.mark.parametrize(
+    ("id_", "fixture", "change", "facts"), ERRORS, ids=[row[0] for row in ERRORS]
+)
+def test_each_cause_is_named_first(request, id_, fixture, change, facts):
+    found = found_on(request, fixture, change, facts)
+    assert (found[0].id, found[0].severity) == (id_, "error"), found
+    assert found[0].found and found[0].fix
+    if fixture == CARD:  # One thing is wrong, and one thing is reported.
+        errors = [finding.id for finding in found if finding.severity == "error"]
+        assert errors == [id_]
+
+
+@pytest.mark.parametrize(
+    ("id_", "fixture", "change", "facts"), WARNINGS, ids=[row[0] for row in WARNINGS]
+)
+def test_each_warning_is_alone(request, id_, fixture, change, facts):
+    found = found_on(request, fixture, change, facts)
+    assert [(finding.id, finding.severity) for finding in found] == [(id_, "warning")]
+
+
+def test_the_matrix_covers_the_table():
+    assert {row.id for row in TABLE} == {row[0] for row in ERRORS + WARNINGS} - {"A00"}
+    assert len({row[0] for row in ERRORS + WARNINGS}) >= 45
+
+
+@pytest.mark.parametrize("asked", ["gpu", "auto", "cpu", "gpu:0"])
+def test_a_healthy_card_has_no_findings(gpu, asked):
+    good = OperationsResult(Child(0, "", "", 1.0), (Stage("matmul", "cuda:0"),), "", 1)
+    jax = jax_result("gpu", "cpu")
+    assert diagnose(gpu.machine(), None, asked) == []
+    assert diagnose(gpu.machine(), HEALTHY, asked, jax, good) == []
+
+
+@pytest.mark.parametrize("asked", ["cpu", "auto"])
+def test_a_healthy_machine_without_a_card_has_no_findings(plain, asked):
+    assert check_environment(asked, plain.machine()) == []
+    assert diagnose(plain.machine(), None, asked, jax_result("cpu")) == []
+
+
+def test_a_local_cuda_needs_no_wheels(gpu):
+    for name in [n for n in gpu.distributions if n.startswith("nvidia-")]:
+        del gpu.distributions[name]
+    assert diagnose(gpu.machine())[0].id == "A06"
+    gpu.file("/usr/local/cuda/lib64/libcudart.so.13")
+    assert diagnose(gpu.machine()) == []
+
+
+def test_the_cuda_build_of_conda_is_cuda(gpu):
+    no_cuda(gpu)
+    gpu.file("/conda-meta/jaxlib-0.12.0-cuda129py312h1_0.json", "{}")
+    gpu.fields["conda_meta"] = gpu.root / "conda-meta"
+    assert diagnose(gpu.machine()) == []
+
+
+@pytest.mark.parametrize("id_", ["A03", "A22", "A29", "A43"])
+def test_beside_an_unused_card_faults_are_warnings(gpu, id_):
+    change = next(row[2] for row in ERRORS if row[0] == id_)
+    change(gpu)
+    found = diagnose(gpu.machine(), asked="auto")
+    assert (found[0].id, found[0].severity) == (id_, "warning")
+    assert diagnose(gpu.machine(), asked="cpu") == []
+
+
+def test_a_card_that_auto_does_not_use_is_a_warning(gpu):
+    words = "RuntimeError: Unable to load cuDNN. Is it installed?"
+    for errors, id_ in ((words, "A06"), ("", "A00")):
+        found = diagnose(
+            gpu.machine(), HEALTHY, "auto", jax_result("cpu", errors=errors)
+        )
+        assert [(f.id, f.severity) for f in found] == [(id_, "warning")]
+
+
+def test_a_card_that_auto_uses_and_that_fails_is_an_error(gpu):
+    found = diagnose(
+        gpu.machine(), asked="auto", **ran(("matmul", ""), ("convolution", DNN))
+    )
+    assert [(f.id, f.severity) for f in found] == [("A09", "error")]
+
+
+@pytest.mark.parametrize("returncode", [None, 1])
+def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode):
+    jax = jax_result(returncode=returncode, errors="Traceback\nOSError: unheard of")
+    found = diagnose(plain.machine(), asked="cpu", jax=jax)
+    assert [finding.id for finding in found] == ["A00"]
+    assert ("unheard of" if returncode else "more than 1 s") in found[0].found
+
+
+def test_consequences_come_after_the_cause(plain):
+    plain.environ["JAX_PLATFORMS"] = "cuda, cpu"
+    assert [f.id for f in diagnose(plain.machine())] == ["A44", "A42", "A20"]
+
+
+def test_known_variables_are_no_misspellings(plain):
+    plain.environ.update(JAX_TRACEBACK_FILTERING="off", JAX_MY_OWN="1", XLA_FLAGS="")
+    assert check_environment("cpu", plain.machine()) == []
+
+
+def test_the_driver_is_not_asked_after_an_error(gpu, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("haiku_template.diagnosis.causes.probe_driver", refuse)
+    gpu.environ["CUDA_VISIBLE_DEVICES"] = ""
+    assert check_environment("gpu", gpu.machine())[0].id == "A22"
+    del gpu.environ["CUDA_VISIBLE_DEVICES"]
+    with pytest.raises(AssertionError, match="asked"):
+        check_environment("gpu", gpu.machine())
+    assert check_environment("cpu", gpu.machine()) == []

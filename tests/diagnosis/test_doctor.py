@@ -1,0 +1,152 @@
+"""The command from end to end, on a machine without a card."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from haiku_template import doctor
+from haiku_template.diagnosis import Machine, probe
+from haiku_template.diagnosis.results import Child, OperationsResult
+
+ROOT = Path(__file__).parents[2]
+no_card = pytest.mark.skipif(
+    bool(Machine.here().nodes() or Machine.here().amd_gpus()), reason="there is a card"
+)
+
+
+def run_doctor(*flags, **environ):
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "CUDA_", "NVIDIA_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "haiku_template.doctor", *flags],
+        cwd=ROOT,
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@no_card
+@pytest.mark.parametrize(
+    ("platforms", "ids"),
+    [
+        (None, ["A20"]),
+        ("cuda", ["A40", "A20"]),
+        ("gpu", ["A41", "A20"]),
+        ("cuda,cpu", ["A42", "A20"]),
+        ("cpu,cuda", ["A43", "A20"]),
+        ("cuda, cpu", ["A44", "A42", "A20"]),
+    ],
+)
+def test_without_a_card_each_setting_has_its_cause(platforms, ids):
+    environ = {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    done = run_doctor("--device=gpu", "--json", **environ)
+    assert done.returncode == doctor.UNAVAILABLE, done.stderr
+    report = json.loads(done.stdout)
+    assert [finding["id"] for finding in report["findings"]] == ids
+    assert report["cause"] == report["findings"][0] and report["cause"]["fix"]
+    assert report["works"] is False and report["seconds"] < 1
+
+
+@no_card
+def test_the_table_names_the_cause_within_a_second():
+    start = time.monotonic()
+    done = run_doctor("--device=gpu:1", JAX_PLATFORMS="cuda, cpu")
+    # The limit is generous for a busy machine; a start of JAX would take longer.
+    assert time.monotonic() - start < 3
+    assert done.returncode == doctor.UNAVAILABLE and done.stderr == ""
+    assert "CAUSE A44" in done.stdout and "JAX_PLATFORMS=cuda,cpu" in done.stdout
+
+
+def test_the_cpu_works_and_its_devices_are_listed():
+    done = run_doctor("--device=cpu", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == doctor.WORKS, done.stdout
+    assert report["works"] and report["cause"] is None and report["findings"] == []
+    assert [device["backend"] for device in report["devices"]] == ["cpu"]
+    assert any(row["check"] == "test run" for row in report["checks"])
+
+
+def test_a_device_that_does_not_exist():
+    done = run_doctor("--device=cpu:3")
+    assert done.returncode == doctor.UNAVAILABLE
+    assert "cpu:3 was asked for, and there are cpu:0" in done.stdout
+
+
+def test_jax_that_cannot_be_imported_still_gets_an_answer(tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("raise ImportError('broken on purpose')")
+    done = run_doctor("--device=cpu", PYTHONPATH=str(tmp_path))
+    assert done.returncode == doctor.UNAVAILABLE and done.stderr == ""
+    assert "CAUSE A00" in done.stdout and "broken on purpose" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        ("--device=gpux", "not understood"),
+        ("--device=auto:1", "not understood"),
+        ("--devise=gpu", "--devise=gpu"),
+        ("--timeout=soon", "soon"),
+        ("--timeout=-1", "-1"),
+    ],
+)
+def test_a_mistyped_flag_is_one_sentence(flag, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor.parse([flag])
+    said = capsys.readouterr().err
+    assert ended.value.code == doctor.USAGE
+    assert said.startswith("error: ") and said.count("\n") == 1 and word in said
+
+
+def test_this_process_never_imports_jax():
+    code = (
+        "import sys; from haiku_template import doctor; "
+        "doctor.main(['--device=gpu', '--timeout=30']); "
+        "assert not {'jax', 'numpy', 'absl', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def test_a_broken_link_stops_the_walk(gpu, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(probe, "probe_driver", refuse)
+    monkeypatch.setattr(probe, "probe_jax", refuse)
+    gpu.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    walk = doctor.Examination(gpu.machine(), "gpu", 5)
+    walk.walk()
+    assert walk.findings[0].id == "A22" and not walk.works
+
+
+def test_a_healthy_card_works_and_its_holders_are_listed(gpu, monkeypatch):
+    from machines import HEALTHY, jax_result
+
+    from haiku_template.diagnosis.results import Stage
+
+    seen = HEALTHY._replace(memory=((2**30, 2**34),))
+    child = Child(0, "", "", 1.0)
+    run = OperationsResult(child, (Stage("matmul", "cuda:0"),), "", 1)
+    monkeypatch.setattr(probe, "probe_driver", lambda *args: seen)
+    monkeypatch.setattr(probe, "probe_jax", lambda *args: jax_result("gpu", "cpu"))
+    monkeypatch.setattr(probe, "probe_operations", lambda *args: run)
+    gpu.file("/proc/77/comm", "python\n")
+    gpu.link("/proc/77/fd/9", "/dev/nvidia0")
+    walk = doctor.Examination(gpu.machine(), "gpu:0", 5)
+    walk.walk()
+    text = "\n".join(doctor.lines(doctor.report(walk, "gpu:0", 1.0)))
+    assert walk.works and walk.findings == []
+    assert "held by process 77      python: /dev/nvidia0" in text
+    assert "1.0 GiB of 16.0 GiB in use by all" in text and "works" in text

@@ -1,0 +1,147 @@
+"""The children, asked for real: a driver of our own making, and JAX on the CPU."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from haiku_template.diagnosis import check_environment, diagnose
+from haiku_template.diagnosis.probe import (
+    probe_driver,
+    probe_jax,
+    probe_operations,
+    run_child,
+)
+
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+SOURCE = Path(__file__).with_name("cuda_stub.c")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """The environment in which a stub stands in for the driver."""
+    folder = tmp_path_factory.mktemp("driver")
+    library = folder / "libcuda.so.1"
+    command = [COMPILER, "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    subprocess.run(command, check=True)
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder), "STUB_COUNT": "1"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("code", "id_"),
+    [
+        (3, "A26"),
+        (34, "A27"),
+        (100, "A22"),
+        (802, "A25"),
+        (803, "A23"),
+        (804, "A24"),
+        (999, "A26"),
+    ],
+)
+def test_each_code_of_the_driver_has_its_cause(driver, gpu, code, id_):
+    result = probe_driver(10, {**driver, "STUB_CUINIT": str(code)})
+    assert result.code == code and result.name.startswith("CUDA_ERROR_")
+    assert result.library == driver["LD_LIBRARY_PATH"] + "/libcuda.so.1"
+    found = diagnose(gpu.machine(), result)
+    assert [finding.id for finding in found] == [id_] and str(code) in found[0].found
+
+
+@needs_compiler
+def test_a_healthy_driver_has_no_cause(driver, gpu):
+    result = probe_driver(10, {**driver, "STUB_DRIVER": "13000"})
+    assert (result.code, result.version, result.count) == (0, 13000, 1)
+    assert diagnose(gpu.machine(), result) == []
+    assert result.seconds < 5
+
+
+@needs_compiler
+def test_an_old_driver_and_a_driver_without_cards(driver, gpu):
+    old = probe_driver(10, {**driver, "STUB_DRIVER": "12040"})
+    assert [finding.id for finding in diagnose(gpu.machine(), old)] == ["A29"]
+    none = {**driver, "STUB_DRIVER": "13000", "STUB_COUNT": "0"}
+    empty = probe_driver(10, none)
+    assert [finding.id for finding in diagnose(gpu.machine(), empty)] == ["A28"]
+
+
+@needs_compiler
+def test_the_driver_is_asked_again_without_the_mask(driver):
+    masked = {**driver, "STUB_CUINIT": "0", "CUDA_VISIBLE_DEVICES": "7"}
+    assert probe_driver(10, masked).count_unmasked is None
+    assert probe_driver(10, {**masked, "STUB_COUNT": "0"}).count_unmasked == 0
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path, gpu):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libcuda.so.1").touch()
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib")}
+    result = probe_driver(10, environ)
+    assert result.code == 303 and "libcuda.so.1" in result.problem
+    found = diagnose(gpu.machine(), result)
+    assert [finding.id for finding in found] == ["A21"]
+
+
+@needs_compiler
+def test_a_driver_that_hangs_is_killed_at_the_limit(driver, gpu):
+    start = time.monotonic()
+    result = probe_driver(0.5, {**driver, "STUB_SLEEP": "600"})
+    assert time.monotonic() - start < 5
+    assert result.code is None and "0.5 s" in result.problem
+    assert diagnose(gpu.machine(), result)[0].id == "A26"
+
+
+@needs_compiler
+def test_the_environment_check_asks_the_driver_of_a_visible_card(driver, gpu):
+    gpu.environ.update(driver, STUB_CUINIT="802")
+    gpu.environ.pop("JAX_PLATFORMS", None)
+    assert [f.id for f in check_environment("gpu", gpu.machine())] == ["A25"]
+    assert check_environment("auto", gpu.machine())[0].severity == "warning"
+
+
+def test_grandchildren_are_killed_too(tmp_path):
+    # Only the grandchild's end would close the pipe; its id says that it is gone.
+    code = (
+        "import subprocess, sys, time; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    child = run_child(["-c", code], 1.5)
+    assert child.returncode is None and child.seconds < 6
+    status = Path(f"/proc/{int(child.output)}/stat")
+    for _ in range(50):
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the grandchild is still running")
+
+
+@pytest.fixture
+def several():
+    return {**os.environ, "JAX_NUM_CPU_DEVICES": "3"}
+
+
+def test_jax_shows_its_devices(several):
+    result = probe_jax(60, several, "cpu")
+    assert result.child.returncode == 0, result.child.errors
+    assert [(d.backend, d.id) for d in result.devices] == [("cpu", n) for n in range(3)]
+    assert result.default == "cpu"
+
+
+def test_operations_are_checked_on_every_device(several):
+    result = probe_operations(60, "cpu", several)
+    assert result.works(), result
+    done = [stage.operation for stage in result.stages]
+    each = ["round trip", "matmul", "convolution"]
+    assert done == each * 3 + ["between devices"] * 2 + ["psum"]
+
+
+def test_an_unknown_flag_of_xla_is_found(plain):
+    plain.environ["XLA_FLAGS"] = "--xla_gpu_bogus=1"
+    jax = probe_jax(60, {**os.environ, **plain.environ}, "cpu")
+    assert jax.child.returncode not in (0, None) and not jax.devices
+    assert diagnose(plain.machine(), asked="cpu", jax=jax)[0].id == "A50"

@@ -1,0 +1,124 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from haiku_template.devices import hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CHECKS = (
+    "device_choice",
+    "digits_training",
+    "losses_on_cpu",
+    "transfer_guard",
+    "bandwidth",
+    "loop_overhead",
+    "checkpoints",
+    "throughput",
+    "memory",
+)
+FAILING = """
+import sys, time
+from benchmarks import gpu_check
+
+def breaks(devices, scale, figures):
+    figures["before"] = float("nan")
+    raise ValueError("broken")
+
+def hangs(devices, scale, figures):
+    while True:
+        time.sleep(0.01)
+
+def works(devices, scale, figures):
+    figures["after"] = 1.5
+    return True
+
+gpu_check.CHECKS = {breaks: 0, hangs: 1, works: 1}
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
+
+
+def run(*arguments):
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    # Compiling is most of what the small checks do.
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(
+    bool(hardware.nvidia_nodes()) or os.path.exists("/dev/kfd"),
+    reason="this machine has a card",
+)
+def test_without_a_card_it_says_why_and_writes_nothing():
+    before = contents(RESULTS)
+    done = run("-m", "benchmarks.gpu_check")
+    assert done.returncode == 0, done.stderr
+    assert hardware.why_no_gpu() in done.stdout
+    assert "Nothing was measured" in done.stdout
+    assert contents(RESULTS) == before
+
+
+@pytest.mark.parametrize("flag", ["--quick", "--fast"])
+def test_flags_that_make_no_sense_are_refused(flag):
+    done = run("-m", "benchmarks.gpu_check", flag)
+    assert done.returncode == 64
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_check_runs_small_on_the_cpu(tmp_path):
+    output = tmp_path / "made" / "found.json"
+    flags = ["--device=cpu", "--quick", f"--output={output}"]
+    before = contents(RESULTS)
+    done = run("-m", "benchmarks.gpu_check", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert contents(RESULTS) == before
+    found = json.loads(output.read_text())
+    assert found["command"] == " ".join(["python -m benchmarks.gpu_check", *flags])
+    assert found["device_kind"] == "cpu"
+    assert found["passed"] is True
+    assert {"jax", "jaxlib"} <= set(found["packages"])
+    assert {"date", "driver", "python", "commit", "seconds"} <= set(found)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert tuple(checks) == CHECKS
+    for name, check in checks.items():
+        assert check["figures"], name
+        assert "error" not in check["figures"], name
+        assert check["passed"] is (None if name in ("bandwidth", "memory") else True)
+        assert f"\n{name}: " in done.stdout
+    unknown = "not measured on cpu"
+    assert checks["transfer_guard"]["figures"]["float(loss)"] == unknown
+    for figures in checks["memory"]["figures"].values():
+        assert figures["measured growth, bytes"] == unknown
+        assert figures["predicted growth, bytes"] > 0
+    resumed = checks["checkpoints"]["figures"]["mlp resumed, deterministic"]
+    assert resumed == {"bitwise_equal": True, "largest_difference": 0.0}
+
+
+def test_a_check_that_fails_hides_no_other(tmp_path):
+    output = tmp_path / "found.json"
+    done = run("-c", FAILING, "--device=cpu", "--quick", f"--output={output}")
+    assert done.returncode == 1, done.stderr
+    assert "failed: breaks, hangs" in done.stdout
+    found = json.loads(output.read_text())
+    assert found["passed"] is False
+    breaks, hangs, works = found["checks"]
+    assert breaks["figures"] == {"before": "nan", "error": "ValueError: broken"}
+    assert "OutOfTime: stopped after" in hangs["figures"]["error"]
+    assert works["passed"] is True
+    assert works["figures"] == {"after": 1.5}
