@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from haiku_template.data import DATASETS, BatchSpec
 from haiku_template.devices import DeviceManager
 from haiku_template.models import MODELS
 from haiku_template.training.budget import budget_table, check_budget
-from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.checkpoint import CheckpointError, Checkpoints
 from haiku_template.training.evaluation import evaluate
 from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
+from haiku_template.training.state import TrainState
 from haiku_template.training.tasks import TASKS, Task
 from haiku_template.training.workdir import CHECKPOINTS
 from haiku_template.training.workdir import check as check_workdir
 
+REPLACED_SECONDS = 1.0  # In which a run has removed the checkpoint it replaced.
 LOOP_KEYS = (
     "num_steps",
     "log_every",
@@ -132,21 +135,37 @@ def evaluate_checkpoint(
         raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
     if not (workdir / CHECKPOINTS).is_dir():
         raise ConfigError(f"{workdir} holds no checkpoints")
-    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    with Checkpoints(
-        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
-    ) as checkpoints:
-        named = {"latest": checkpoints.latest, "best": checkpoints.best}
-        step = named.get(which, int(which) if which.isdecimal() else None)
-        if step not in checkpoints.steps:
-            raise ConfigError(
-                f"--checkpoint={which} is not in {workdir}; there are steps "
-                f"{checkpoints.steps}, and best is {checkpoints.best}"
-            )
-        state = checkpoints.restore(step, devices.abstract(program.init))
+    step, state = _restore(config, program, workdir, which)
     data = program.data.evaluation
     with devices.explicit_transfers():
         return step, evaluate(devices, program.eval_step, state, data)
+
+
+def _restore(
+    config: config_dict.ConfigDict, program: Program, workdir: Path, which: str
+) -> tuple[int, TrainState]:
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    tried = None
+    while True:
+        with Checkpoints(
+            workdir / CHECKPOINTS, **{key: config[key] for key in keys}
+        ) as checkpoints:
+            named = {"latest": checkpoints.latest, "best": checkpoints.best}
+            step = named.get(which, int(which) if which.isdecimal() else None)
+            if step not in checkpoints.steps:
+                raise ConfigError(
+                    f"--checkpoint={which} is not in {workdir}; there are steps "
+                    f"{checkpoints.steps}, and best is {checkpoints.best}"
+                )
+            try:
+                abstract = program.devices.abstract(program.init)
+                return step, checkpoints.restore(step, abstract)
+            except CheckpointError:
+                # A run that is alive may have replaced it meanwhile.
+                if step == tried:
+                    raise
+        tried = step
+        time.sleep(REPLACED_SECONDS)
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
