@@ -96,7 +96,7 @@ def make_program(
     shared = {
         "model": model,
         "preprocess": data.preprocess,
-        "precision": Precision.create(precision),
+        "precision": Precision.create(precision, devices.platform),
     }
     init = make_init(
         inputs=jax.tree.map(_shape_on_device, example["inputs"]),

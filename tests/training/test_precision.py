@@ -5,9 +5,11 @@ import numpy as np
 import optax
 import pytest
 
+from configs import digits_resnet
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.models import resnet
-from haiku_template.training import classification, make_program
+from haiku_template.training import classification, experiment, make_program
+from haiku_template.training.evaluation import evaluate
 from haiku_template.training.precision import Precision
 
 RNG = np.random.default_rng(0)
@@ -117,3 +119,23 @@ def test_no_layer_class_is_changed_for_others(one_device):
 def test_an_unknown_precision_lists_the_known():
     with pytest.raises(ValueError, match="fp16.*float32, bfloat16, float16"):
         Precision.create("fp16")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_evaluation_in_half_precision_follows_float32(one_device, precision):
+    config = digits_resnet.get_config()
+    results = []
+    for name in ("float32", precision):
+        config.precision = name
+        program = experiment.build(config, one_device)
+        state = one_device.init(program.init)
+        for step in range(20):
+            batch = one_device.shard(program.data.train.batch(step))
+            state, _ = program.train_step(state, batch)
+        results.append(
+            evaluate(one_device, program.eval_step, state, program.data.evaluation)
+        )
+    assert results[1]["eval/loss"] == pytest.approx(results[0]["eval/loss"], rel=0.1)
+    assert results[1]["eval/accuracy"] == pytest.approx(
+        results[0]["eval/accuracy"], abs=0.1
+    )
