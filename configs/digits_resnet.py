@@ -3,7 +3,7 @@
     python -m haiku_template.train --config=configs/digits_resnet.py \
         --workdir=runs/digits_resnet
 
-Lab record, two CPU cores, Python 3.11 (jax 0.10.2) and 3.12 (jax 0.12.0.1): 10 seconds
+Lab record, two CPU cores, Python 3.11 (jax 0.10.2) and 3.12 (jax 0.12.0.1): 14 seconds
 for the whole command, 98.6 % test accuracy (355 of 360). On four simulated devices the
 first 20 losses of seeds 0, 1 and 2 differ by at most 1.4e-5: a ReLU whose input is zero
 but for rounding opens on one side, and later steps amplify it.
