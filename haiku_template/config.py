@@ -198,6 +198,22 @@ def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
         )
 
 
+def interval(text: str, num_steps: int) -> tuple[int, int]:
+    """Reads `START:STOP`, the STOP - START steps that follow step START.
+
+    Raises:
+      ConfigError: it is no such interval, or not within the run.
+    """
+    start, _, stop = text.partition(":")
+    if start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= num_steps:
+        return int(start), int(stop)
+    raise ConfigError(
+        f"--profile={text} is no interval of steps; possible is START:STOP with "
+        f"0 <= START < STOP <= {num_steps}, such as --profile=10:20 for the ten steps "
+        "after the tenth"
+    )
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What changed between two saved configs, a line for each key."""
     before, after = flatten(old), flatten(new)

@@ -23,6 +23,11 @@ _DEVICE_MEMORY_LIMIT = flags.DEFINE_string(
     None,
     "What each device has for the run, such as 24GiB; by default what JAX says.",
 )
+_PROFILE = flags.DEFINE_string(
+    "profile",
+    None,
+    "START:STOP: trace the steps after START, up to STOP, and sum up what they show.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(cli)
 
@@ -30,6 +35,8 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Checks the config, then the devices, then the data; then trains."""
     config.check(_CONFIG.value)
+    asked, steps = _PROFILE.value, _CONFIG.value.num_steps
+    profile = None if asked is None else config.interval(asked, steps)
     devices = cli.device_manager()
     from haiku_template.training import budget, experiment
 
@@ -39,6 +46,7 @@ def main() -> None:
         devices,
         _WORKDIR.value,
         memory_limit=limit and budget.parse_bytes(limit),
+        profile=profile,
         dry_run=_DRY_RUN.value,
     )
 

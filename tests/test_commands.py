@@ -207,14 +207,16 @@ def test_a_second_run_in_a_workdir_is_refused_and_evaluation_disturbs_nobody(tmp
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for_step(workdir, 200)
-    done = train(workdir, *LONG, "--config.num_steps=100000")
-    assert_refused(done, 64, "another run is writing to")
-    done = run("evaluate", f"--workdir={workdir}")
-    assert done.returncode == 0, done.stderr
-    assert process.poll() is None
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
+    try:
+        wait_for_step(workdir, 200)
+        done = train(workdir, *LONG, "--config.num_steps=100000")
+        assert_refused(done, 64, "another run is writing to")
+        done = run("evaluate", f"--workdir={workdir}")
+        assert done.returncode == 0, done.stderr
+        assert process.poll() is None
+    finally:  # A failure leaves no process behind.
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
 
 

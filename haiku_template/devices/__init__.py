@@ -3,6 +3,7 @@
 from haiku_template.devices.audit import Placement, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
@@ -10,6 +11,7 @@ from haiku_template.devices.sharding import device_put_replicated, device_put_sh
 __all__ = [
     "DeviceError",
     "DeviceManager",
+    "Ledger",
     "Placement",
     "PlacementError",
     "check_replicas",

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from haiku_template.devices.errors import PlacementError
+from haiku_template.devices.leaks import REMEDY
 
 
 def device_index(device: jax.Device) -> int:
@@ -84,10 +85,7 @@ def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement
 def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
     """The fault of a leaf that should be whole on each of the devices; "" for none."""
     if isinstance(leaf, jax.core.Tracer):
-        return (
-            "a tracer left by init: jax.jit or jax.lax.scan wraps Haiku modules inside "
-            "hk.transform; use hk.scan or hk.remat, or jit outside the transform"
-        )
+        return f"a tracer left by init: {REMEDY}"
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
     where, wanted = leaf.devices(), set(devices)
@@ -129,3 +127,19 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
             f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
             f"{first.verdict}{more}"
         )
+
+
+def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
+    """The first leaf that is not on these devices alone, and where it is; "" if none.
+
+    Unlike `check` it takes any layout: a batch is split, a state is whole.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array) or leaf.devices() != set(devices):
+            dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
+            return (
+                f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "
+                f"{describe(leaf)}, and using it would be a copy that nobody asked "
+                "for; give it with devices.replicate or devices.shard"
+            )
+    return ""

@@ -1,7 +1,9 @@
 """The device manager: which devices a run uses, and every copy to and from them."""
 
 import contextlib
+import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,8 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import audit, hardware, layout, selection
+from haiku_template.devices.compiled import CompiledStep
 from haiku_template.devices.errors import DeviceError
-from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
+from haiku_template.devices.leaks import leaks_named
+from haiku_template.devices.ledger import Ledger, tree_bytes
+from haiku_template.devices.sharding import AXIS_NAME, device_put_split
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +27,12 @@ class DeviceManager(NamedTuple):
     Attributes:
       devices: the devices in use; never empty.
       reason: why these, in one sentence.
+      ledger: adds up what is copied and waited for.
     """
 
     devices: tuple[jax.Device, ...]
     reason: str
+    ledger: Ledger
 
     @classmethod
     def create(
@@ -73,7 +80,7 @@ class DeviceManager(NamedTuple):
             reason = f"--fallback=cpu, because {error}"
         if request.platform == "auto" and devices[0].platform == "cpu":
             hardware.warn_of_unused_card()
-        return cls(tuple(devices), reason)
+        return cls(tuple(devices), reason, Ledger())
 
     @property
     def platform(self) -> str:
@@ -112,13 +119,14 @@ class DeviceManager(NamedTuple):
         the mesh axis by its name, as steps do, so that modules that average over it
         (`hk.BatchNorm`) initialise too.
         """
-        return jax.jit(self._with_axis(fn), out_shardings=self.replicated)(*args)
+        make = self._with_axis(fn)
+        with leaks_named(functools.partial(make, *args)):
+            return jax.jit(make, out_shardings=self.replicated)(*args)
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
-        return layout.shapes(
-            jax.eval_shape(self._with_axis(fn), *args), self.replicated
-        )
+        shapes = jax.eval_shape(self._with_axis(fn), *args)
+        return layout.shapes(shapes, self.replicated)
 
     def _with_axis(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if self.axis_name is None:
@@ -131,7 +139,16 @@ class DeviceManager(NamedTuple):
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis."""
         sharding = self.replicated
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+        begun = time.perf_counter()
+        placed = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+        return self._arrived(placed, begun, copies=self.num_devices)
+
+    def _arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
+        """Waits for a copy to the devices, and enters it in the ledger."""
+        jax.block_until_ready(placed)
+        self.ledger.add_since("to_devices", begun)
+        self.ledger.add("bytes_to_devices", copies * tree_bytes(placed))
+        return placed
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """The rows of one device's share of a batch; see `layout.check_batch_size`."""
@@ -153,13 +170,8 @@ class DeviceManager(NamedTuple):
             a device already, where making it cost a copy that nobody asked for.
         """
         layout.check_host_batch(batch, self.num_devices)
-        if self.axis_name is None:
-            return jax.tree.map(lambda x: jax.device_put(x, self.devices[0]), batch)
-        shares = [
-            jax.tree.map(lambda x, i=i: np.split(x, self.num_devices)[i], batch)
-            for i in range(self.num_devices)
-        ]
-        return device_put_sharded(shares, self.devices)
+        begun = time.perf_counter()
+        return self._arrived(device_put_split(batch, self.devices), begun)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
@@ -172,7 +184,7 @@ class DeviceManager(NamedTuple):
 
     def compile(
         self, step: Callable[[Any, Any], Any], donate_argnums: int | tuple = 0
-    ) -> Callable[[Any, Any], Any]:
+    ) -> CompiledStep:
         """Compiles `step(state, batch)`, written for one device's share of the batch.
 
         `jax.jit` on one device, `jax.pmap` on several. The state goes in and out
@@ -183,16 +195,15 @@ class DeviceManager(NamedTuple):
           step: pure function of (state, batch).
           donate_argnums: arguments whose memory the results may take over.
         """
-        if self.axis_name is None:
-            return jax.jit(step, donate_argnums=donate_argnums)
-        return jax.pmap(
-            step,
-            self.axis_name,
-            in_axes=(None, 0),
-            out_axes=None,
-            devices=self.devices,
-            donate_argnums=donate_argnums,
+        return CompiledStep(
+            step, self.devices, self.axis_name, donate_argnums, self.ledger
         )
+
+    def wait(self, tree: Any) -> None:
+        """Returns when the devices have computed every leaf."""
+        begun = time.perf_counter()
+        jax.block_until_ready(tree)
+        self.ledger.add_since("compute", begun)
 
     def audit(self, tree: Any) -> list[audit.Placement]:
         """Where each leaf of a state lives, with a verdict for each that is astray."""
@@ -204,7 +215,13 @@ class DeviceManager(NamedTuple):
 
     def fetch(self, tree: Any) -> Any:
         """Copies a replicated tree to the host: pytree of NumPy arrays."""
-        return jax.device_get(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
+        copies = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+        self.wait(copies)
+        begun = time.perf_counter()
+        fetched = jax.device_get(copies)
+        self.ledger.add_since("from_devices", begun)
+        self.ledger.add("bytes_from_devices", tree_bytes(copies))
+        return fetched
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
@@ -212,20 +229,16 @@ class DeviceManager(NamedTuple):
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             yield
 
-    @contextlib.contextmanager
-    def explicit_transfers(self) -> Iterator[None]:
+    def explicit_transfers(self) -> contextlib.AbstractContextManager:
         """Makes every copy to or from a device that nobody asked for an error.
 
         Holds for this thread alone.
         """
-        with jax.transfer_guard("disallow"):
-            yield
+        return jax.transfer_guard("disallow")
 
-    @contextlib.contextmanager
-    def implicit_transfers(self) -> Iterator[None]:
+    def implicit_transfers(self) -> contextlib.AbstractContextManager:
         """Lets code of others copy as it likes, inside `explicit_transfers`."""
-        with jax.transfer_guard("allow"):
-            yield
+        return jax.transfer_guard("allow")
 
     def memory_in_use(self) -> int | None:
         """The most bytes in use on any of the devices; None where JAX cannot tell."""
@@ -240,9 +253,8 @@ class DeviceManager(NamedTuple):
 
     def describe(self) -> str:
         """The devices and the reason for them, in one line."""
-        names = ", ".join(
-            f"{self.platform}:{audit.device_index(d)}" for d in self.devices
-        )
+        indices = [audit.device_index(device) for device in self.devices]
+        names = ", ".join(f"{self.platform}:{index}" for index in indices)
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"

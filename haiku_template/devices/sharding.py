@@ -75,6 +75,23 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     return jax.tree.map(lambda leaf: _join("", [leaf] * len(devices), devices), tree)
 
 
+def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
+    """Puts row block i of every leaf on device i.
+
+    Args:
+      batch: pytree of NumPy arrays [B, ...]; B is a multiple of the devices.
+      devices: distinct devices, n of them.
+
+    Returns:
+      On one device a pytree of arrays [B, ...], on several [n, B / n, ...].
+    """
+    n = len(devices)
+    if n == 1:
+        return jax.tree.map(lambda x: jax.device_put(x, devices[0]), batch)
+    shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
+    return device_put_sharded(shares, devices)
+
+
 def _distinct(devices: Sequence[jax.Device]) -> list[jax.Device]:
     devices = list(devices)
     if not devices or len(set(devices)) != len(devices):

@@ -25,10 +25,10 @@ from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
 from haiku_template.training.state import TrainState
 from haiku_template.training.tasks import TASKS, Task
-from haiku_template.training.workdir import CHECKPOINTS
+from haiku_template.training.workdir import CHECKPOINTS, is_locked
 from haiku_template.training.workdir import check as check_workdir
 
-REPLACED_SECONDS = 1.0  # In which a run has removed the checkpoint it replaced.
+REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 LOOP_KEYS = (
     "num_steps",
     "log_every",
@@ -89,6 +89,7 @@ def run(
     workdir: str,
     *,
     memory_limit: int | None = None,
+    profile: tuple[int, int] | None = None,
     dry_run: bool = False,
 ) -> None:
     """Trains what a config describes; see `build` and `train`.
@@ -98,6 +99,7 @@ def run(
       devices: where to run.
       workdir: of the run.
       memory_limit: bytes that each device has; None asks JAX.
+      profile: the steps to trace: after the first number, up to the second.
       dry_run: print the memory budget and stop; nothing is written.
     """
     saved = to_dict(config)
@@ -108,7 +110,8 @@ def run(
         Console().print(devices.describe(), budget_table(budget), sep="\n")
         return
     loop = {key: config[key] for key in LOOP_KEYS}
-    train(program, workdir=workdir, config=saved, memory_limit=memory_limit, **loop)
+    how = {"memory_limit": memory_limit, "profile": profile}
+    train(program, workdir=workdir, config=saved, **how, **loop)
 
 
 def evaluate_checkpoint(
@@ -144,28 +147,32 @@ def evaluate_checkpoint(
 def _restore(
     config: config_dict.ConfigDict, program: Program, workdir: Path, which: str
 ) -> tuple[int, TrainState]:
-    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    tried = None
-    while True:
-        with Checkpoints(
-            workdir / CHECKPOINTS, **{key: config[key] for key in keys}
-        ) as checkpoints:
-            named = {"latest": checkpoints.latest, "best": checkpoints.best}
-            step = named.get(which, int(which) if which.isdecimal() else None)
-            if step not in checkpoints.steps:
-                raise ConfigError(
-                    f"--checkpoint={which} is not in {workdir}; there are steps "
-                    f"{checkpoints.steps}, and best is {checkpoints.best}"
-                )
-            try:
-                abstract = program.devices.abstract(program.init)
-                return step, checkpoints.restore(step, abstract)
-            except CheckpointError:
-                # A run that is alive may have replaced it meanwhile.
-                if step == tried:
-                    raise
-        tried = step
+    for _ in range(REPLACED_TRIES):
+        try:
+            return _restore_once(config, program, workdir, which)
+        except CheckpointError:
+            # A run that is alive may have replaced it meanwhile.
+            if not is_locked(workdir):
+                raise
         time.sleep(REPLACED_SECONDS)
+    return _restore_once(config, program, workdir, which)
+
+
+def _restore_once(
+    config: config_dict.ConfigDict, program: Program, workdir: Path, which: str
+) -> tuple[int, TrainState]:
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    with Checkpoints(
+        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
+    ) as checkpoints:
+        named = {"latest": checkpoints.latest, "best": checkpoints.best}
+        step = named.get(which, int(which) if which.isdecimal() else None)
+        if step not in checkpoints.steps:
+            raise ConfigError(
+                f"--checkpoint={which} is not in {workdir}; there are steps "
+                f"{checkpoints.steps}, and best is {checkpoints.best}"
+            )
+        return step, checkpoints.restore(step, program.devices.abstract(program.init))
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:

@@ -4,41 +4,31 @@ The mathematics is in `steps.py`; together they are the whole of a run.
 """
 
 import contextlib
-import math
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jmp
 
 from haiku_template.config import ConfigError
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas
 from haiku_template.training import report
+from haiku_template.training import workdir as names
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.clock import Clock
 from haiku_template.training.evaluation import evaluate
+from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
+from haiku_template.training.profiling import Profiler
 from haiku_template.training.program import Program
-from haiku_template.training.progress import (
-    Clock,
-    Display,
-    first_lines,
-    memory_text,
-)
+from haiku_template.training.progress import Display, first_lines, memory_text
 from haiku_template.training.state import TrainState
-from haiku_template.training.workdir import CHECKPOINTS, METRICS, locked, open_workdir
 from haiku_template.training.workdir import check as check_workdir
-
-_all_finite = jax.jit(jmp.all_finite)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a parameter is no longer a finite number."""
-
-    exit_code = 70
+from haiku_template.training.workdir import locked, open_workdir
 
 
 class Intervals(NamedTuple):
@@ -70,6 +60,7 @@ def train(
     best_mode: str = "min",
     config: dict[str, Any] | None = None,
     memory_limit: int | None = None,
+    profile: tuple[int, int] | None = None,
 ) -> Result:
     """Trains, or goes on where the run in `workdir` stopped.
 
@@ -86,6 +77,7 @@ def train(
       best_mode: `min` or `max`.
       config: saved as config.json; a workdir goes on only with the same.
       memory_limit: bytes that each device has for the run; None asks JAX.
+      profile: the steps to trace: after the first number, up to the second.
 
     Raises:
       MemoryBudgetError: the run would not fit; nothing was allocated or written.
@@ -95,16 +87,16 @@ def train(
       NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
-    directory = Path(workdir)
+    directory, devices = Path(workdir), program.devices
     budget = check_budget(program, memory_limit)
     check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
-        open_workdir(directory, config or {}, program.devices)
+        open_workdir(directory, config or {}, devices)
         display = stack.enter_context(Display(directory, num_steps))
         checkpoints = stack.enter_context(
             Checkpoints(
-                directory / CHECKPOINTS,
+                directory / names.CHECKPOINTS,
                 keep_last=keep_last,
                 keep_best=keep_best,
                 best_metric=best_metric,
@@ -119,10 +111,10 @@ def train(
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
         if start:
-            state = checkpoints.restore(start, program.devices.abstract(program.init))
+            state = checkpoints.restore(start, devices.abstract(program.init))
         else:
-            state = program.devices.init(program.init)
-        program.devices.check(state)
+            state = devices.init(program.init)
+        devices.check(state)
         display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))
         run = _Run(
@@ -131,14 +123,15 @@ def train(
             checkpoints,
             stack.enter_context(MetricsWriter(directory, start)),
             stack.enter_context(StopSignals()),
+            stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
         )
-        with program.devices.explicit_transfers():
+        with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
         picture = report.write(directory)
         display.print(f"done      step {num_steps}; {picture or directory}")
-    rows = read(directory / METRICS)
+    rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
 
 
@@ -152,6 +145,7 @@ class _Run:
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         signals: StopSignals,
+        profiler: Profiler,
         every: Intervals,
     ) -> None:
         self.program = program
@@ -160,35 +154,43 @@ class _Run:
         self.checkpoints = checkpoints
         self.writer = writer
         self.signals = signals
+        self.profiler = profiler
         self.every = every
         self.evaluated = False
-        self.clock = Clock()
+        self.clock = Clock(program.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
         in_flight: deque[Any] = deque()
+        ledger = self.devices.ledger
 
         def make(step: int) -> Any:
-            return self.devices.shard(self.program.data.train.batch(step))
+            begun = time.perf_counter()
+            batch = self.program.data.train.batch(step)
+            ledger.add_since("data", begun)
+            return self.devices.shard(batch)
 
         with Prefetcher(make, start, stop) as batches:
+            self._say(self.profiler.begin(start))
             self.clock.start(start)
-            for step, batch in enumerate(batches, start + 1):
+            for step, batch in enumerate(ledger.waits(batches), start + 1):
                 while len(in_flight) >= self.devices.steps_in_flight:
-                    jax.block_until_ready(in_flight.popleft())
-                state, scalars = self.program.train_step(state, batch)
+                    self.devices.wait(in_flight.popleft())
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, scalars = self.program.train_step(state, batch)
                 in_flight.append(scalars)
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
-                    while in_flight:
-                        jax.block_until_ready(in_flight.popleft())
+                    self.devices.wait(list(in_flight))
+                    in_flight.clear()
                     self._between(step, start + 1, stop, state, scalars)
         return state
 
     def _something_due(self, step: int, first: int, last: int) -> bool:
         due = (_due(step, every, last) for every in self.every)
-        return step == first or self.signals.received is not None or any(due)
+        stopping = self.signals.received is not None
+        return step == first or stopping or self.profiler.due(step) or any(due)
 
     def _between(
         self, step: int, first: int, last: int, state: TrainState, scalars: Any
@@ -198,31 +200,33 @@ class _Run:
             check_replicas(state)
         if _due(step, self.every.log, last):
             self._log(step, scalars)
-        with self.clock.paused():
+        with self.clock.paused(), self.profiler.clock.paused():
             evaluated = None
             if self.program.data.evaluation and _due(step, self.every.evaluate, last):
                 evaluated = self._evaluate(step, state)
             stopping = self.signals.received is not None and step < last
             if stopping or _due(step, self.every.save, last):
-                self._check_finite(step, scalars)
-                if not self.devices.fetch(_all_finite(state.params)):
-                    raise self._not_finite(step, "a parameter after")
+                self._fetch_finite(step, scalars)
+                latest = self.checkpoints.latest
+                check_params(self.devices, state.params, step, latest)
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
                     self.checkpoints.save(step, state, evaluated)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
+        if self.profiler.due(step):
+            with self.clock.paused():
+                self._say(self.profiler.at(step))
         if step == first:
             self.clock.start(step)  # Compilation is no throughput.
 
     def _log(self, step: int, scalars: Any) -> None:
-        values = self._check_finite(step, scalars)
-        rate = self.clock.steps_per_second(step)
-        metrics = {f"train/{name}": value for name, value in values.items()} | {
-            "perf/steps_per_second": rate,
-            "perf/examples_per_second": rate * self.program.batch_size,
-        }
+        values = self._fetch_finite(step, scalars)
+        speed = self.clock.read(step)
+        rate = speed["perf/steps_per_second"] * self.program.batch_size
+        metrics = {f"train/{name}": value for name, value in values.items()}
+        metrics |= speed | {"perf/examples_per_second": rate}
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 
@@ -239,21 +243,15 @@ class _Run:
         self.display.evaluation(step, metrics)
         return metrics
 
-    def _check_finite(self, step: int, scalars: Any) -> dict[str, float]:
-        """Fetches a step's scalars, and raises `NonFiniteError` for its loss."""
+    def _fetch_finite(self, step: int, scalars: Any) -> dict[str, float]:
+        """Fetches a step's scalars; raises `NonFiniteError` for its loss."""
         values = {k: float(v) for k, v in self.devices.fetch(scalars).items()}
-        if not math.isfinite(values["loss"]):
-            raise self._not_finite(step, "the loss of")
+        check_loss(values, step, self.checkpoints.latest)
         return values
 
-    def _not_finite(self, step: int, what: str) -> NonFiniteError:
-        latest = self.checkpoints.latest
-        kept = f"the newest is of step {latest}" if latest else "there is none"
-        return NonFiniteError(
-            f"{what} step {step} is infinite or NaN and was not saved as a checkpoint; "
-            f"{kept}. Values in the data that are not finite do this, and learning "
-            "rates too high for want of a warm-up or clip_norm"
-        )
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.display.print(line)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

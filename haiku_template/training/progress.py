@@ -1,6 +1,5 @@
 """What a run shows: tables first, then a progress bar, or plain lines to a file."""
 
-import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from rich.table import Column, Table
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.training import workdir as names
+from haiku_template.training.clock import bound_text
 from haiku_template.training.program import Program
 from haiku_template.training.state import TrainState
 
@@ -78,7 +78,7 @@ class Display:
         rate = metrics["perf/examples_per_second"]
         left = (self.num_steps - step) / metrics["perf/steps_per_second"]
         numbers = f"{_numbers(metrics, 'train/')}  {rate:,.0f} examples/s"
-        line = f"{numbers}  ETA {_clock(left)}  memory {memory}"
+        line = f"{numbers}  ETA {_clock(left)}  {bound_text(metrics)}  memory {memory}"
         full = f"step {step:>6}/{self.num_steps}  {line}"
         if self._bar.disable:
             self._screen.print(full)
@@ -90,28 +90,6 @@ class Display:
         self.print(
             f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}"
         )
-
-
-class Clock:
-    """Steps per second of training alone, evaluation and saving left out."""
-
-    def start(self, step: int) -> None:
-        """Starts to count from `step`."""
-        self._step, self._since = step, time.monotonic()
-
-    def steps_per_second(self, step: int) -> float:
-        """The rate since the last call, or since the start."""
-        now = time.monotonic()
-        rate = (step - self._step) / max(now - self._since, 1e-9)
-        self._step, self._since = step, now
-        return rate
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
-        begun = time.monotonic()
-        yield
-        self._since += time.monotonic() - begun
 
 
 def first_lines(

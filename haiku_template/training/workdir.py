@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
+PROFILE = "profile"
 LOCK = ".lock"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
@@ -104,6 +105,18 @@ def locked(workdir: Path) -> Iterator[None]:
         raise ConfigError(
             f"--workdir={workdir} cannot be written to: {error}"
         ) from error
+
+
+def is_locked(workdir: Path) -> bool:
+    """Whether a run is writing to `workdir`."""
+    try:
+        with (workdir / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:

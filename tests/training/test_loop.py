@@ -19,8 +19,8 @@ from haiku_template.devices import DeviceManager, PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.training import classification, experiment, make_program, train
 from haiku_template.training.checkpoint import CheckpointError
+from haiku_template.training.finite import NonFiniteError
 from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.loop import NonFiniteError
 from haiku_template.training.metrics import read
 from haiku_template.training.tasks import TaskError
 
@@ -220,8 +220,53 @@ def test_an_implicit_copy_in_the_loop_is_an_error(tmp_path):
     program = with_step(
         program, lambda state, batch: step(state, jax.device_get(batch))
     )
-    with pytest.raises(Exception, match="Disallowed host-to-device"):
+    words = r"the batch's \['inputs'\] .* is on host \(NumPy\)"
+    with pytest.raises(PlacementError, match=words):
         train(program, num_steps=3, workdir=tmp_path)
+
+
+def test_a_numpy_leaf_in_the_state_is_an_error_that_names_it(tmp_path, devices):
+    program = made(devices.num_devices)
+    step = program.train_step
+
+    def train_step(state, batch):
+        state, scalars = step(state, batch)
+        params = state.params | {
+            "mlp/~/linear_0": {
+                name: np.asarray(leaf)
+                for name, leaf in state.params["mlp/~/linear_0"].items()
+            }
+        }
+        return state._replace(params=params), scalars
+
+    words = r"the state's .params\['mlp/~/linear_0'\]\['b'\] .* is on host \(NumPy\)"
+    with pytest.raises(PlacementError, match=words):
+        train(with_step(program, train_step), num_steps=3, workdir=tmp_path)
+
+
+def test_a_batch_committed_elsewhere_is_an_error_that_names_it(tmp_path, devices):
+    class Committed:
+        def batch(self, step):
+            return {"inputs": jnp.from_dlpack(INPUTS[:8]), "labels": LABELS[:8]}
+
+    program = made(devices.num_devices)
+    program = program._replace(data=program.data._replace(train=Committed()))
+    words = r"\['inputs'\] is a JAX array on cpu:0 and committed there"
+    with pytest.raises(PlacementError, match=words):
+        train(program, num_steps=3, workdir=tmp_path)
+
+
+def test_a_model_that_leaks_a_tracer_is_refused_by_name(tmp_path, devices):
+    def forward(inputs, is_training):
+        inputs = inputs.reshape(len(inputs), -1)
+        return jax.jit(lambda x: hk.Linear(3, name="lost")(x))(inputs)
+
+    program = made(devices.num_devices, model=hk.transform(forward))
+    with pytest.raises(PlacementError, match=r"params\['lost'\]\['b'\].* tracer"):
+        train(program, num_steps=3, workdir=tmp_path)
+    assert not (tmp_path / "checkpoints").exists() or not list(
+        (tmp_path / "checkpoints").iterdir()
+    )
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
