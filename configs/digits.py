@@ -23,7 +23,7 @@ def get_config() -> config_dict.ConfigDict:
     config.best_metric = "eval/accuracy"
     config.best_mode = "max"
 
-    config.data = {"name": "digits"}
+    config.data = {"name": "digits", "placement": "host"}
     config.model = {"name": "mlp", "width": 256, "num_layers": 2, "dropout": 0.0}
     config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 1e-3

@@ -24,7 +24,7 @@ def get_config() -> config_dict.ConfigDict:
     config.best_metric = "eval/accuracy"
     config.best_mode = "max"
 
-    config.data = {"name": "digits"}
+    config.data = {"name": "digits", "placement": "host"}
     config.model = {
         "name": "resnet",
         "channels": (16, 32),

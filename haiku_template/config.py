@@ -43,7 +43,8 @@ def default_config() -> config_dict.ConfigDict:
     config.best_mode = "min"  # Or max.
 
     config.task = {"name": "classification"}  # Or regression.
-    config.data = {"name": "digits"}
+    # Training data on the host; or staged on each device; or auto: staged if it fits.
+    config.data = {"name": "digits", "placement": "host"}
     config.model = {"name": "mlp"}
 
     config.optimizer = config_dict.ConfigDict()

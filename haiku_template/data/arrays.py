@@ -91,6 +91,23 @@ class ArrayDataset:
                 f"by {self.spec.process_count} processes"
             )
 
+    @property
+    def staged(self) -> dict[str, np.ndarray] | None:
+        """What `gather` reads from; None where the host has to augment it."""
+        if self.augment is not None:
+            return None
+        return {"inputs": self.inputs, "labels": self.labels}
+
+    def rows(self, step: int) -> np.ndarray:
+        """The examples in this process's share of a batch: int64 [B / processes]."""
+        size = self.spec.batch_size // self.spec.process_count
+        first = self.spec.process_index * size
+        return self._rows(step)[first : first + size]
+
+    def gather(self, arrays: Batch, rows: Any) -> Batch:
+        """The batch that `rows` of `staged` make; for NumPy and for JAX."""
+        return {name: array[rows] for name, array in arrays.items()}
+
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""
         rows = self._rows(step)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import audit, hardware, layout, selection
+from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.compiled import CompiledStep
 from haiku_template.devices.errors import DeviceError
 from haiku_template.devices.leaks import leaks_named
@@ -119,22 +120,14 @@ class DeviceManager(NamedTuple):
         the mesh axis by its name, as steps do, so that modules that average over it
         (`hk.BatchNorm`) initialise too.
         """
-        make = self._with_axis(fn)
+        make = with_axis(fn, self.axis_name)
         with leaks_named(functools.partial(make, *args)):
             return jax.jit(make, out_shardings=self.replicated)(*args)
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
-        shapes = jax.eval_shape(self._with_axis(fn), *args)
+        shapes = jax.eval_shape(with_axis(fn, self.axis_name), *args)
         return layout.shapes(shapes, self.replicated)
-
-    def _with_axis(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        if self.axis_name is None:
-            return fn
-        # An axis of size one: averages over it are the identity.
-        return jax.vmap(
-            fn, in_axes=None, out_axes=None, axis_name=self.axis_name, axis_size=1
-        )
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis."""
@@ -183,7 +176,10 @@ class DeviceManager(NamedTuple):
         return layout.shapes(batch, NamedSharding(self.replicated.mesh, spec))
 
     def compile(
-        self, step: Callable[[Any, Any], Any], donate_argnums: int | tuple = 0
+        self,
+        step: Callable[..., Any],
+        donate_argnums: int | tuple = 0,
+        shared: Any = None,
     ) -> CompiledStep:
         """Compiles `step(state, batch)`, written for one device's share of the batch.
 
@@ -192,12 +188,15 @@ class DeviceManager(NamedTuple):
         on every device: average it with `mean_over`. `check_replicas` tells if it is.
 
         Args:
-          step: pure function of (state, batch).
+          step: pure function of (state, batch), or of (state, batch, shared).
           donate_argnums: arguments whose memory the results may take over.
+          shared: pytree of NumPy arrays, put whole on every device at the first call.
         """
-        return CompiledStep(
-            step, self.devices, self.axis_name, donate_argnums, self.ledger
-        )
+        more = () if shared is None else (shared,)
+        shared = functools.cache(lambda: self.replicate(more))
+        shapes = layout.shapes(more, self.replicated)
+        where = self.devices, self.axis_name, self.ledger
+        return CompiledStep(step, *where, donate_argnums, shared, shapes)
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""

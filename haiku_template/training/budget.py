@@ -12,6 +12,7 @@ from rich.table import Table
 from haiku_template.training.program import Program
 
 WAITING_BATCHES = 3  # Two in the prefetch queue, one in the thread's hands.
+WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 LARGEST = 3
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -27,7 +28,8 @@ class Budget(NamedTuple):
 
     Attributes:
       params, net_state, opt_state, ema_params: the parts of the train state.
-      batch: one device's share of a batch.
+      data: the training set, where it is staged on each device.
+      batch: one device's share of a batch, or of the row numbers of many.
       waiting: batches made ahead of their step.
       temporaries: what the step uses in between, such as activations and gradients.
       step_peak: the most that one step holds: state, batch, temporaries, new values
@@ -40,6 +42,7 @@ class Budget(NamedTuple):
     net_state: int
     opt_state: int
     ema_params: int
+    data: int
     batch: int
     waiting: int
     temporaries: int
@@ -61,6 +64,8 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
     # On several devices the compiled program, and what it says, is one device's.
     analysis = program.train_step.lower(state, batch).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices
+    data = _bytes(program.train_step.abstract_shared)
+    waiting = share * (WAITING_BLOCKS if data else WAITING_BATCHES)
     step_peak = (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -73,11 +78,12 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
         net_state=_bytes(state.net_state),
         opt_state=_bytes(state.opt_state),
         ema_params=_bytes(state.ema_params),
+        data=data,
         batch=share,
-        waiting=WAITING_BATCHES * share,
+        waiting=waiting,
         temporaries=analysis.temp_size_in_bytes,
         step_peak=step_peak,
-        peak=step_peak + WAITING_BATCHES * share,
+        peak=step_peak + waiting,
         limit=devices.memory_limit() if limit is None else limit,
     )
 
@@ -116,7 +122,7 @@ def _suggestion(program: Program, limit: int) -> str:
     for parts in range(now + 1, share + 1):
         if share % parts:
             continue
-        peak = memory_budget(program.with_accumulation(parts), limit).peak
+        peak = memory_budget(program.with_parts(accumulate_steps=parts), limit).peak
         if peak <= limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "

@@ -21,6 +21,7 @@ from haiku_template.training.checkpoint import CheckpointError, Checkpoints
 from haiku_template.training.evaluation import evaluate
 from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
+from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
 from haiku_template.training.state import TrainState
@@ -41,8 +42,17 @@ LOOP_KEYS = (
 )
 
 
-def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
+def build(
+    config: config_dict.ConfigDict,
+    devices: DeviceManager,
+    memory_limit: int | None = None,
+) -> Program:
     """Makes the program that a config describes.
+
+    Args:
+      config: checked.
+      devices: where to run.
+      memory_limit: bytes that each device has; None asks JAX.
 
     Raises:
       ConfigError: an unknown name or key, or a value that does not fit.
@@ -51,9 +61,11 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
     """
     task = _task(config.task)
     spec = BatchSpec(config.batch_size, config.seed, config.task.name)
-    data = _make("data", config.data, DATASETS, spec)
+    values = config.data.to_dict()
+    placement = values.pop("placement", "host")
+    data = _make("data", values, DATASETS, spec)
     facts = {"num_outputs": data.num_outputs, "axis_name": devices.axis_name}
-    model = _make("model", config.model, MODELS, **facts)
+    model = _make("model", config.model.to_dict(), MODELS, **facts)
     values = config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
     try:
@@ -69,7 +81,7 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
         raise ConfigError(
             f"config.precision={config.precision!r}; possible are {', '.join(POLICIES)}"
         )
-    return make_program(
+    program = make_program(
         devices=devices,
         model=model,
         task=task,
@@ -81,6 +93,7 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
         ema_decay=config.ema_decay,
         seed=config.seed,
     )
+    return place_data(program, placement, memory_limit)
 
 
 def run(
@@ -104,7 +117,7 @@ def run(
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
-    program = build(config, devices)
+    program = build(config, devices, memory_limit)
     if dry_run:
         budget = check_budget(program, memory_limit)
         Console().print(devices.describe(), budget_table(budget), sep="\n")
@@ -129,6 +142,7 @@ def evaluate_checkpoint(
       ConfigError: no such checkpoint, or nothing to evaluate on.
       CheckpointError: the checkpoint is damaged.
     """
+    config.data.placement = "host"
     # Rows of padding make up for a batch that does not split over these devices.
     config.batch_size += -config.batch_size % (
         devices.num_devices * config.accumulate_steps
@@ -203,7 +217,6 @@ def _make(
     key: str, values: Any, table: dict[str, Callable], *args: Any, **kwargs: Any
 ) -> Any:
     """Calls what `values.name` means with the other values as keyword arguments."""
-    values = values.to_dict()
     name = values.pop("name", None)
     function = resolve(key, name, table)
     _check_keys(key, name, function, values, *args, **kwargs)

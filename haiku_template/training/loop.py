@@ -4,7 +4,6 @@ The mathematics is in `steps.py`; together they are the whole of a run.
 """
 
 import contextlib
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
 from haiku_template.training.profiling import Profiler
-from haiku_template.training.program import Program
+from haiku_template.training.program import Program, batch_maker
 from haiku_template.training.progress import Display, first_lines, memory_text
 from haiku_template.training.state import TrainState
 from haiku_template.training.workdir import check as check_workdir
@@ -164,13 +163,7 @@ class _Run:
         in_flight: deque[Any] = deque()
         ledger = self.devices.ledger
 
-        def make(step: int) -> Any:
-            begun = time.perf_counter()
-            batch = self.program.data.train.batch(step)
-            ledger.add_since("data", begun)
-            return self.devices.shard(batch)
-
-        with Prefetcher(make, start, stop) as batches:
+        with Prefetcher(batch_maker(self.program), start, stop) as batches:
             self._say(self.profiler.begin(start))
             self.clock.start(start)
             for step, batch in enumerate(ledger.waits(batches), start + 1):

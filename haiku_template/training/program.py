@@ -1,5 +1,6 @@
 """A model, a task and data, compiled for devices."""
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 
 from haiku_template.data import Data
+from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Model
 from haiku_template.training import steps
@@ -34,6 +36,7 @@ class Program(NamedTuple):
       init: makes the train state; run it with `devices.init`.
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
+      placement: where the training data lives, in words.
       parts: the arguments of `make_program`.
     """
 
@@ -43,11 +46,12 @@ class Program(NamedTuple):
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
+    placement: str
     parts: dict[str, Any]
 
-    def with_accumulation(self, accumulate_steps: int) -> "Program":
-        """The same program, working through each batch in so many parts."""
-        return make_program(**self.parts | {"accumulate_steps": accumulate_steps})
+    def with_parts(self, **parts: Any) -> "Program":
+        """The same program with some arguments of `make_program` changed."""
+        return make_program(**self.parts | parts)
 
 
 def make_program(
@@ -62,6 +66,7 @@ def make_program(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
+    placement: str = "host",
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
 
@@ -76,8 +81,11 @@ def make_program(
       accumulate_steps: parts of a device's share of a batch, worked through in turn.
       ema_decay: evaluate an average of the parameters with this decay.
       seed: of the initial parameters and of dropout.
+      placement: `host`, where the training data stays and batches travel; or `device`,
+        where all of it is staged once, and batches are gathered.
 
     Raises:
+      DataError: the data cannot be staged.
       PlacementError: the batch does not split over the devices and parts.
       ProgramError: the model is not transformed.
       ValueError: an unknown precision.
@@ -116,15 +124,46 @@ def make_program(
         **shared,
     )
     eval_step = steps.make_eval_step(task=task, axis_name=devices.axis_name, **shared)
+    staged, words = None, "on the host, from where each batch travels"
+    if placement == "device":
+        blocks = RowBlocks(data.train, batch_size)
+        staged, words = blocks.dataset.staged, f"staged on each device, {blocks.size}"
+        data = data._replace(train=blocks)
+        train_step = _gathering(train_step, blocks)
     return Program(
         devices,
         data,
         batch_size,
         init,
-        devices.compile(train_step),
+        devices.compile(train_step, shared=staged),
         devices.compile(eval_step, donate_argnums=()),
+        words,
         parts,
     )
+
+
+def batch_maker(program: Program) -> Callable[[int], Any]:
+    """A function that makes the batch of a step and puts it on the devices."""
+    devices = program.devices
+    last: tuple[Any, Any] = (None, None)
+
+    def make(step: int) -> Any:
+        nonlocal last
+        begun = time.perf_counter()
+        batch = program.data.train.batch(step)
+        devices.ledger.add_since("data", begun)
+        if batch is not last[0]:  # Staged data gives one object for many steps.
+            last = batch, devices.shard(batch)
+        return last[1]
+
+    return make
+
+
+def _gathering(train_step: Callable, blocks: RowBlocks) -> Callable:
+    def step(state: TrainState, block: Any, arrays: Any) -> Any:
+        return train_step(state, blocks.gather(arrays, block, state.step))
+
+    return step
 
 
 def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -103,6 +103,7 @@ def first_lines(
         f"devices   {devices.describe()}",
         parameter_table(state.params),
         f"batch     {program.batch_size} examples, {share} on each device",
+        f"data      {program.placement}",
         f"workdir   {directory}{resumed}",
     ]
 

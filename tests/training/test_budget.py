@@ -56,7 +56,7 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
 
 def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_path):
     program = build(digits_resnet, model=small())
-    parted = program.with_accumulation(4)
+    parted = program.with_parts(accumulate_steps=4)
     limit = memory_budget(parted).peak
     with pytest.raises(MemoryBudgetError) as caught:
         train(program, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_pa
     assert "the largest arrays of the state are .params['head']" in words
     parts = int(words.split("--config.accumulate_steps=")[1].split()[0])
     assert 2 <= parts <= 4
-    suggested = program.with_accumulation(parts)
+    suggested = program.with_parts(accumulate_steps=parts)
     options = {"num_steps": 10, "log_every": 1}
     train(suggested, workdir=tmp_path / "b", memory_limit=limit, **options)
     train(program, workdir=tmp_path / "c", **options)

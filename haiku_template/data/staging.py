@@ -1,0 +1,93 @@
+"""Data that is staged once on the devices, so that no bytes travel in a step."""
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+
+from haiku_template.data.errors import DataError
+
+BLOCK_BYTES = 2**20  # Of row numbers that go to the devices at once.
+
+
+class Stageable(Protocol):
+    """A data set whose batches are rows of arrays, gathered by a pure function."""
+
+    @property
+    def staged(self) -> dict[str, np.ndarray] | None:
+        """The arrays; None where batches need more than gathering."""
+        ...
+
+    def rows(self, step: int) -> np.ndarray:
+        """Numbers that say which rows are in a batch: int64 [B]."""
+        ...
+
+    def gather(self, arrays: dict[str, Any], rows: Any) -> dict[str, Any]:
+        """The batch of `rows`; the same of NumPy and of JAX arrays."""
+        ...
+
+
+def why_not_staged(dataset: Any) -> str:
+    """Why a data set cannot be staged on devices; "" if it can."""
+    arrays = getattr(dataset, "staged", None)
+    if arrays is None:
+        return "its batches are made on the host"
+    size = max(len(array) for array in arrays.values())
+    if size >= 2**31:
+        total = sum(array.nbytes for array in arrays.values())
+        return (
+            f"it has {size:,} rows ({total / 2**30:.2f} GiB), and the 32-bit numbers "
+            f"that devices count with reach {2**31 - 1:,}"
+        )
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowBlocks:
+    """The row numbers of many steps at once, in place of the batches themselves.
+
+    Attributes:
+      dataset: what is staged.
+      batch_size: B.
+
+    Raises:
+      DataError: it cannot be staged; says why.
+    """
+
+    dataset: Stageable
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        reason = why_not_staged(self.dataset)
+        if reason:
+            raise DataError(
+                f"data.placement=device cannot be had with this data set: {reason}; "
+                "possible are host and auto"
+            )
+
+    @property
+    def size(self) -> str:
+        """What is staged, in words."""
+        total = sum(array.nbytes for array in self.dataset.staged.values())
+        return f"{total:,} bytes; batches are gathered there"
+
+    @property
+    def steps(self) -> int:
+        """How many steps one block is for."""
+        return max(BLOCK_BYTES // (4 * self.batch_size), 1)
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """`rows`, int32 [B, steps]: the same object for each step of a block."""
+        return _block(self, step // self.steps)
+
+    def gather(self, arrays: dict[str, Any], block: Any, step: Any) -> dict[str, Any]:
+        """On the devices: the batch of a step, from one device's share of a block."""
+        return self.dataset.gather(arrays, block["rows"][:, step % self.steps])
+
+
+@functools.lru_cache(maxsize=2)
+def _block(blocks: RowBlocks, index: int) -> dict[str, np.ndarray]:
+    first = index * blocks.steps
+    columns = [blocks.dataset.rows(first + n) for n in range(blocks.steps)]
+    return {"rows": np.stack(columns, axis=1).astype(np.int32)}

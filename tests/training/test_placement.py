@@ -1,0 +1,144 @@
+"""Training data staged on the devices: the same run, and no bytes in a step."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.config import ConfigError
+from haiku_template.data import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    DataError,
+    EvaluationSet,
+    staging,
+)
+from haiku_template.models import mlp
+from haiku_template.training import classification, make_program, train
+from haiku_template.training.budget import memory_budget
+from haiku_template.training.interrupts import Interrupted
+from haiku_template.training.metrics import read
+from haiku_template.training.placement import place_data
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.integers(0, 255, size=(50, 8, 8, 1)).astype(np.uint8)
+LABELS = RNG.integers(0, 3, 50)
+
+
+def made(devices, augment=None, **options):
+    data = Data(
+        ArrayDataset(INPUTS, LABELS, BatchSpec(8), augment),
+        EvaluationSet(INPUTS, LABELS, 16),
+        3,
+        lambda inputs: inputs.astype("float32") / 255,
+    )
+    return make_program(
+        devices=devices,
+        model=mlp(3, width=8),
+        task=classification,
+        data=data,
+        optimizer=optax.adam(1e-3),
+        **options,
+    )
+
+
+def losses(workdir):
+    rows = read(workdir / "metrics.jsonl")
+    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("block_steps", [3, 1000])
+def test_staged_and_host_are_bitwise_the_same_run(
+    tmp_path, devices, monkeypatch, accumulate_steps, block_steps
+):
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * block_steps)
+    program = made(devices, accumulate_steps=accumulate_steps)
+    options = {"num_steps": 8, "log_every": 1}
+    host = train(program, workdir=tmp_path / "host", **options)
+    staged = train(
+        place_data(program, "device"), workdir=tmp_path / "device", **options
+    )
+    assert losses(tmp_path / "host") == losses(tmp_path / "device")
+    for x, y in zip(*map(jax.tree.leaves, (host.state, staged.state)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
+    program = place_data(made(devices), "device")
+    before = devices.ledger.totals()["bytes_to_devices"]
+    train(program, num_steps=30, workdir=tmp_path, log_every=10)
+    rows = [r for r in read(tmp_path / "metrics.jsonl") if "train/loss" in r]
+    assert [row["perf/bytes_to_devices"] for row in rows] == [0, 0, 0]
+    size = INPUTS.nbytes + 4 * len(LABELS)  # int64 becomes int32 there.
+    staged_once = size * devices.num_devices + staging.BLOCK_BYTES
+    travelled = devices.ledger.totals()["bytes_to_devices"] - before
+    evaluations = 4 * (16 * 64 + 16 * 4 + 16)
+    assert travelled == staged_once + evaluations
+    assert f"staged on each device, {INPUTS.nbytes + LABELS.nbytes:,}" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
+    program = place_data(made(devices), "device")
+    options = {"num_steps": 8, "log_every": 1, "save_every": 1}
+    train(program, workdir=tmp_path / "whole", **options)
+    blocks = program.data.train
+
+    class Stops:
+        def batch(self, step):
+            if step == 5:
+                raise Interrupted("stopped", 75)
+            return blocks.batch(step)
+
+    stopping = program._replace(data=program.data._replace(train=Stops()))
+    with pytest.raises(Interrupted):
+        train(stopping, workdir=tmp_path / "parts", **options)
+    train(program, workdir=tmp_path / "parts", **options)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_auto_stages_what_fits_and_says_so(devices):
+    program = made(devices)
+    need = memory_budget(place_data(program, "device")).peak
+    assert place_data(program, "auto", need).placement.startswith("staged")
+    refused = place_data(program, "auto", need - 1)
+    assert re.match(
+        "on the host, because staged it would make a run", refused.placement
+    )
+    assert refused.train_step is program.train_step
+    words = place_data(program, "auto").placement
+    assert words == "on the host, because a device's memory is not known here"
+
+
+def test_the_budget_counts_what_is_staged(devices):
+    program = made(devices)
+    budget = memory_budget(place_data(program, "device"))
+    assert budget.data == INPUTS.nbytes + 4 * len(LABELS)
+    assert budget.step_peak > memory_budget(program).step_peak
+    assert memory_budget(program).data == 0
+
+
+def test_what_the_host_augments_is_not_staged(devices):
+    program = made(devices, augment=lambda inputs, rng: inputs)
+    with pytest.raises(DataError, match="batches are made on the host"):
+        place_data(program, "device")
+    assert "made on the host" in place_data(program, "auto", 2**40).placement
+
+
+def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):
+    class Large:
+        staged = {"tokens": np.broadcast_to(np.uint16(0), 10_248_871_837)}
+
+    with pytest.raises(DataError, match=r"10,248,871,837 rows \(19.09 GiB\)"):
+        staging.RowBlocks(Large(), 8)
+
+
+def test_an_unknown_placement_is_refused(devices):
+    with pytest.raises(ConfigError, match="possible are host, device, auto"):
+        place_data(made(devices), "gpu")
