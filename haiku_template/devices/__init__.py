@@ -1,6 +1,6 @@
 """Devices: which ones a run uses, and every copy to and from them."""
 
-from haiku_template.devices.audit import Placement, describe
+from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.manager import DeviceManager
@@ -12,6 +12,7 @@ __all__ = [
     "DeviceManager",
     "Placement",
     "PlacementError",
+    "audit_table",
     "check_replicas",
     "describe",
     "device_put_replicated",
