@@ -1,6 +1,6 @@
 """Devices: which ones a run uses, and every copy to and from them."""
 
-from haiku_template.devices.audit import Placement, describe
+from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.ledger import Ledger
@@ -14,6 +14,7 @@ __all__ = [
     "Ledger",
     "Placement",
     "PlacementError",
+    "audit_table",
     "check_replicas",
     "describe",
     "device_put_replicated",

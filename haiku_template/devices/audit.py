@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from haiku_template.devices.errors import PlacementError
 from haiku_template.devices.leaks import REMEDY
@@ -143,3 +146,41 @@ def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
                 "for; give it with devices.replicate or devices.shard"
             )
     return ""
+
+
+def audit_table(rows: Sequence[Placement]) -> Group:
+    """What `audit` found, for `rich.print`; 80 columns are enough.
+
+    Leaves that live alike share a table, and above it stand where they are, whether
+    they are committed, their memory kind and the verdict. Faults come last, where a
+    terminal still shows them.
+    """
+    alike: dict[Any, list[Placement]] = {}
+    for row in rows:
+        key = (row.verdict, row.where, row.committed, row.memory_kind)
+        alike.setdefault(key, []).append(row)
+    groups = sorted(alike.values(), key=lambda group: bool(group[0].verdict))
+    parts = [part for group in groups for part in ("", *_tables(group))]
+    return Group(*parts[1:])
+
+
+def _tables(group: list[Placement]) -> tuple[Table, Table]:
+    """The facts that the rows share, and a row for each leaf."""
+    first = group[0]
+    facts = [first.where]
+    if first.memory_kind:
+        facts += ["committed" if first.committed else "uncommitted"]
+        facts += [f"memory kind {first.memory_kind}"]
+    shared = Table.grid(padding=(0, 1))
+    shared.add_row("where", "; ".join(facts))
+    shared.add_row("verdict", first.verdict or "ok", style="bold" * bool(first.verdict))
+    leaves = Table(box=None, padding=(0, 0, 0, 2))
+    leaves.add_column("path", overflow="fold")
+    leaves.add_column("shape", no_wrap=True)
+    leaves.add_column("dtype", no_wrap=True)
+    leaves.add_column("bytes", no_wrap=True, justify="right")
+    for row in group:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        # As Text: brackets in a path are no markup.
+        leaves.add_row(Text(row.path), shape, row.dtype, f"{row.bytes:,}")
+    return shared, leaves

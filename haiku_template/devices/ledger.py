@@ -37,6 +37,13 @@ class Ledger:
         """Enters the seconds since `begun`, a reading of `time.perf_counter()`."""
         self.add(name, time.perf_counter() - begun)
 
+    def arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
+        """Waits for a copy to the devices that was asked for at `begun`; enters it."""
+        jax.block_until_ready(placed)
+        self.add_since("to_devices", begun)
+        self.add("bytes_to_devices", copies * tree_bytes(placed))
+        return placed
+
     def totals(self) -> Counter[str]:
         """Everything entered so far; what never was, counts as 0."""
         with self._lock:

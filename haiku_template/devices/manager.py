@@ -130,18 +130,15 @@ class DeviceManager(NamedTuple):
         return layout.shapes(shapes, self.replicated)
 
     def replicate(self, tree: Any) -> Any:
-        """Puts every leaf whole on every device, without a leading device axis."""
+        """Puts every leaf whole on every device, without a leading device axis.
+
+        A JAX array that is on one of them already shares its memory with the result:
+        a step that donates it takes the source as well.
+        """
         sharding = self.replicated
         begun = time.perf_counter()
         placed = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
-        return self._arrived(placed, begun, copies=self.num_devices)
-
-    def _arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
-        """Waits for a copy to the devices, and enters it in the ledger."""
-        jax.block_until_ready(placed)
-        self.ledger.add_since("to_devices", begun)
-        self.ledger.add("bytes_to_devices", copies * tree_bytes(placed))
-        return placed
+        return self.ledger.arrived(placed, begun, copies=self.num_devices)
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """The rows of one device's share of a batch; see `layout.check_batch_size`."""
@@ -164,7 +161,7 @@ class DeviceManager(NamedTuple):
         """
         layout.check_host_batch(batch, self.num_devices)
         begun = time.perf_counter()
-        return self._arrived(device_put_split(batch, self.devices), begun)
+        return self.ledger.arrived(device_put_split(batch, self.devices), begun)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
