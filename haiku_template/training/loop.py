@@ -18,7 +18,6 @@ from haiku_template.training import workdir as names
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
 from haiku_template.training.clock import Clock
-from haiku_template.training.evaluation import evaluate
 from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
@@ -216,6 +215,7 @@ class _Run:
 
     def _log(self, step: int, scalars: Any) -> None:
         values = self._fetch_finite(step, scalars)
+        values |= self.program.derive(values)
         speed = self.clock.read(step)
         rate = speed["perf/steps_per_second"] * self.program.batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
@@ -224,12 +224,11 @@ class _Run:
         self.display.train(step, metrics, memory_text(self.devices))
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-        evaluation = self.program.data.evaluation
         with contextlib.ExitStack() as stack:
             if not self.evaluated:
                 # Compiling may read arrays that a task or a model closes over.
                 stack.enter_context(self.devices.implicit_transfers())
-            metrics = evaluate(self.devices, self.program.eval_step, state, evaluation)
+            metrics = self.program.evaluate(state)
         self.evaluated = True
         self.checkpoints.check_metric(metrics)
         self.writer.write(step, metrics)

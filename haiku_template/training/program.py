@@ -14,10 +14,11 @@ from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Model
 from haiku_template.training import steps
+from haiku_template.training.evaluation import evaluate
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init
-from haiku_template.training.tasks import Task
+from haiku_template.training.tasks import Derive, Task, nothing_more
 
 
 class ProgramError(ValueError):
@@ -36,6 +37,7 @@ class Program(NamedTuple):
       init: makes the train state; run it with `devices.init`.
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
+      derive: metrics that are no averages, of the averages.
       placement: where the training data lives, in words.
       parts: the arguments of `make_program`.
     """
@@ -46,8 +48,14 @@ class Program(NamedTuple):
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
+    derive: Derive
     placement: str
     parts: dict[str, Any]
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Metrics of the evaluation set; see `evaluation.evaluate`."""
+        data = self.data.evaluation
+        return evaluate(self.devices, self.eval_step, state, data, self.derive)
 
     def with_parts(self, **parts: Any) -> "Program":
         """The same program with some arguments of `make_program` changed."""
@@ -66,6 +74,7 @@ def make_program(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
+    derive: Derive = nothing_more,
     placement: str = "host",
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
@@ -81,6 +90,7 @@ def make_program(
       accumulate_steps: parts of a device's share of a batch, worked through in turn.
       ema_decay: evaluate an average of the parameters with this decay.
       seed: of the initial parameters and of dropout.
+      derive: makes further metrics of the task's averages, such as `perplexity`.
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
 
@@ -91,16 +101,10 @@ def make_program(
       ValueError: an unknown precision.
     """
     parts = dict(locals())
-    if not isinstance(model, hk.Transformed | hk.TransformedWithState):
-        raise ProgramError(
-            f"the model is a {type(model).__name__}; it must be what hk.transform or "
-            "hk.transform_with_state makes of forward(inputs, is_training)"
-        )
+    model = _with_state(model)
     example = data.train.batch(0)
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
-    if isinstance(model, hk.Transformed):
-        model = hk.with_empty_state(model)
     shared = {
         "model": model,
         "preprocess": data.preprocess,
@@ -137,9 +141,21 @@ def make_program(
         init,
         devices.compile(train_step, shared=staged),
         devices.compile(eval_step, donate_argnums=()),
+        derive,
         words,
         parts,
     )
+
+
+def _with_state(model: Any) -> hk.TransformedWithState:
+    if isinstance(model, hk.Transformed):
+        return hk.with_empty_state(model)
+    if not isinstance(model, hk.TransformedWithState):
+        raise ProgramError(
+            f"the model is a {type(model).__name__}; it must be what hk.transform or "
+            "hk.transform_with_state makes of forward(inputs, is_training)"
+        )
+    return model
 
 
 def batch_maker(program: Program) -> Callable[[int], Any]:
