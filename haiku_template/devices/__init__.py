@@ -5,6 +5,7 @@ from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
+from haiku_template.devices.peak import matmul_peak
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
 
@@ -19,6 +20,7 @@ __all__ = [
     "describe",
     "device_put_replicated",
     "device_put_sharded",
+    "matmul_peak",
     "mean_over",
     "sum_over",
 ]

@@ -14,7 +14,7 @@ from rich.console import Console
 from haiku_template.config import ConfigError, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
-from haiku_template.models import MODELS, Model
+from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
@@ -23,6 +23,7 @@ from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
 from haiku_template.training.restoring import restore
 from haiku_template.training.tasks import DERIVED, TASKS, Task, nothing_more
+from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
 
 LOOP_KEYS = (
@@ -84,6 +85,7 @@ def build(
         ema_decay=config.ema_decay,
         seed=config.seed,
         derive=DERIVED.get(config.task.name, nothing_more),
+        work=_work(config, data),
     )
     return place_data(program, config.data.get("placement", "host"), memory_limit)
 
@@ -116,6 +118,17 @@ def make_model(
     """
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
     return _make("model", config.model.to_dict(), MODELS, **facts)
+
+
+def _work(config: config_dict.ConfigDict, data: Data) -> Work:
+    if config.task.name != "language_model":
+        return UNKNOWN
+    tokens = data.train.batch(0)["labels"].shape[1]
+    values = config.model.to_dict()
+    flops = FLOPS_PER_TOKEN.get(values.pop("name"))
+    if flops is None:
+        return Work(tokens)
+    return Work(tokens, tokens * flops(data.num_outputs, tokens, **values))
 
 
 def run(

@@ -12,7 +12,7 @@ import jax
 
 from haiku_template.config import ConfigError
 from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import check_replicas
+from haiku_template.devices import check_replicas, matmul_peak
 from haiku_template.training import report
 from haiku_template.training import workdir as names
 from haiku_template.training.budget import budget_table, check_budget
@@ -25,6 +25,7 @@ from haiku_template.training.profiling import Profiler
 from haiku_template.training.program import Program, batch_maker
 from haiku_template.training.progress import Display, first_lines, memory_text
 from haiku_template.training.state import TrainState
+from haiku_template.training.throughput import rates
 from haiku_template.training.workdir import check as check_workdir
 from haiku_template.training.workdir import locked, open_workdir
 
@@ -155,6 +156,9 @@ class _Run:
         self.profiler = profiler
         self.every = every
         self.evaluated = False
+        self.peak = None
+        if program.work.flops:
+            self.peak = matmul_peak(program.devices, program.compute_dtype)
         self.clock = Clock(program.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
@@ -219,7 +223,7 @@ class _Run:
         speed = self.clock.read(step)
         rate = speed["perf/steps_per_second"] * self.program.batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
-        metrics |= speed | {"perf/examples_per_second": rate}
+        metrics |= speed | rates(self.program.work, rate, self.peak)
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 

@@ -19,6 +19,7 @@ from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init
 from haiku_template.training.tasks import Derive, Task, nothing_more
+from haiku_template.training.throughput import UNKNOWN, Work
 
 
 class ProgramError(ValueError):
@@ -39,6 +40,7 @@ class Program(NamedTuple):
       eval_step: ((params, net_state), batch on devices) to sums.
       derive: metrics that are no averages, of the averages.
       placement: where the training data lives, in words.
+      work: what an example amounts to.
       parts: the arguments of `make_program`.
     """
 
@@ -50,7 +52,14 @@ class Program(NamedTuple):
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
     derive: Derive
     placement: str
+    work: Work
     parts: dict[str, Any]
+
+    @property
+    def compute_dtype(self) -> Any:
+        """What the model computes in."""
+        policy = Precision.create(self.parts["precision"], self.devices.platform)
+        return policy.policy.compute_dtype
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics of the evaluation set; see `evaluation.evaluate`."""
@@ -76,6 +85,7 @@ def make_program(
     seed: int = 0,
     derive: Derive = nothing_more,
     placement: str = "host",
+    work: Work = UNKNOWN,
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
 
@@ -93,6 +103,7 @@ def make_program(
       derive: makes further metrics of the task's averages, such as `perplexity`.
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
+      work: what an example amounts to, for what is reported of the run's speed.
 
     Raises:
       DataError: the data cannot be staged.
@@ -143,6 +154,7 @@ def make_program(
         devices.compile(eval_step, donate_argnums=()),
         derive,
         words,
+        work,
         parts,
     )
 

@@ -17,6 +17,7 @@ from haiku_template.training import workdir as names
 from haiku_template.training.clock import bound_text
 from haiku_template.training.program import Program
 from haiku_template.training.state import TrainState
+from haiku_template.training.throughput import rate_text
 
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
@@ -75,9 +76,8 @@ class Display:
 
     def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
         """Reports training metrics: in the bar, or as a line."""
-        rate = metrics["perf/examples_per_second"]
         left = (self.num_steps - step) / metrics["perf/steps_per_second"]
-        numbers = f"{_numbers(metrics, 'train/')}  {rate:,.0f} examples/s"
+        numbers = f"{_numbers(metrics, 'train/')}  {rate_text(metrics)}"
         line = f"{numbers}  ETA {_clock(left)}  {bound_text(metrics)}  memory {memory}"
         full = f"step {step:>6}/{self.num_steps}  {line}"
         if self._bar.disable:
