@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import haiku as hk
 
+from haiku_template.models.bert import bert
 from haiku_template.models.mlp import mlp
 from haiku_template.models.resnet import resnet
 
 Model = hk.Transformed | hk.TransformedWithState
 
-MODELS: dict[str, Callable[..., Model]] = {"mlp": mlp, "resnet": resnet}
+MODELS: dict[str, Callable[..., Model]] = {"mlp": mlp, "resnet": resnet, "bert": bert}
 
-__all__ = ["MODELS", "Model", "mlp", "resnet"]
+__all__ = ["MODELS", "Model", "bert", "mlp", "resnet"]
