@@ -3,6 +3,7 @@
 from haiku_template.devices.audit import Placement, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices.layout import host_buffer
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
@@ -14,6 +15,7 @@ __all__ = [
     "PlacementError",
     "check_replicas",
     "describe",
+    "host_buffer",
     "device_put_replicated",
     "device_put_sharded",
     "mean_over",
