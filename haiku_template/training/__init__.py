@@ -2,13 +2,20 @@
 
 from haiku_template.training.loop import Result, train
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.tasks import classification, regression
+from haiku_template.training.tasks import (
+    classification,
+    language_model,
+    perplexity,
+    regression,
+)
 
 __all__ = [
     "Program",
     "Result",
     "classification",
+    "language_model",
     "make_program",
+    "perplexity",
     "regression",
     "train",
 ]

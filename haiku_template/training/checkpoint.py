@@ -1,16 +1,15 @@
 """Checkpoints with Orbax: the only module that calls it."""
 
 import contextlib
-import functools
-import logging
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
+
+from haiku_template.training.quiet import quiet_orbax
 
 
 class CheckpointError(RuntimeError):
@@ -163,6 +162,33 @@ class Checkpoints:
             structure: lists what is missing, unexpected and of another shape or dtype.
             Nothing is loaded then.
         """
+        _check_fits(step, self.saved(step), abstract)
+        with self._damage_as_error(step):
+            return self._checkpointer.load(step, abstract)
+
+    def restore_part(self, step: int, part: str, abstract: Any) -> Any:
+        """Reads one field of the state of `step`, such as `params`, and nothing else.
+
+        Args:
+          step: one of `steps`.
+          part: the name of the field.
+          abstract: as for `restore`, of the field alone.
+
+        Raises:
+          CheckpointError: as for `restore`.
+        """
+        _check_fits(step, self.saved(step)[part], abstract)
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with self._damage_as_error(step), context:
+            return self._checkpointer.load(step, {part: abstract})[part]
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` holds: shapes and dtypes, by field.
+
+        Raises:
+          CheckpointError: no such step, or a damaged checkpoint.
+        """
         if step not in self.steps:
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self.directory}; there are "
@@ -172,20 +198,14 @@ class Checkpoints:
             saved = self._checkpointer.metadata(step).metadata
             if saved is None:
                 raise ValueError("its arrays cannot be listed")
-        _check_fits(step, saved, abstract)
-        with self._damage_as_error(step):
-            return self._checkpointer.load(step, abstract)
+            return saved
 
     @contextlib.contextmanager
     def _damage_as_error(self, step: int) -> Iterator[None]:
-        """Turns what Orbax raises, and logs at length, into one sentence."""
-        orbax = logging.getLogger("absl")
-        level = orbax.level
-        orbax.setLevel(logging.CRITICAL)
-        logging.getLogger("asyncio").addFilter(_not_of_abandoned_reads)
-        _ignore_closed_loops()
+        """Turns what Orbax raises into one sentence."""
         try:
-            yield
+            with quiet_orbax():
+                yield
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
@@ -193,25 +213,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
             ) from error
-        finally:
-            orbax.setLevel(level)
-
-
-def _not_of_abandoned_reads(record: logging.LogRecord) -> bool:
-    """Leaves out the tracebacks of reads that Orbax gave up, which come at any time."""
-    return "never retrieved" not in record.getMessage()
-
-
-@functools.cache
-def _ignore_closed_loops() -> None:
-    """Keeps those reads from reporting that their event loop is gone."""
-    report = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            report(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def _named_leaves(tree: Any) -> dict[str, str]:

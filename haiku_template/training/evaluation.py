@@ -11,6 +11,7 @@ import numpy as np
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
 from haiku_template.training.state import TrainState
+from haiku_template.training.tasks import Derive, nothing_more
 
 
 def variables(state: TrainState) -> tuple[hk.Params, hk.State]:
@@ -37,6 +38,7 @@ def evaluate(
     eval_step: Callable[[Any, Any], dict[str, Any]],
     state: TrainState,
     dataset: Any,
+    derive: Derive = nothing_more,
 ) -> dict[str, float]:
     """Averages the values of the task over a whole set.
 
@@ -45,10 +47,11 @@ def evaluate(
       eval_step: from `steps.make_eval_step`, compiled without donation.
       state: whole on every device.
       dataset: gives `num_batches` batches; none is larger than the first.
+      derive: makes further metrics of the averages.
 
     Returns:
-      `eval/NAME` for each value of the task. Sums are float32 within a batch and
-      float64 between batches.
+      `eval/NAME` for each value of the task, and for what is derived of them. Sums are
+      float32 within a batch and float64 between batches.
     """
     rows = len(dataset.batch(0)["labels"])
     size = -(-rows // devices.num_devices) * devices.num_devices
@@ -70,4 +73,6 @@ def evaluate(
     while running:
         finish_oldest()
     count = sums.pop("examples")
-    return {f"eval/{name}": value / count for name, value in sums.items()}
+    averages = {name: value / count for name, value in sums.items()}
+    averages |= derive(averages)
+    return {f"eval/{name}": value for name, value in averages.items()}

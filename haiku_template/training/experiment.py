@@ -4,7 +4,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,18 @@ from ml_collections import config_dict
 from rich.console import Console
 
 from haiku_template.config import ConfigError, to_dict
-from haiku_template.data import DATASETS, BatchSpec
+from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
-from haiku_template.models import MODELS
+from haiku_template.models import MODELS, Model
 from haiku_template.training.budget import budget_table, check_budget
-from haiku_template.training.checkpoint import CheckpointError, Checkpoints
-from haiku_template.training.evaluation import evaluate
 from haiku_template.training.loop import train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.state import TrainState
-from haiku_template.training.tasks import TASKS, Task
-from haiku_template.training.workdir import CHECKPOINTS
+from haiku_template.training.restoring import restore
+from haiku_template.training.tasks import DERIVED, TASKS, Task, nothing_more
 from haiku_template.training.workdir import check as check_workdir
 
-REPLACED_SECONDS = 1.0  # In which a run has removed the checkpoint it replaced.
 LOOP_KEYS = (
     "num_steps",
     "log_every",
@@ -50,10 +45,8 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
       PlacementError: the batch does not split over the devices.
     """
     task = _task(config.task)
-    spec = BatchSpec(config.batch_size, config.seed, config.task.name)
-    data = _make("data", config.data, DATASETS, spec)
-    facts = {"num_outputs": data.num_outputs, "axis_name": devices.axis_name}
-    model = _make("model", config.model, MODELS, **facts)
+    data = make_data(config)
+    model = make_model(config, data.num_outputs, devices.axis_name)
     values = config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
     try:
@@ -80,7 +73,36 @@ def build(config: config_dict.ConfigDict, devices: DeviceManager) -> Program:
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,
         seed=config.seed,
+        derive=DERIVED.get(config.task.name, nothing_more),
     )
+
+
+def make_data(config: config_dict.ConfigDict) -> Data:
+    """The data set that a config names.
+
+    Raises:
+      ConfigError: an unknown name or key.
+      DataError: see the data set.
+    """
+    spec = BatchSpec(config.batch_size, config.seed, config.task.name)
+    return _make("data", config.data, DATASETS, spec)
+
+
+def make_model(
+    config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
+) -> Model:
+    """The model that a config names.
+
+    Args:
+      config: checked.
+      num_outputs: of the data set, or of a checkpoint.
+      axis_name: the mesh axis; None on one device.
+
+    Raises:
+      ConfigError: an unknown name or key, or a value that does not fit.
+    """
+    facts = {"num_outputs": num_outputs, "axis_name": axis_name}
+    return _make("model", config.model, MODELS, **facts)
 
 
 def run(
@@ -133,39 +155,12 @@ def evaluate_checkpoint(
     program = build(config, devices)
     if program.data.evaluation is None:
         raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
-    if not (workdir / CHECKPOINTS).is_dir():
-        raise ConfigError(f"{workdir} holds no checkpoints")
-    step, state = _restore(config, program, workdir, which)
-    data = program.data.evaluation
+    abstract = devices.abstract(program.init)
+    step, state = restore(
+        config, workdir, which, lambda saved, step: saved.restore(step, abstract)
+    )
     with devices.explicit_transfers():
-        return step, evaluate(devices, program.eval_step, state, data)
-
-
-def _restore(
-    config: config_dict.ConfigDict, program: Program, workdir: Path, which: str
-) -> tuple[int, TrainState]:
-    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    tried = None
-    while True:
-        with Checkpoints(
-            workdir / CHECKPOINTS, **{key: config[key] for key in keys}
-        ) as checkpoints:
-            named = {"latest": checkpoints.latest, "best": checkpoints.best}
-            step = named.get(which, int(which) if which.isdecimal() else None)
-            if step not in checkpoints.steps:
-                raise ConfigError(
-                    f"--checkpoint={which} is not in {workdir}; there are steps "
-                    f"{checkpoints.steps}, and best is {checkpoints.best}"
-                )
-            try:
-                abstract = program.devices.abstract(program.init)
-                return step, checkpoints.restore(step, abstract)
-            except CheckpointError:
-                # A run that is alive may have replaced it meanwhile.
-                if step == tried:
-                    raise
-        tried = step
-        time.sleep(REPLACED_SECONDS)
+        return step, program.evaluate(state)
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:

@@ -18,7 +18,6 @@ from haiku_template.devices import check_replicas
 from haiku_template.training import report
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
-from haiku_template.training.evaluation import evaluate
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
 from haiku_template.training.program import Program
@@ -218,6 +217,7 @@ class _Run:
 
     def _log(self, step: int, scalars: Any) -> None:
         values = self._check_finite(step, scalars)
+        values |= self.program.derive(values)
         rate = self.clock.steps_per_second(step)
         metrics = {f"train/{name}": value for name, value in values.items()} | {
             "perf/steps_per_second": rate,
@@ -227,12 +227,11 @@ class _Run:
         self.display.train(step, metrics, memory_text(self.devices))
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-        evaluation = self.program.data.evaluation
         with contextlib.ExitStack() as stack:
             if not self.evaluated:
                 # Compiling may read arrays that a task or a model closes over.
                 stack.enter_context(self.devices.implicit_transfers())
-            metrics = evaluate(self.devices, self.program.eval_step, state, evaluation)
+            metrics = self.program.evaluate(state)
         self.evaluated = True
         self.checkpoints.check_metric(metrics)
         self.writer.write(step, metrics)

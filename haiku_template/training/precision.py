@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import jmp
 
+from haiku_template.models import LazyLogits
+
 POLICIES = {
     "float32": "params=float32,compute=float32,output=float32",
     "bfloat16": "params=float32,compute=bfloat16,output=float32",
@@ -62,6 +64,20 @@ class Precision(NamedTuple):
     ) -> jmp.DynamicLossScale | jmp.NoOpLossScale:
         """The loss scale with these leaves."""
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
+
+    def cast_outputs(self, outputs: Any) -> Any:
+        """What a model returns, in float32.
+
+        `LazyLogits` stay as they are: their product, which comes later, is float32.
+        """
+
+        def is_lazy(x: Any) -> bool:
+            return isinstance(x, LazyLogits)
+
+        cast = self.policy.cast_to_output
+        return jax.tree.map(
+            lambda x: x if is_lazy(x) else cast(x), outputs, is_leaf=is_lazy
+        )
 
     @contextlib.contextmanager
     def norms_in_float32(self) -> Iterator[None]:

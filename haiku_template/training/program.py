@@ -12,10 +12,11 @@ from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Model
 from haiku_template.training import steps
+from haiku_template.training.evaluation import evaluate
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init
-from haiku_template.training.tasks import Task
+from haiku_template.training.tasks import Derive, Task, nothing_more
 
 
 class ProgramError(ValueError):
@@ -34,6 +35,7 @@ class Program(NamedTuple):
       init: makes the train state; run it with `devices.init`.
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
+      derive: metrics that are no averages, of the averages.
       parts: the arguments of `make_program`.
     """
 
@@ -43,7 +45,13 @@ class Program(NamedTuple):
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
+    derive: Derive
     parts: dict[str, Any]
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Metrics of the evaluation set; see `evaluation.evaluate`."""
+        data = self.data.evaluation
+        return evaluate(self.devices, self.eval_step, state, data, self.derive)
 
     def with_accumulation(self, accumulate_steps: int) -> "Program":
         """The same program, working through each batch in so many parts."""
@@ -62,6 +70,7 @@ def make_program(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
+    derive: Derive = nothing_more,
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
 
@@ -76,6 +85,7 @@ def make_program(
       accumulate_steps: parts of a device's share of a batch, worked through in turn.
       ema_decay: evaluate an average of the parameters with this decay.
       seed: of the initial parameters and of dropout.
+      derive: makes further metrics of the task's averages, such as `perplexity`.
 
     Raises:
       PlacementError: the batch does not split over the devices and parts.
@@ -123,6 +133,7 @@ def make_program(
         init,
         devices.compile(train_step),
         devices.compile(eval_step, donate_argnums=()),
+        derive,
         parts,
     )
 

@@ -167,7 +167,7 @@ def memory_text(devices: DeviceManager) -> str:
 
 
 def _numbers(metrics: dict[str, float], prefix: str) -> str:
-    shown = ("loss", "accuracy", "absolute_error")
+    shown = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
     known = {
         name.removeprefix(prefix): value
         for name, value in metrics.items()

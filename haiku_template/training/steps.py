@@ -65,7 +65,7 @@ def make_train_step(
             outputs, net_state = model.apply(
                 policy.cast_to_compute(params), net_state, rng, inputs, True
             )
-        values = _per_example(task, policy.cast_to_output(outputs), batch)
+        values = _per_example(task, precision.cast_outputs(outputs), batch)
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars)
 
@@ -128,7 +128,7 @@ def make_eval_step(
             outputs, _ = model.apply(
                 policy.cast_to_compute(params), net_state, None, inputs, False
             )
-        values = _per_example(task, policy.cast_to_output(outputs), batch)
+        values = _per_example(task, precision.cast_outputs(outputs), batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]
         sums = {k: jnp.sum(jnp.where(mask, v, 0)) for k, v in values.items()}

@@ -2,11 +2,13 @@
 
 A task is a function of (outputs, batch) that returns a dictionary of per-example
 values [B]. `loss` is what training minimises; the others are reported. Training
-averages them over a batch, evaluation over a whole set.
+averages them over a batch, evaluation over a whole set. What is no average, such as
+perplexity, is derived from the averages, on the host.
 
-Shapes: B examples, K classes or targets.
+Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_template.models import LazyLogits
+
 Values = dict[str, jax.Array]
 Task = Callable[[jax.Array, dict[str, Any]], Values]
+Derive = Callable[[dict[str, float]], dict[str, float]]
 
 
 class TaskError(ValueError):
-    """A task that does not return one number an example."""
+    """A task that does not fit its outputs, or not one number an example."""
 
     exit_code = 64
 
@@ -52,7 +57,96 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     }
 
 
+def language_model(
+    outputs: jax.Array | LazyLogits,
+    batch: dict[str, Any],
+    *,
+    chunk: int | None = None,
+    bytes_per_token: float | None = None,
+) -> Values:
+    """Cross-entropy in nats for each token, averaged over an example's tokens.
+
+    Args:
+      outputs: logits [B, T, V], plain or not multiplied out.
+      batch: `labels`, int [B, T], each in [0, V); where there is a `loss_mask`, bool
+        [B, T], only its tokens count. An example without any counts as 0.
+      chunk: tokens of an example whose logits exist at a time, also in the backward
+        pass, which computes them again; None means all. Plain logits exist already.
+      bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
+
+    Raises:
+      TaskError: outputs and labels of different shapes, or a value out of its range.
+    """
+    labels = batch["labels"].astype(jnp.int32)
+    first = jax.tree.leaves(outputs)[0]
+    if first.ndim != 3 or first.shape[:2] != labels.shape:
+        raise TaskError(
+            f"language_model takes outputs [B, T, ...] and labels [B, T]; these are "
+            f"{list(first.shape)} and {list(labels.shape)}"
+        )
+    for name, value in (("chunk", chunk), ("bytes_per_token", bytes_per_token)):
+        if value is not None and value <= 0:
+            raise TaskError(f"{name}={value}; possible are None and more than 0")
+    losses = _token_losses(outputs, labels, chunk)
+    mask = batch.get("loss_mask")
+    loss = jnp.mean(losses, axis=1)
+    if mask is not None:
+        count = jnp.maximum(jnp.sum(mask, axis=1), 1)
+        loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / count
+    values = {"loss": loss}
+    if bytes_per_token is not None:
+        values["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
+    return values
+
+
+def _token_losses(
+    outputs: jax.Array | LazyLogits, labels: jax.Array, chunk: int | None
+) -> jax.Array:
+    """Cross-entropy of each token, in nats: float32 [B, T]."""
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    if not isinstance(outputs, LazyLogits):
+        return cross_entropy(outputs.astype(jnp.float32), labels)
+    size, num_tokens = labels.shape
+    if chunk is None or chunk >= num_tokens:
+        return cross_entropy(outputs.multiply_out(), labels)
+    # The embedding's gradients are added up over the chunks in float32.
+    embedding = outputs.embedding.astype(jnp.float32)
+
+    def part(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, labels = inputs
+        logits = LazyLogits(hidden, embedding.astype(hidden.dtype)).multiply_out()
+        return cross_entropy(logits, labels)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[B, T, ...] to [chunks, B, chunk, ...], with zeros behind the last."""
+        padding = [(0, 0), (0, -num_tokens % chunk), *[(0, 0)] * (x.ndim - 2)]
+        parts = jnp.pad(x, padding).reshape(size, -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    # Nothing of a chunk is kept for the backward pass but what it began with.
+    part = jax.checkpoint(part, prevent_cse=False)
+    losses = jax.lax.map(part, (split(outputs.hidden), split(labels)))
+    return jnp.moveaxis(losses, 0, 1).reshape(size, -1)[:, :num_tokens]
+
+
+def perplexity(averages: dict[str, float]) -> dict[str, float]:
+    """The exponential of the average loss; infinite where that is too large."""
+    try:
+        return {"perplexity": math.exp(averages["loss"])}
+    except OverflowError:
+        return {"perplexity": math.inf}
+
+
+def nothing_more(averages: dict[str, float]) -> dict[str, float]:
+    """Derives no metrics."""
+    del averages
+    return {}
+
+
 TASKS: dict[str, Task] = {
     "classification": classification,
+    "language_model": language_model,
     "regression": regression,
 }
+# For the tasks that have metrics which are no averages.
+DERIVED: dict[str, Derive] = {"language_model": perplexity}

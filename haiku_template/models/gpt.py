@@ -1,0 +1,191 @@
+"""GPT-2 (Radford et al. 2019), with the names and shapes of its published parameters.
+
+Blocks normalise first; positions are learned; the embedding of the vocabulary is also
+the last layer. Each parameter is one of Hugging Face's tensors, as it lies there:
+`gpt/block_0/attention/qkv` is `h.0.attn.c_attn`, and so on.
+
+Shapes: B examples, T tokens, D width, H heads, S tokens of the context, V vocabulary.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_template.models import blocks
+from haiku_template.models.attention import IMPLEMENTATIONS
+from haiku_template.models.errors import ModelError
+from haiku_template.models.logits import LazyLogits
+
+
+class Size(NamedTuple):
+    """What sets the shapes of the parameters, besides the vocabulary."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int
+
+
+PRESETS = {
+    "124M": Size(12, 768, 12, 1024),
+    "355M": Size(24, 1024, 16, 1024),
+    "774M": Size(36, 1280, 20, 1024),
+    "1558M": Size(48, 1600, 25, 1024),
+}
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far, so that each is computed once.
+
+    Attributes:
+      blocks: of each block, keys and values: two arrays [B, S, H, D / H].
+      lengths: how many tokens of each example it holds: int32 [B]. What lies behind
+        them is overwritten before it is read.
+    """
+
+    blocks: tuple[blocks.Kept, ...]
+    lengths: jax.Array
+
+
+def gpt(
+    num_outputs: int,
+    axis_name: str | None = None,
+    *,
+    preset: str = "124M",
+    num_layers: int | None = None,
+    width: int | None = None,
+    num_heads: int | None = None,
+    context: int | None = None,
+    dropout: float = 0.0,
+    attention: str = "auto",
+    remat: bool = False,
+) -> hk.Transformed:
+    """A language model: tokens [B, T] to `LazyLogits`, T at most `context`.
+
+    `forward(tokens, is_training, cache=None)`: with `cache="new"`, or the `Cache` of a
+    call before, it returns (`LazyLogits`, `Cache`), the tokens follow those in the
+    cache, and the caller sees to it that they fit.
+
+    Args:
+      num_outputs: V.
+      axis_name: not used; it keeps no statistics of the batch.
+      preset: `124M`, `355M`, `774M` or `1558M`: GPT-2's four sizes.
+      num_layers: blocks; None means the preset's, here and below.
+      width: D.
+      num_heads: H.
+      context: S, the most tokens that are seen at once.
+      dropout: share dropped in training, in [0, 1): after the embedding, the attention
+        and the MLP. Attention itself drops nothing, as its fused forms cannot.
+      attention: `auto`, `xla` or `cudnn`; see `attention.choose`.
+      remat: compute each block again in the backward pass, instead of keeping what it
+        computed: a third more work for much less memory.
+
+    Raises:
+      ValueError: a value out of its range.
+      ModelError: more tokens than `context`, or no such attention on this device;
+        raised when traced.
+    """
+    del axis_name
+    size = _size(preset, num_layers, width, num_heads, context)
+    if attention not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention={attention!r}; possible are {', '.join(IMPLEMENTATIONS)}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}; possible is 0 or more, and below 1")
+
+    def forward(
+        tokens: jax.Array,
+        is_training: bool,
+        cache: Cache | Literal["new"] | None = None,
+    ) -> LazyLogits | tuple[LazyLogits, Cache]:
+        _check_length(tokens.shape[1], size.context)
+        rate = dropout if is_training else 0.0
+        with hk.name_scope("gpt"):
+            x, vocabulary, cache = _embed(tokens, num_outputs, size, cache)
+            x = blocks.drop(rate, x)  # [B, T, D]
+            after = []
+            for i in range(size.num_layers):
+                block = blocks.Block(
+                    size.num_heads, size.num_layers, rate, attention, name=f"block_{i}"
+                )
+                block = hk.remat(block) if remat else block
+                before = () if cache is None else (cache.blocks[i], cache.lengths)
+                x, kept = block(x, *before)
+                after.append(kept)
+            logits = LazyLogits(blocks.norm("norm")(x), vocabulary)
+        if cache is None:
+            return logits
+        return logits, Cache(tuple(after), cache.lengths + tokens.shape[1])
+
+    return hk.transform(forward)
+
+
+def _check_length(num_tokens: int, context: int) -> None:
+    if num_tokens > context:
+        raise ModelError(
+            f"the model sees {context} tokens at once and was given {num_tokens}; give "
+            "it fewer, or a longer config.model.context"
+        )
+
+
+def _embed(
+    tokens: jax.Array, num_outputs: int, size: Size, cache: Cache | str | None
+) -> tuple[jax.Array, jax.Array, Cache | None]:
+    """Vectors of tokens and places [B, T, D], the vocabulary [V, D], and a cache."""
+    rows, num_tokens = tokens.shape
+    vocabulary = blocks.table(num_outputs, size.width, "embed")
+    positions = blocks.table(size.context, size.width, "positions")
+    if cache == "new":
+        shape = (rows, size.context, size.num_heads, size.width // size.num_heads)
+        zeros = jnp.zeros(shape, vocabulary.dtype)
+        kept = ((zeros, zeros),) * size.num_layers
+        cache = Cache(kept, jnp.zeros(rows, jnp.int32))
+    x = blocks.look_up(vocabulary, tokens)
+    if cache is None:
+        return x + positions[None, :num_tokens], vocabulary, None
+    places = blocks.places(cache.lengths, num_tokens)
+    return x + blocks.look_up(positions, places), vocabulary, cache
+
+
+def gpt_flops_per_token(
+    num_outputs: int, num_tokens: int | None = None, **model: Any
+) -> float:
+    """Floating-point operations of one training step, for each token.
+
+    6 N + 12 L D T (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): forward and
+    backward, N the parameters without those of the positions, L layers. What remat
+    computes again does not count, and attention counts as if it were not causal.
+
+    Args:
+      num_outputs: V.
+      num_tokens: T; None means the context.
+      **model: the keys of `config.model`.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+    names = ("preset", *Size._fields)
+    size = _size(**{name: model.get(name) for name in names})
+    width = size.width
+    block = 12 * width**2 + 13 * width  # Four matrices, their biases, two norms.
+    params = num_outputs * width + size.num_layers * block + 2 * width
+    attention = size.num_layers * width * (num_tokens or size.context)
+    return 6.0 * params + 12.0 * attention
+
+
+def _size(preset: str | None, *args: int | None, **kwargs: int | None) -> Size:
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset={preset!r}; possible are {', '.join(PRESETS)}")
+    given = dict(zip(Size._fields, args, strict=False)) | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    size = PRESETS[preset or "124M"]._replace(**given)
+    if min(size) < 1 or size.width % size.num_heads:
+        raise ValueError(
+            f"num_layers={size.num_layers}, width={size.width}, num_heads="
+            f"{size.num_heads} and context={size.context} are not all possible: each "
+            "is 1 or more, and width a multiple of num_heads"
+        )
+    return size

@@ -1,0 +1,57 @@
+"""The checkpoint that a user names, read while its run may be alive."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import config_dict
+
+from haiku_template.config import ConfigError
+from haiku_template.training.checkpoint import CheckpointError, Checkpoints
+from haiku_template.training.workdir import CHECKPOINTS
+
+REPLACED_SECONDS = 1.0  # In which a run has removed the checkpoint it replaced.
+
+
+def restore(
+    config: config_dict.ConfigDict,
+    workdir: Path,
+    which: str,
+    read: Callable[[Checkpoints, int], Any],
+) -> tuple[int, Any]:
+    """The step of a run's checkpoint, and what `read(checkpoints, step)` gives.
+
+    Args:
+      config: as saved in the workdir.
+      workdir: of the run, which may be alive.
+      which: `latest`, `best`, or a step.
+      read: reads what is wanted of the checkpoint.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      CheckpointError: it is damaged, or does not fit.
+    """
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise ConfigError(f"{workdir} holds no checkpoints")
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    tried = None
+    while True:
+        with Checkpoints(
+            workdir / CHECKPOINTS, **{key: config[key] for key in keys}
+        ) as checkpoints:
+            named = {"latest": checkpoints.latest, "best": checkpoints.best}
+            step = named.get(which, int(which) if which.isdecimal() else None)
+            if step not in checkpoints.steps:
+                raise ConfigError(
+                    f"--checkpoint={which} is not in {workdir}; there are steps "
+                    f"{checkpoints.steps}, and best is {checkpoints.best}"
+                )
+            try:
+                return step, read(checkpoints, step)
+            except CheckpointError:
+                # A run that is alive may have replaced it meanwhile.
+                if step == tried:
+                    raise
+        tried = step
+        time.sleep(REPLACED_SECONDS)

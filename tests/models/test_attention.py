@@ -1,0 +1,44 @@
+"""Which implementation of attention is chosen, by data: no GPU is needed."""
+
+import jax.numpy as jnp
+import pytest
+
+from haiku_template.models import ModelError
+from haiku_template.models.attention import Hardware, choose
+
+CPU = Hardware("cpu", "")
+TURING = Hardware("PJRT C API\ncuda 12090", "7.5")
+AMPERE = Hardware("PJRT C API\ncuda 12090", "8.0")
+BLACKWELL = Hardware("PJRT C API\ncuda 13000", "12.0")
+AMD = Hardware("PJRT C API\nrocm 60200", "gfx90a")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "head_size", "obstacle"),
+    [
+        (AMPERE, jnp.bfloat16, 64, None),
+        (AMPERE, jnp.float16, 128, None),
+        (BLACKWELL, jnp.bfloat16, 8, None),
+        (CPU, jnp.bfloat16, 64, "there is no NVIDIA GPU"),
+        (AMD, jnp.bfloat16, 64, "there is no NVIDIA GPU"),
+        (TURING, jnp.float16, 64, "compute capability 7.5, below 8.0"),
+        (AMPERE, jnp.float32, 64, "bfloat16 or float16, and the model in float32"),
+        (AMPERE, jnp.bfloat16, 60, "heads of size 60 are not a multiple of 8"),
+        (AMPERE, jnp.bfloat16, 256, "heads of size 256 .* up to 128"),
+    ],
+)
+def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
+    arguments = (hardware, dtype, head_size)
+    assert choose("auto", *arguments) == ("xla" if obstacle else "cudnn")
+    assert choose("xla", *arguments) == "xla"
+    if obstacle is None:
+        assert choose("cudnn", *arguments) == "cudnn"
+        return
+    with pytest.raises(ModelError, match=f"attention=cudnn.*{obstacle}") as error:
+        choose("cudnn", *arguments)
+    assert error.value.exit_code == 64
+
+
+def test_this_machine_s_cpu_is_no_gpu():
+    hardware = Hardware.current()
+    assert hardware.capability == "" and "cuda" not in hardware.runtime

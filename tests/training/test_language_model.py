@@ -1,0 +1,255 @@
+"""The language-model task: its mathematics, its memory, and whole runs with it."""
+
+import functools
+import math
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.config import default_config
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.models import LazyLogits, gpt, multiply_out
+from haiku_template.training import (
+    experiment,
+    language_model,
+    make_program,
+    perplexity,
+    train,
+)
+from haiku_template.training.metrics import read
+from haiku_template.training.tasks import TaskError
+
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(3, 10, 8)).astype(np.float32)
+EMBEDDING = RNG.normal(size=(13, 8)).astype(np.float32)
+LABELS = RNG.integers(0, 13, (3, 10)).astype(np.uint16)
+LAZY = LazyLogits(HIDDEN, EMBEDDING)
+
+
+def expected_losses():
+    """The cross-entropy of each token, in float64: [B, T]."""
+    logits = HIDDEN.astype(np.float64) @ EMBEDDING.T.astype(np.float64)
+    log_sums = np.log(np.exp(logits).sum(axis=-1))
+    return (
+        log_sums - np.take_along_axis(logits, LABELS[..., None].astype(int), 2)[..., 0]
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 5, 10, 100])
+@pytest.mark.parametrize("outputs", [LAZY, multiply_out(LAZY)], ids=["lazy", "plain"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32])
+def test_the_loss_is_the_mean_cross_entropy_of_an_example(outputs, chunk, dtype):
+    values = language_model(outputs, {"labels": LABELS.astype(dtype)}, chunk=chunk)
+    assert list(values) == ["loss"]
+    np.testing.assert_allclose(
+        values["loss"], expected_losses().mean(axis=1), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_with_a_mask_only_its_tokens_count(chunk):
+    mask = RNG.random((3, 10)) < 0.5
+    mask[2] = False
+    batch = {"labels": jnp.asarray(LABELS), "loss_mask": jnp.asarray(mask)}
+
+    def total(hidden):
+        loss = language_model(LazyLogits(hidden, EMBEDDING), batch, chunk=chunk)["loss"]
+        return jnp.sum(loss), loss
+
+    grads, loss = jax.jit(jax.grad(total, has_aux=True))(HIDDEN)
+    expected = [
+        row[m].mean() if m.any() else 0
+        for row, m in zip(expected_losses(), mask, strict=True)
+    ]
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert np.all(grads[~mask] == 0) and np.all(np.any(grads[mask] != 0, axis=-1))
+
+
+def test_bits_per_byte_are_the_loss_in_other_units():
+    batch = {"labels": LABELS}
+    values = language_model(LAZY, batch, bytes_per_token=4.0)
+    np.testing.assert_allclose(
+        values["bits_per_byte"],
+        expected_losses().mean(axis=1) / math.log(2) / 4,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_in_chunks_values_and_gradients_are_the_same(chunk, dtype):
+    def loss(lazy, chunk):
+        return jnp.mean(language_model(lazy, {"labels": LABELS}, chunk=chunk)["loss"])
+
+    lazy = jax.tree.map(lambda x: jnp.asarray(x, dtype), LAZY)
+    whole, parts = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, chunk=c)))(lazy)
+        for c in (None, chunk)
+    )
+    # Sums of bfloat16 products are rounded once, however many chunks there are.
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-3
+    for x, y in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        np.testing.assert_allclose(x, y, atol=tolerance)
+
+
+def test_in_chunks_no_more_logits_live_than_those_of_one_chunk():
+    rows, tokens, width, vocabulary, chunk = 4, 256, 16, 4096, 32
+    logits = 4 * rows * tokens * vocabulary
+
+    def temporaries(chunk):
+        def loss(lazy, labels):
+            return jnp.mean(
+                language_model(lazy, {"labels": labels}, chunk=chunk)["loss"]
+            )
+
+        lazy = LazyLogits(
+            jax.ShapeDtypeStruct((rows, tokens, width), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+        )
+        labels = jax.ShapeDtypeStruct((rows, tokens), np.uint16)
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(lazy, labels).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(None) > logits
+    # Logits and their gradients, of one chunk in eight, and the embedding's gradients.
+    assert temporaries(chunk) < 0.45 * logits
+
+
+def test_labels_beyond_the_vocabulary_are_not_taken_for_others():
+    labels = LABELS.copy()
+    labels[1, 3] = 13
+    loss = language_model(LAZY, {"labels": labels}, chunk=4)["loss"]
+    assert np.isnan(loss[1]) and np.all(np.isfinite(loss[np.array([0, 2])]))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "words"),
+    [
+        (HIDDEN[:, :9], {}, r"labels \[B, T\]; these are \[3, 9, 8\] and \[3, 10\]"),
+        (HIDDEN[:, 0], {}, r"these are \[3, 8\] and \[3, 10\]"),
+        (LAZY, {"chunk": 0}, "chunk=0; possible are None and more than 0"),
+        (LAZY, {"bytes_per_token": -1.0}, r"bytes_per_token=-1\.0; possible"),
+    ],
+)
+def test_what_does_not_fit_is_refused(outputs, options, words):
+    with pytest.raises(TaskError, match=words) as error:
+        language_model(outputs, {"labels": LABELS}, **options)
+    assert error.value.exit_code == 64
+
+
+def test_perplexity_is_the_exponential_of_the_loss():
+    assert perplexity({"loss": 2.0}) == {"perplexity": math.exp(2)}
+    assert perplexity({"loss": 1e4}) == {"perplexity": math.inf}
+    assert math.isnan(perplexity({"loss": math.nan})["perplexity"])
+
+
+# Whole runs: a language with one word, which is learnt in a few steps.
+TEXT = np.frombuffer(b"abcdefgh" * 40, np.uint8) % 16
+MODEL = {"num_layers": 2, "width": 16, "num_heads": 2, "context": 12}
+
+
+def text_data(spec):
+    windows = np.stack([TEXT[i : i + 13] for i in range(64)])
+    inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
+    return Data(
+        ArrayDataset(inputs, labels, spec),
+        EvaluationSet(inputs[:10], labels[:10], 4),
+        num_outputs=16,
+    )
+
+
+def made(devices, **options):
+    options = {"optimizer": optax.adam(3e-3), "model": gpt(16, **MODEL)} | options
+    return make_program(
+        devices=devices,
+        task=functools.partial(language_model, chunk=5, bytes_per_token=1.0),
+        data=text_data(BatchSpec(8)),
+        derive=perplexity,
+        **options,
+    )
+
+
+def test_a_run_reports_perplexity_of_the_averages_and_learns(tmp_path, devices, capsys):
+    result = train(made(devices), num_steps=60, workdir=tmp_path, log_every=20)
+    rows = read(tmp_path / "metrics.jsonl")
+    for prefix in ("train/", "eval/"):
+        found = [row for row in rows if f"{prefix}loss" in row]
+        assert found
+        for row in found:
+            loss = row[f"{prefix}loss"]
+            assert row[f"{prefix}perplexity"] == pytest.approx(math.exp(loss))
+            bits = loss / math.log(2)
+            assert row[f"{prefix}bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert result.metrics["eval/perplexity"] < 4 < rows[0]["train/perplexity"]
+    assert "perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_four_devices_agree_with_one(tmp_path, one_device, four_devices, remat):
+    losses = []
+    for devices in (one_device, four_devices):
+        workdir = tmp_path / str(devices.num_devices)
+        program = made(devices, model=gpt(16, remat=remat, **MODEL))
+        train(program, num_steps=10, workdir=workdir, log_every=1)
+        rows = read(workdir / "metrics.jsonl")
+        losses.append([row["train/loss"] for row in rows if "train/loss" in row])
+        losses[-1].append(rows[-1]["eval/loss"])
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_reaches_the_loss_and_stays_near_float32(one_device, precision):
+    seen = []
+
+    def spy(outputs, batch):
+        seen.append([x.dtype for x in outputs])
+        return language_model(outputs, batch, chunk=5)
+
+    histories = []
+    for name in ("float32", precision):
+        program = made(one_device, precision=name)
+        program = make_program(**program.parts | {"task": spy})
+        state = one_device.init(program.init)
+        history = []
+        for step in range(10):
+            batch = one_device.shard(program.data.train.batch(step))
+            state, scalars = program.train_step(state, batch)
+            history.append(float(one_device.fetch(scalars)["loss"]))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+        histories.append([*history, program.evaluate(state)["eval/loss"]])
+    np.testing.assert_allclose(*histories, rtol=0.05)
+    assert seen[0] == [jnp.float32] * 2 and seen[-1] == [jnp.dtype(precision)] * 2
+
+
+def test_plain_logits_of_a_model_of_one_s_own_are_trained_on(one_device):
+    def forward(tokens, is_training):
+        return hk.Linear(16)(jax.nn.one_hot(tokens, 16))
+
+    program = made(one_device, model=hk.transform(forward))
+    state = one_device.init(program.init)
+    losses = []
+    for step in range(30):
+        batch = one_device.shard(program.data.train.batch(step))
+        state, scalars = program.train_step(state, batch)
+        losses.append(float(one_device.fetch(scalars)["loss"]))
+    assert losses[-1] < 0.98 * losses[0]
+
+
+def test_a_config_names_all_of_it(one_device):
+    config = default_config()
+    config.batch_size = 8
+    config.task = {"name": "language_model", "chunk": 5, "bytes_per_token": 1.0}
+    config.data = {"name": f"{__name__}:text_data"}
+    config.model = {"name": "gpt", **MODEL}
+    program = experiment.build(config, one_device)
+    metrics = program.evaluate(one_device.init(program.init))
+    assert set(metrics) == {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    assert metrics["eval/loss"] == pytest.approx(math.log(16), rel=0.01)
+    config.model.num_head = 3
+    with pytest.raises(experiment.ConfigError, match="num_head.*num_heads, context"):
+        experiment.build(config, one_device)
