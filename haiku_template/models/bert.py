@@ -13,7 +13,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-INIT = hk.initializers.TruncatedNormal(0.02)
+from haiku_template.models.attention import attend
+from haiku_template.models.blocks import drop, linear, look_up, table
+from haiku_template.models.errors import ModelError
 
 
 class Sizes(NamedTuple):
@@ -26,7 +28,6 @@ class Sizes(NamedTuple):
     num_heads: int
     mlp_width: int
     token_types: int
-    dropout: float
     norm_eps: float
 
 
@@ -66,6 +67,7 @@ def bert(
 
     Raises:
       ValueError: a pooling that is not known, or a value out of its range.
+      ModelError: a text of more tokens than `context`; raised when traced.
     """
     del axis_name
     sizes = Sizes(
@@ -76,7 +78,6 @@ def bert(
         num_heads,
         mlp_width,
         token_types,
-        dropout,
         norm_eps,
     )
     if pooling not in POOLINGS:
@@ -85,53 +86,57 @@ def bert(
         )
     if min(sizes[:7]) < 1 or width % num_heads or not 0 <= dropout < 1:
         raise ValueError(
-            f"not all of {sizes} are possible: sizes are 1 or more, num_heads divides "
-            "width, and dropout is in [0, 1)"
+            f"{sizes} and dropout={dropout} are not all possible: sizes are 1 or more, "
+            "num_heads divides width, and dropout is in [0, 1)"
         )
 
     def forward(inputs: dict[str, jax.Array], is_training: bool) -> jax.Array:
         with hk.name_scope("bert"):
-            hidden = encode(inputs, sizes, is_training)
+            rate = dropout if is_training else 0.0
+            hidden = encode(inputs, sizes, rate)
             pooled = POOLINGS[pooling](hidden, inputs["mask"])
             if num_outputs is None:
                 return _normalized(pooled)
-            pooled = _dropout(pooled, sizes, is_training)
-            return _linear(num_outputs, "head")(pooled)
+            return linear(num_outputs, "head")(drop(rate, pooled))
 
     return hk.transform(forward)
 
 
-def encode(inputs: dict[str, jax.Array], sizes: Sizes, is_training: bool) -> jax.Array:
+def encode(inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0) -> jax.Array:
     """The last hidden states [B, T, D] of `bert`'s inputs; padding's mean nothing.
 
+    Args:
+      inputs: see `bert`.
+      sizes: of the encoder.
+      rate: share of units dropped.
+
     Raises:
-      ValueError: a text is longer than the model has positions for.
+      ModelError: a text is longer than the model has positions for.
     """
     tokens = inputs["tokens"]
     length = tokens.shape[1]
     if length > sizes.context:
-        raise ValueError(
+        raise ModelError(
             f"a text of {length} tokens is longer than the {sizes.context} that the "
             "model has positions for (context): cut texts to that length"
         )
     types = inputs.get("token_types", jnp.zeros_like(tokens))
-    x = _embed(sizes.vocab_size, sizes, "embed")(tokens)
-    x += _embed(sizes.token_types, sizes, "token_types")(types)
-    x += _embed(sizes.context, sizes, "positions")(jnp.arange(length))
-    x = _dropout(_norm(sizes, "norm")(x), sizes, is_training)
+    x = look_up(table(sizes.vocab_size, sizes.width, "embed"), tokens)
+    x += look_up(table(sizes.token_types, sizes.width, "token_types"), types)
+    x += table(sizes.context, sizes.width, "positions")[None, :length]
+    x = drop(rate, _norm(sizes, "norm")(x))
     for i in range(sizes.num_layers):
         with hk.name_scope(f"block_{i}"):
-            change = _attention(x, inputs["mask"], sizes)
-            x = _norm(sizes, "norm_1")(x + _dropout(change, sizes, is_training))
-            change = _mlp(x, sizes)
-            x = _norm(sizes, "norm_2")(x + _dropout(change, sizes, is_training))
+            change = drop(rate, _attention(x, inputs["mask"], sizes))
+            x = _norm(sizes, "norm_1")(x + change)
+            x = _norm(sizes, "norm_2")(x + drop(rate, _mlp(x, sizes)))
     return x
 
 
 def first(hidden: jax.Array, mask: jax.Array) -> jax.Array:
     """The first token's state, through the pooler: [B, T, D] to [B, D]."""
     del mask
-    return jnp.tanh(_linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
+    return jnp.tanh(linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
 
 
 def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
@@ -154,38 +159,23 @@ def _normalized(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-def _dropout(x: jax.Array, sizes: Sizes, is_training: bool) -> jax.Array:
-    if not (is_training and sizes.dropout):
-        return x
-    return hk.dropout(hk.next_rng_key(), sizes.dropout, x)
-
-
 def _attention(x: jax.Array, mask: jax.Array, sizes: Sizes) -> jax.Array:
     """What each token takes from those that are no padding: [B, T, D]."""
     heads = (*x.shape[:2], sizes.num_heads, sizes.width // sizes.num_heads)
     with hk.name_scope("attention"):
         query, key, value = (
-            _linear(sizes.width, name)(x).reshape(heads)
+            linear(sizes.width, name)(x).reshape(heads)
             for name in ("query", "key", "value")
         )
-        x = jax.nn.dot_product_attention(
-            query, key, value, mask=mask[:, None, None, :].astype(bool)
-        )
-        return _linear(sizes.width, "projection")(x.reshape(*x.shape[:2], -1))
+        mask = mask[:, None, None, :].astype(bool)
+        y = attend("xla", query, key, value, mask)
+        return linear(sizes.width, "projection")(y.reshape(x.shape))
 
 
 def _mlp(x: jax.Array, sizes: Sizes) -> jax.Array:
     with hk.name_scope("mlp"):
-        x = jax.nn.gelu(_linear(sizes.mlp_width, "up")(x), approximate=False)
-        return _linear(sizes.width, "down")(x)
-
-
-def _linear(size: int, name: str) -> hk.Linear:
-    return hk.Linear(size, w_init=INIT, name=name)
-
-
-def _embed(size: int, sizes: Sizes, name: str) -> hk.Embed:
-    return hk.Embed(size, sizes.width, w_init=INIT, name=name)
+        x = jax.nn.gelu(linear(sizes.mlp_width, "up")(x), approximate=False)
+        return linear(sizes.width, "down")(x)
 
 
 def _norm(sizes: Sizes, name: str) -> hk.LayerNorm:

@@ -38,11 +38,11 @@ def load(folder, devices, inputs, num_outputs=3, fresh=(), **kwargs):
 
 def encoder(arguments):
     """Hidden states and pooled output, under the names that `bert` gives."""
-    sizes = Sizes(**arguments)
+    sizes = Sizes(**{k: v for k, v in arguments.items() if k != "dropout"})
 
     def forward(inputs):
         with hk.name_scope("bert"):
-            hidden = encode(inputs, sizes, is_training=False)
+            hidden = encode(inputs, sizes)
             return hidden, first(hidden, inputs["mask"])
 
     return jax.jit(hk.transform(forward).apply)
