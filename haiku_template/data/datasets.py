@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data import files, images
+from haiku_template.data import files, images, language
 from haiku_template.data.arrays import (
     ArrayDataset,
     BatchSpec,
@@ -166,4 +166,6 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "npy": npy,
     "mnist": mnist,
     "cifar10": cifar10,
+    "tokens": language.tokens,
+    "bytes": language.byte_text,
 }
