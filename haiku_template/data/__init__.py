@@ -11,6 +11,7 @@ from haiku_template.data.arrays import (
 from haiku_template.data.datasets import DATASETS, digits, from_split
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import Split
+from haiku_template.data.tokens import TokenDataset, TokenEvaluationSet
 
 __all__ = [
     "DATASETS",
@@ -22,6 +23,8 @@ __all__ = [
     "EvaluationSet",
     "GrainDataset",
     "Split",
+    "TokenDataset",
+    "TokenEvaluationSet",
     "digits",
     "from_split",
 ]

@@ -52,12 +52,15 @@ class Data(NamedTuple):
         be shorter. None when there is nothing to evaluate on.
       num_outputs: classes, or regression targets.
       preprocess: run on the inputs on the device, so that bytes travel and not floats.
+      text: what tokens stand for: `bytes` of UTF-8, or the path of a tokenizer.json;
+        None where they are not known, or there are none.
     """
 
     train: Dataset
     evaluation: "EvaluationSet | None"
     num_outputs: int
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
+    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +95,14 @@ class ArrayDataset:
             )
 
     @property
-    def staged(self) -> dict[str, np.ndarray] | None:
-        """What `gather` reads from; None where the host has to augment it."""
+    def staged_size(self) -> tuple[int, int] | None:
+        """Rows and bytes of what would be staged; None where the host augments it."""
         if self.augment is not None:
             return None
+        return len(self.inputs), self.inputs.nbytes + self.labels.nbytes
+
+    def staged(self) -> Batch:
+        """What `gather` reads from."""
         return {"inputs": self.inputs, "labels": self.labels}
 
     def rows(self, step: int) -> np.ndarray:

@@ -15,8 +15,12 @@ class Stageable(Protocol):
     """A data set whose batches are rows of arrays, gathered by a pure function."""
 
     @property
-    def staged(self) -> dict[str, np.ndarray] | None:
-        """The arrays; None where batches need more than gathering."""
+    def staged_size(self) -> tuple[int, int] | None:
+        """Rows and bytes of `staged`; None where batches need more than gathering."""
+        ...
+
+    def staged(self) -> dict[str, np.ndarray]:
+        """The arrays."""
         ...
 
     def rows(self, step: int) -> np.ndarray:
@@ -30,15 +34,13 @@ class Stageable(Protocol):
 
 def why_not_staged(dataset: Any) -> str:
     """Why a data set cannot be staged on devices; "" if it can."""
-    arrays = getattr(dataset, "staged", None)
-    if arrays is None:
+    size = getattr(dataset, "staged_size", None)
+    if size is None:
         return "its batches are made on the host"
-    size = max(len(array) for array in arrays.values())
-    if size >= 2**31:
-        total = sum(array.nbytes for array in arrays.values())
+    if size[0] >= 2**31:
         return (
-            f"it has {size:,} rows ({total / 2**30:.2f} GiB), and the 32-bit numbers "
-            f"that devices count with reach {2**31 - 1:,}"
+            f"it has {size[0]:,} rows ({size[1] / 2**30:.2f} GiB), and the 32-bit "
+            f"numbers that devices count with reach {2**31 - 1:,}"
         )
     return ""
 
@@ -69,8 +71,7 @@ class RowBlocks:
     @property
     def size(self) -> str:
         """What is staged, in words."""
-        total = sum(array.nbytes for array in self.dataset.staged.values())
-        return f"{total:,} bytes; batches are gathered there"
+        return f"{self.dataset.staged_size[1]:,} bytes; batches are gathered there"
 
     @property
     def steps(self) -> int:

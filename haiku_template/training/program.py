@@ -142,7 +142,7 @@ def make_program(
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
         blocks = RowBlocks(data.train, batch_size)
-        staged, words = blocks.dataset.staged, f"staged on each device, {blocks.size}"
+        staged, words = blocks.dataset.staged(), f"staged on each device, {blocks.size}"
         data = data._replace(train=blocks)
         train_step = _gathering(train_step, blocks)
     return Program(

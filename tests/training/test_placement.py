@@ -133,7 +133,7 @@ def test_what_the_host_augments_is_not_staged(devices):
 
 def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):
     class Large:
-        staged = {"tokens": np.broadcast_to(np.uint16(0), 10_248_871_837)}
+        staged_size = 10_248_871_837, 2 * 10_248_871_837
 
     with pytest.raises(DataError, match=r"10,248,871,837 rows \(19.09 GiB\)"):
         staging.RowBlocks(Large(), 8)
