@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "models": set(),
     "config": set(),
     "training": {"config", "data", "devices", "models"},
+    "generation": {"config", "data", "devices", "models", "training"},
 }
 # Placement has one home.
 PLACEMENT = {
@@ -98,7 +99,8 @@ def test_importing_starts_no_backend():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-NO_JAX = ["", ".config", ".cli", ".train", ".evaluate", ".doctor", ".diagnosis"]
+COMMANDS = [".train", ".evaluate", ".generate", ".doctor"]
+NO_JAX = ["", ".config", ".cli", ".diagnosis", *COMMANDS]
 
 
 @pytest.mark.parametrize("module", NO_JAX)

@@ -52,12 +52,15 @@ class Data(NamedTuple):
         be shorter. None when there is nothing to evaluate on.
       num_outputs: classes, or regression targets.
       preprocess: run on the inputs on the device, so that bytes travel and not floats.
+      text: what tokens stand for: `bytes` of UTF-8, or the path of a tokenizer.json;
+        None where they are not known, or there are none.
     """
 
     train: Dataset
     evaluation: "EvaluationSet | None"
     num_outputs: int
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
+    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
