@@ -140,6 +140,22 @@ def load(path: Path) -> config_dict.ConfigDict:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
+def of_run(workdir: Path) -> config_dict.ConfigDict:
+    """The config of the run in `workdir`, checked.
+
+    Raises:
+      ConfigError: it is no run's, or one that a script made without a config.
+    """
+    saved = load(workdir / "config.json")
+    if not saved:
+        raise ConfigError(
+            f"the run in {workdir} was made by a script, without a config; go on from "
+            "there"
+        )
+    check(saved)
+    return saved
+
+
 def check(config: config_dict.ConfigDict) -> None:
     """Asserts what every run needs of its config.
 

@@ -78,7 +78,7 @@ def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_f
 def test_it_cannot_be_staged_and_the_sizes_say_why(large_file):
     config = small(gpt2_124m.get_config(), path=str(large_file), placement="device")
     devices = DeviceManager.create("cpu", num_devices=1)
-    with pytest.raises(DataError, match=r"rows \(19.07 GiB\).*2,147,483,647"):
+    with pytest.raises(DataError, match=r"rows \(17.18 GiB\).*2,147,483,647"):
         experiment.build(config, devices)
 
 
