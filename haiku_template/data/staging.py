@@ -8,7 +8,7 @@ import numpy as np
 
 from haiku_template.data.errors import DataError
 
-BLOCK_BYTES = 2**20  # Of row numbers that go to the devices at once.
+BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 
 
 class Stageable(Protocol):
@@ -76,7 +76,7 @@ class RowBlocks:
     @property
     def steps(self) -> int:
         """How many steps one block is for."""
-        return max(BLOCK_BYTES // (4 * self.batch_size), 1)
+        return min(max(BLOCK_BYTES // (4 * self.batch_size), 1), BLOCK_STEPS)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """`rows`, int32 [B, steps]: the same object for each step of a block."""

@@ -146,11 +146,14 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
 def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
     tmp_path, token_file
 ):
-    config = small(gpt2_124m.get_config(), path=str(token_file), vocab_size=49)
-    program = experiment.build(config, DeviceManager.create("cpu", num_devices=1))
+    options = {"path": str(token_file), "vocab_size": 49}
+    devices = DeviceManager.create("cpu", num_devices=1)
     words = r"tokens.npy, token \d+, is 49; the vocabulary has 49 tokens"
     with pytest.raises(DataError, match=words):
-        train(program, num_steps=12, workdir=tmp_path / "run")
+        experiment.build(small(gpt2_124m.get_config(), **options), devices)
+    with pytest.raises(DataError, match=words):
+        staged = small(gpt2_124m.get_config(), placement="device", **options)
+        experiment.build(staged, devices)
 
 
 def test_the_default_text_trains_and_reports_bits_per_byte(tmp_path):
