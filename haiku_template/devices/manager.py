@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import audit, hardware, layout, selection
+from haiku_template.devices import audit, failures, layout, selection
 from haiku_template.devices.errors import DeviceError
 from haiku_template.devices.sharding import AXIS_NAME, device_put_sharded
 
@@ -56,6 +56,7 @@ class DeviceManager(NamedTuple):
             raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
         request = selection.parse(spec, num_devices, simulate_devices)
         selection.check_memory_fraction(gpu_memory_fraction)
+        failures.check_default_device()
         try:
             selection.configure(
                 request,
@@ -72,7 +73,7 @@ class DeviceManager(NamedTuple):
             devices, _ = selection.select(request)
             reason = f"--fallback=cpu, because {error}"
         if request.platform == "auto" and devices[0].platform == "cpu":
-            hardware.warn_of_unused_card()
+            failures.warn_of_unused_card()
         return cls(tuple(devices), reason)
 
     @property
