@@ -67,6 +67,9 @@ def diagnose(
       Errors before warnings, each in the order of the table: the first error is the
       one cause. Empty when nothing is wrong.
     """
+    if probe is None or probe.code == 0:
+        # A driver that answered to us may still have failed JAX.
+        probe = start.driver_of(jax) or probe
     facts = Facts(platform(asked), probe, jax, operations)
     found = examine(TABLE, machine, facts)
     if any(finding.severity == "error" for finding in found):

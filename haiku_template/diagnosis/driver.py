@@ -52,7 +52,7 @@ def _no_device(machine: Machine, facts: Facts) -> str | None:
         return None
     value = machine.environ.get("CUDA_VISIBLE_DEVICES")
     if value is not None:
-        others = facts.driver.count_unmasked
+        others = facts.driver.count_unmasked or 0
         return f"{found}; CUDA_VISIBLE_DEVICES={value!r}, and {others} without it"
     return f"{found}; the card may have dropped out (dmesg | grep -i nvrm)"
 

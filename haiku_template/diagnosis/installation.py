@@ -101,6 +101,10 @@ def _align(machine: Machine) -> str:
     )
 
 
+def _add_cuda(machine: Machine) -> str:
+    return _align(machine) if cuda_families(machine) else install_command(machine)
+
+
 def _two_families(machine: Machine, facts: Facts) -> str | None:
     both = [f"jax-cuda{f}-plugin" for f in ("12", "13")]
     if all(name in machine.distributions for name in both):
@@ -233,7 +237,7 @@ ROWS = (
         "A01",
         "JAX is installed without CUDA on a machine with a card",
         _no_plugin,
-        install_command,
+        _add_cuda,
     ),
     Cause(
         "A19",

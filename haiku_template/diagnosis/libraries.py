@@ -1,23 +1,24 @@
 """Causes in the CUDA libraries: wheels that lack, are too old, or are shadowed."""
 
 import re
+from typing import NamedTuple
 
 from haiku_template.diagnosis import versions
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import Cause, Facts, cuda_families
 
-# The library that each wheel brings; without these JAX finds no CUDA, or fails later.
+# What each wheel brings; JAX's CUDA plugin does not start without these.
 NEEDED = {
-    "cuda-runtime": "libcudart.so",
-    "cudnn": "libcudnn.so",
-    "cublas": "libcublas.so",
-    "cufft": "libcufft.so",
-    "cusparse": "libcusparse.so",
-    "nvjitlink": "libnvJitLink.so",
-    "cuda-nvrtc": "libnvrtc.so",
+    "cuda-runtime": ("libcudart.so",),
+    "cudnn": ("libcudnn.so", "libcudnn_graph.so"),
+    "cublas": ("libcublas.so", "libcublasLt.so"),
+    "cufft": ("libcufft.so",),
+    "cusparse": ("libcusparse.so",),
+    "nvjitlink": ("libnvJitLink.so",),
+    "cuda-cupti": ("libcupti.so",),
 }
-# JAX starts without these; single operations fail.
-NEEDED_LATER = {"cusolver": "libcusolver.so", "cuda-cupti": "libcupti.so"}
+# It starts without these; single operations fail.
+NEEDED_LATER = {"cusolver": ("libcusolver.so",), "cuda-nvrtc": ("libnvrtc.so",)}
 LOCAL_CUDA = (
     "/usr/local/cuda/lib64",
     "/usr/lib/x86_64-linux-gnu",
@@ -42,39 +43,63 @@ def _wanted(machine: Machine) -> list[versions.Requirement]:
     return found
 
 
+def _outside_wheels(machine: Machine, library: str) -> bool:
+    """Whether the loader would find a library in the folders of a CUDA toolkit."""
+    folders = (*machine.library_path(), *LOCAL_CUDA)
+    return any(any(machine.path(f).glob(f"{library}*")) for f in folders)
+
+
 def _local_cuda(machine: Machine) -> bool:
     """Whether CUDA comes from the system: no wheel, but its runtime is to be found."""
     if any(need.name in machine.distributions for need in _wanted(machine)):
         return False
-    folders = (*machine.library_path(), *LOCAL_CUDA)
-    return any(any(machine.path(f).glob("libcudart.so.*")) for f in folders)
+    return _outside_wheels(machine, "libcudart.so.")
 
 
-def _missing(machine: Machine, stems: dict[str, str]) -> str | None:
+class Gap(NamedTuple):
+    """A wheel that is missing, or a library that is missing in it."""
+
+    wheel: str
+    library: str
+
+    def words(self) -> str:
+        """What is missing."""
+        if not self.library:
+            return f"the package {self.wheel} is not installed"
+        return f"{self.wheel} is installed and its {self.library} is not there"
+
+    def fix(self, machine: Machine) -> str:
+        """The pip command that brings it: pip itself sees no file that is missing."""
+        if not self.library:
+            return with_wheels(machine)
+        version = machine.distributions[self.wheel]
+        return f"pip install --force-reinstall --no-deps {self.wheel}=={version}"
+
+
+def _gap(machine: Machine, libraries: dict[str, tuple[str, ...]]) -> Gap | None:
     if _local_cuda(machine):
         return None
     for need in _wanted(machine):
-        library = stems.get(_stem(need.name))
-        if not library:
-            continue
-        if need.name not in machine.distributions:
-            return f"the package {need.name} is not installed"
-        files = [
-            f
-            for site in machine.site_packages
-            for f in site.glob(f"nvidia/*/lib/{library}*")
-        ]
-        if machine.site_packages and not files:
-            return f"{need.name} is installed and its {library} is not there"
+        for library in libraries.get(_stem(need.name), ()):
+            if _outside_wheels(machine, library):
+                continue
+            if need.name not in machine.distributions:
+                return Gap(need.name, "")
+            pattern = f"nvidia/*/lib/{library}*"
+            files = [f for site in machine.site_packages for f in site.glob(pattern)]
+            if machine.site_packages and not files:
+                return Gap(need.name, library)
     return None
 
 
 def _missing_now(machine: Machine, facts: Facts) -> str | None:
-    return _missing(machine, NEEDED)
+    gap = _gap(machine, NEEDED)
+    return gap.words() if gap else None
 
 
 def _missing_later(machine: Machine, facts: Facts) -> str | None:
-    return _missing(machine, NEEDED_LATER)
+    gap = _gap(machine, NEEDED_LATER)
+    return gap.words() if gap else None
 
 
 def _outdated(machine: Machine, facts: Facts) -> str | None:
@@ -92,6 +117,11 @@ def with_wheels(machine: Machine) -> str:
     version = machine.distributions.get("jax", "")
     pinned = f"=={version}" if version else ""
     return f'pip install -U "jax[cuda{family}]{pinned}"'
+
+
+def reinstall(machine: Machine) -> str:
+    """The pip command that brings JAX with CUDA's libraries, whatever is there."""
+    return with_wheels(machine).replace("-U", "--force-reinstall")
 
 
 def _jit_wheel(machine: Machine) -> str:
@@ -175,7 +205,7 @@ ROWS = (
         "A06",
         "a CUDA library that the plugin needs is missing",
         _missing_now,
-        with_wheels,
+        lambda machine: _gap(machine, NEEDED).fix(machine),
     ),
     Cause(
         "A08", "a CUDA library is older than the plugin needs", _outdated, with_wheels
@@ -197,7 +227,7 @@ ROWS = (
         "A06",
         "a CUDA library is missing that single operations need",
         _missing_later,
-        with_wheels,
+        lambda machine: _gap(machine, NEEDED_LATER).fix(machine),
         severity="warning",
     ),
     Cause(
