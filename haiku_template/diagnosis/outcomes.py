@@ -6,7 +6,7 @@ together with how the child ended and with what the machine showed.
 
 import re
 
-from haiku_template.diagnosis import libraries
+from haiku_template.diagnosis import libraries, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import Cause, Facts
 from haiku_template.diagnosis.start import (
@@ -42,8 +42,8 @@ def _card_full(machine: Machine, facts: Facts) -> str | None:
         said += facts.jax.child.errors
     if "RESOURCE_EXHAUSTED" not in said and "CUDA_ERROR_OUT_OF_MEMORY" not in said:
         return None
-    held = [f"{program} ({pid})" for pid, program, _ in machine.holders()]
-    return f"no memory left; the card is held by {', '.join(held) or 'others'}"
+    held = usage.holders(machine, facts.driver)
+    return f"no memory left; the card is held by {held or 'others'}"
 
 
 def _no_memory_for_cudnn(machine: Machine, facts: Facts) -> str | None:

@@ -24,6 +24,21 @@ class Child(NamedTuple):
         return lines[-1] if lines else "it said nothing"
 
 
+class CardMemory(NamedTuple):
+    """The memory of one card, as NVML counts it.
+
+    Attributes:
+      used: bytes in use by anyone.
+      total: bytes in all.
+      users: id and bytes of each process, as the host numbers them; None for bytes that
+        NVML does not know, None for all when it does not tell.
+    """
+
+    used: int
+    total: int
+    users: tuple[tuple[int, int | None], ...] | None = None
+
+
 class DriverResult(NamedTuple):
     """What the NVIDIA driver answered.
 
@@ -39,7 +54,7 @@ class DriverResult(NamedTuple):
       capabilities: compute capability of each device, as (9, 0).
       refused: device nodes that could not be opened, with the reason.
       nvml: code of nvmlInit_v2; None when there is no NVML.
-      memory: bytes in use and in all of each card, as NVML counts them.
+      memory: of each card, and who uses it.
       seconds: how long it took.
     """
 
@@ -53,7 +68,7 @@ class DriverResult(NamedTuple):
     capabilities: tuple[tuple[int, int], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     nvml: int | None = None
-    memory: tuple[tuple[int, int], ...] = ()
+    memory: tuple[CardMemory, ...] = ()
     seconds: float = 0.0
 
 
