@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from haiku_template.diagnosis import versions
 from haiku_template.diagnosis.machine import Machine
-from haiku_template.diagnosis.rows import Cause, Facts, cuda_families
+from haiku_template.diagnosis.rows import Cause, Detect, Facts, cuda_families
 
 # What each wheel brings; JAX's CUDA plugin does not start without these.
 NEEDED = {
@@ -32,15 +32,19 @@ def _stem(wheel: str) -> str:
     return re.sub(r"^nvidia-|-cu1\d$", "", wheel)
 
 
-def _wanted(machine: Machine) -> list[versions.Requirement]:
-    """The nvidia wheels that the installed plugin asks for."""
+def _wanted(machine: Machine, *families: str) -> list[versions.Requirement]:
+    """The nvidia wheels that the plugins for these CUDAs ask for, or the installed."""
     found = []
-    for family in cuda_families(machine):
+    for family in families or cuda_families(machine):
         lines = machine.requires.get(f"jax-cuda{family}-plugin", ())
-        for need in versions.requirements(lines):
-            if need.name.startswith("nvidia-"):
-                found.append(need)
+        needs = versions.requirements(lines)
+        found += [need for need in needs if need.name.startswith("nvidia-")]
     return found
+
+
+def complete(machine: Machine, family: str) -> bool:
+    """Whether all the nvidia wheels that a CUDA plugin asks for are installed."""
+    return all(n.name in machine.distributions for n in _wanted(machine, family))
 
 
 def _outside_wheels(machine: Machine, library: str) -> bool:
@@ -92,14 +96,14 @@ def _gap(machine: Machine, libraries: dict[str, tuple[str, ...]]) -> Gap | None:
     return None
 
 
-def _missing_now(machine: Machine, facts: Facts) -> str | None:
-    gap = _gap(machine, NEEDED)
-    return gap.words() if gap else None
+def _missing(libraries: dict[str, tuple[str, ...]]) -> Detect:
+    """Detects that one of these libraries is missing."""
 
+    def detect(machine: Machine, facts: Facts) -> str | None:
+        gap = _gap(machine, libraries)
+        return gap.words() if gap else None
 
-def _missing_later(machine: Machine, facts: Facts) -> str | None:
-    gap = _gap(machine, NEEDED_LATER)
-    return gap.words() if gap else None
+    return detect
 
 
 def _outdated(machine: Machine, facts: Facts) -> str | None:
@@ -138,9 +142,9 @@ def _foreign(machine: Machine, pattern: str) -> list[str]:
         for folder in machine.library_path()
         for f in sorted(machine.path(folder).glob(pattern))
     ]
-    return [
-        str(f) for f in files if "/nvidia/" not in str(f).replace("/local/nvidia/", "/")
-    ]
+    # The wheels of another environment are as foreign as a toolkit.
+    own = [site.resolve() for site in machine.site_packages]
+    return [str(f) for f in files if not any(f.is_relative_to(site) for site in own)]
 
 
 def _shadowed(machine: Machine, facts: Facts) -> str | None:
@@ -160,7 +164,7 @@ def foreign_library(machine: Machine) -> str | None:
         return None
     patterns = ("libnvJitLink.so*", "libcu*.so*")
     files = [file for pattern in patterns for file in _foreign(machine, pattern)]
-    files = [file for file in files if "/libcuda.so" not in file]
+    files = [f for f in files if not re.search(r"/libcuda(debugger)?\.so", f)]
     return f"LD_LIBRARY_PATH brings {files[0]} beside pip's" if files else None
 
 
@@ -204,7 +208,7 @@ ROWS = (
     Cause(
         "A06",
         "a CUDA library that the plugin needs is missing",
-        _missing_now,
+        _missing(NEEDED),
         lambda machine: _gap(machine, NEEDED).fix(machine),
     ),
     Cause(
@@ -226,7 +230,7 @@ ROWS = (
     Cause(
         "A06",
         "a CUDA library is missing that single operations need",
-        _missing_later,
+        _missing(NEEDED_LATER),
         lambda machine: _gap(machine, NEEDED_LATER).fix(machine),
         severity="warning",
     ),

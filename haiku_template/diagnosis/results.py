@@ -1,5 +1,6 @@
 """What the child processes report, as values."""
 
+import signal
 from typing import NamedTuple
 
 
@@ -19,9 +20,12 @@ class Child(NamedTuple):
     seconds: float
 
     def last_words(self) -> str:
-        """The last line on standard error."""
+        """The last line on standard error, and the signal that ended it, if one did."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        said = lines[-1] if lines else "it said nothing"
+        if self.returncode is None or self.returncode >= 0:
+            return said
+        return f"ended by {signal.Signals(-self.returncode).name}: {said}"
 
 
 class CardMemory(NamedTuple):

@@ -11,7 +11,7 @@ from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.results import Child, DriverResult, JaxResult
 from haiku_template.diagnosis.rows import Cause, Facts
 
-SEGMENTATION_FAULT = (-11, 139)
+SEGMENTATION_FAULT, BUS_ERROR = (-11, 139), (-7, 135)
 # The second is said, before the process is ended, where a part of cuDNN is missing.
 NOT_LOADED = r"Unable to load (\w+)\. Is it installed\?|Cannot load symbol cudnn"
 
@@ -101,6 +101,8 @@ def _interface(machine: Machine, facts: Facts) -> str | None:
 
 def _library_refused(machine: Machine, facts: Facts) -> str | None:
     child = failed_start(machine, facts)
+    if child and child.returncode in BUS_ERROR:
+        return "loading it ended in a bus error: its file is shorter than it should be"
     match = child and re.search(NOT_LOADED, child.errors)
     if not match or _shadowed_at_start(machine, facts):
         return None

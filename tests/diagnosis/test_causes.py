@@ -108,6 +108,7 @@ ERRORS = [
                                      "installed?")),
     ("A06", CARD, None, failed_start("Invalid handle. Cannot load symbol "
                                      "cudnnGetVersion", returncode=-6)),
+    ("A06", CARD, None, failed_start("", returncode=-7)),
     ("A07", CARD, old_nvjitlink, {}),
     ("A08", CARD, dist(nvidia_cudnn_cu13="9.1.0.70"), {}),
     ("A08", CARD, None, failed_start("Outdated cuDNN installation found.\nVersion JAX "
@@ -296,12 +297,14 @@ def test_a_card_that_auto_uses_and_that_fails_is_an_error(gpu):
     assert [(f.id, f.severity) for f in found] == [("A09", "error")]
 
 
-@pytest.mark.parametrize("returncode", [None, 1])
-def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode):
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [(None, "more than 1 s"), (1, "unheard of"), (-6, "by SIGABRT: OSError: unheard")],
+)
+def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode, words):
     jax = jax_result(returncode=returncode, errors="Traceback\nOSError: unheard of")
     found = diagnose(plain.machine(), asked="cpu", jax=jax)
-    assert [finding.id for finding in found] == ["A00"]
-    assert ("unheard of" if returncode else "more than 1 s") in found[0].found
+    assert [finding.id for finding in found] == ["A00"] and words in found[0].found
 
 
 # As jax 0.12.0.1 says it, whose last line names the wrong cause.
@@ -370,11 +373,38 @@ def test_a_fix_brings_what_is_missing(gpu):
     assert '"jax[cuda12]==0.12.0"' in fix(twelve) and gpu.machine().kernel_driver()
 
 
+def test_of_two_cudas_the_one_goes_that_lacks_its_wheels_or_its_driver(gpu):
+    def fix():
+        return diagnose(gpu.machine())[0].fix
+
+    dist(jax_cuda12_plugin="0.12.0", jax_cuda12_pjrt="0.12.0")(gpu)
+    gpu.fields["requires"]["jax-cuda12-plugin"] = ("nvidia-cublas-cu12",)
+    assert fix() == "pip uninstall -y jax-cuda12-plugin jax-cuda12-pjrt"
+    dist(nvidia_cublas_cu12="12.9", nvidia_cublas=None)(gpu)
+    assert fix() == "pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt"
+    dist(nvidia_cublas="13.1")(gpu)
+    assert "cuda12" in fix()
+    gpu.driver("570.86.10")
+    assert "cuda13" in fix()
+
+
 def test_a_library_of_a_toolkit_stands_in_for_a_wheel_s(gpu):
     gpu.remove("/site/site-packages/nvidia/x/lib/libcupti.so.13")
     assert diagnose(gpu.machine())[0].id == "A06"
     gpu.file("/usr/local/cuda/lib64/libcupti.so.13")
     assert diagnose(gpu.machine()) == []
+
+
+def test_only_this_environment_s_own_wheels_are_not_foreign(gpu):
+    def seen(folder):
+        gpu.environ["LD_LIBRARY_PATH"] = folder
+        return [finding.id for finding in diagnose(gpu.machine())]
+
+    assert seen("/site/site-packages/nvidia/x/lib") == []
+    gpu.file("/other/site-packages/nvidia/x/lib/libnvJitLink.so.13")
+    assert seen("/other/site-packages/nvidia/x/lib") == ["A07"]
+    gpu.file("/usr/local/nvidia/lib64/libcudadebugger.so.1")  # The driver's own.
+    assert seen("/usr/local/nvidia/lib64") == []
 
 
 def test_consequences_come_after_the_cause(plain):
