@@ -3,6 +3,7 @@
 from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
+from haiku_template.devices.layout import host_buffer
 from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.peak import matmul_peak
@@ -18,6 +19,7 @@ __all__ = [
     "audit_table",
     "check_replicas",
     "describe",
+    "host_buffer",
     "device_put_replicated",
     "device_put_sharded",
     "matmul_peak",
