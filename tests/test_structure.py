@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "devices": {"diagnosis"},
     "data": set(),
     "models": set(),
-    "config": set(),
+    "config": {"config_ranges"},
+    "config_ranges": set(),
     "finetuning": {"devices", "models"},
     "training": {"config", "data", "devices", "finetuning", "models"},
 }

@@ -1,16 +1,20 @@
 """Where parameters come from when a run starts: the seed, or what others trained."""
 
+import json
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import NamedTuple
 
 import haiku as hk
 import jax
 
 from haiku_template.devices import DeviceManager, Shared
+from haiku_template.finetuning.adapters import check_base, fingerprint
 from haiku_template.finetuning.freezing import join
 from haiku_template.finetuning.pretrained import unflatten
 from haiku_template.finetuning.tuning import Plan, Tuning, make_plan
 from haiku_template.training.state import NOTHING_GIVEN, Given
+from haiku_template.training.workdir import BASE, has_checkpoints, write_atomically
 
 
 class Source(NamedTuple):
@@ -82,3 +86,31 @@ def make_start(
     abstract_base = devices.abstract(base_of_seed)
     base = Shared.create(abstract_base, make_base if plan.frozen else dict)
     return Start(plan, base, given, source is not None)
+
+
+def place_base(devices: DeviceManager, start: Start, workdir: Path) -> None:
+    """Makes the base, and asserts that it is the one that the run in `workdir` has.
+
+    The first start of a run keeps the fingerprint of a base that was read.
+
+    Args:
+      devices: where it lives.
+      start: of the run.
+      workdir: of the run; it exists.
+
+    Raises:
+      PretrainedError: the base cannot be read, or is another one than it was.
+    """
+    if not start.plan.frozen:
+        return
+    base = start.base.arrays()
+    devices.check(base)
+    if not start.read:
+        return  # Made from the seed, which config.json keeps.
+    file = workdir / BASE
+    if file.exists() and has_checkpoints(workdir):
+        expected = json.loads(file.read_text())["sha256"]
+        check_base(expected, devices, base, f"the parameters in {workdir}")
+    else:
+        found = {"sha256": fingerprint(devices, base)}
+        write_atomically(file, json.dumps(found) + "\n")
