@@ -13,7 +13,11 @@ from haiku_template.finetuning.pretrained import flatten
 from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import mlp
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.budget import memory_budget
+from haiku_template.training.budget import (
+    MemoryBudgetError,
+    check_budget,
+    memory_budget,
+)
 from haiku_template.training.checkpoint import Checkpoints
 from haiku_template.training.metrics import read
 from haiku_template.training.placement import place_data
@@ -261,3 +265,9 @@ def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
     with pytest.raises(TuningError, match=words) as caught:
         made(one_device, tuning)
     assert caught.value.exit_code == 64
+
+
+def test_what_does_not_fit_names_the_base(one_device):
+    program = made(one_device)
+    with pytest.raises(MemoryBudgetError, match=r"\.base\['mlp/~/linear_0'\]\['w'\]"):
+        check_budget(program, 1000)
