@@ -1,4 +1,7 @@
-"""The mathematics of a run: pure functions of (state, batch).
+"""The mathematics of a run: pure functions of (state, batch, base).
+
+The base is what does not train: the frozen parameters of a fine-tuned model, and an
+empty tree without fine-tuning. Gradients, updates and averages are of `params` alone.
 
 Each is written once, for one device's share of the batch. What must agree on all
 devices is averaged over `axis_name`, which is None on one device; nothing here knows
@@ -7,6 +10,7 @@ how many there are.
 Shapes: B examples in one device's share of a batch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,7 @@ from haiku_template.training.tasks import Task, TaskError
 
 Batch = dict[str, Any]
 Scalars = dict[str, jax.Array]
+Combine = Callable[..., hk.Params]
 
 
 def make_train_step(
@@ -34,12 +39,13 @@ def make_train_step(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     axis_name: str | None,
+    combine: Combine,
     schedule: Schedule | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Scalars]]:
-    """Makes `train_step(state, batch)`, which returns (new state, scalars).
+) -> Callable[[TrainState, Batch, hk.Params], tuple[TrainState, Scalars]]:
+    """Makes `train_step(state, batch, base)`, which returns (new state, scalars).
 
     Args:
       model: `apply(params, net_state, rng, inputs, is_training)`.
@@ -48,6 +54,7 @@ def make_train_step(
       preprocess: what happens to the inputs on the device first.
       precision: see `Precision`.
       axis_name: the mesh axis to average over; None on one device.
+      combine: makes the model's parameters of `params`, the base and randomness.
       schedule: reported as `learning_rate`; None reports none.
       accumulate_steps: parts that the share is worked through in, one after another,
         to save memory. Gradients are averaged over all of them; batch statistics are
@@ -57,27 +64,31 @@ def make_train_step(
     """
 
     def loss_and_more(
-        params: hk.Params, net_state: hk.State, rng: jax.Array, batch: Batch, scale: Any
+        params: hk.Params,
+        base: hk.Params,
+        scale: Any,
+        net_state: hk.State,
+        rng: jax.Array,
+        batch: Batch,
     ) -> tuple[jax.Array, tuple[hk.State, Scalars]]:
         policy = precision.policy
+        params = combine(*policy.cast_to_compute((params, base)), rng)
         inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
-            outputs, net_state = model.apply(
-                policy.cast_to_compute(params), net_state, rng, inputs, True
-            )
+            outputs, net_state = model.apply(params, net_state, rng, inputs, True)
         values = _per_example(task, precision.cast_outputs(outputs), batch)
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars)
 
     gradient = jax.grad(loss_and_more, has_aux=True)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Scalars]:
+    def train_step(
+        state: TrainState, batch: Batch, base: hk.Params
+    ) -> tuple[TrainState, Scalars]:
         scale = precision.loss_scale(state.loss_scale)
         rng = _step_rng(seed, state.step, axis_name)
         grads, (net_state, scalars) = _accumulate(
-            lambda net_state, rng, part: gradient(
-                state.params, net_state, rng, part, scale
-            ),
+            functools.partial(gradient, state.params, base, scale),
             state.net_state,
             rng,
             batch,
@@ -86,13 +97,12 @@ def make_train_step(
         grads, scalars = mean_over(axis_name, (scale.unscale(grads), scalars))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = TrainState(
+        new = state._replace(
             step=state.step + 1,
             params=params,
             net_state=net_state,
             opt_state=opt_state,
             ema_params=_average(state.ema_params, params, ema_decay),
-            loss_scale=state.loss_scale,
         )
         scalars["grad_norm"] = optax.tree.norm(grads)
         if schedule is not None:
@@ -112,22 +122,24 @@ def make_eval_step(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     axis_name: str | None,
-) -> Callable[[tuple[hk.Params, hk.State], Batch], Scalars]:
-    """Makes `eval_step((params, net_state), batch)`: sums over one batch.
+    combine: Combine,
+) -> Callable[[tuple[hk.Params, hk.State], Batch, hk.Params], Scalars]:
+    """Makes `eval_step((params, net_state), batch, base)`: sums over one batch.
 
     `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
     Returns each value of the task, summed over the examples on all devices, and
     `examples`, their number.
     """
 
-    def eval_step(variables: tuple[hk.Params, hk.State], batch: Batch) -> Scalars:
+    def eval_step(
+        variables: tuple[hk.Params, hk.State], batch: Batch, base: hk.Params
+    ) -> Scalars:
         policy = precision.policy
         params, net_state = variables
+        params = combine(*policy.cast_to_compute((params, base)))
         inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
-            outputs, _ = model.apply(
-                policy.cast_to_compute(params), net_state, None, inputs, False
-            )
+            outputs, _ = model.apply(params, net_state, None, inputs, False)
         values = _per_example(task, precision.cast_outputs(outputs), batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]
