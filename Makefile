@@ -5,6 +5,7 @@
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
+# make bench-tokens     windows from a 2 GB token file that is not in memory
 # make gpu-check        what only a GPU can show; says so when there is none
 # make new NAME=my_project DEST=DIR    a copy of this template under a new name
 
@@ -19,6 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --ed
 
 .PHONY: train test test-long test-pretrained test-cuda-wheels lint bench gpu-check new
 .PHONY: clean
+.PHONY: train test test-long lint bench bench-tokens gpu-check new clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -45,6 +47,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.train
 	$(BIN)/python -m benchmarks.overhead
+
+bench-tokens: $(VENV)/.train
+	$(BIN)/python -m benchmarks.token_reader
 
 gpu-check: $(VENV)/.train
 	$(BIN)/python -m benchmarks.gpu_check

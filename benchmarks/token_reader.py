@@ -69,6 +69,28 @@ def safetensors_slices(path: Path) -> Reader:
     return _sliced(tokens)
 
 
+def unmapped(path: Path) -> Reader:
+    """No mapping: POSIX_FADV_WILLNEED for all windows of a batch, then pread."""
+    shard = open_tokens(path, random=False).shards[0]
+    size, offset = shard.tokens.itemsize, shard.offset
+    file = path.open("rb", buffering=0)
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(batches: Starts) -> Iterator[np.ndarray]:
+        for starts in batches:
+            result = np.empty((len(starts), LENGTH), shard.tokens.dtype)
+            places = [offset + size * start for start in starts.tolist()]
+            advice = (size * LENGTH, os.POSIX_FADV_WILLNEED)
+            for place in places:
+                os.posix_fadvise(file.fileno(), place, *advice)
+            for row, place in zip(result, places, strict=True):
+                os.preadv(file.fileno(), [row], place)
+            yield result
+        file.close()
+
+    return read
+
+
 def _memmap(path: Path) -> np.memmap:
     stream = open_tokens(path, random=False)
     offset = stream.shards[0].offset
@@ -119,6 +141,7 @@ def readers() -> dict[str, Callable[[Path], Reader]]:
         "this package": of_this_package,
         "numpy.memmap": plain_memmap,
         "numpy.memmap, MADV_RANDOM": advised_memmap,
+        "pread, WILLNEED": unmapped,
         "safetensors slices": safetensors_slices,
     }
     if importlib.util.find_spec("torch"):

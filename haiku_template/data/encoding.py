@@ -13,7 +13,7 @@ from haiku_template.data.token_writer import TokenWriter
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PIECE = 2**17  # Characters, about, that are worked on as one.
+PIECE = 2**14  # Characters, about, that one thread works on.
 LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
 BATCH = 2**19  # Characters that are handed to the tokenizer's threads at once.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")

@@ -1,5 +1,6 @@
 """From text to token files: exact tokens, bounded memory, nothing half-written."""
 
+import contextlib
 import json
 import os
 import re
@@ -183,6 +184,38 @@ def test_help_answers_without_the_libraries():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
     done = start("--help")
     assert "--train_vocab_size" in done.stdout
+
+
+REPORTING = """
+from haiku_template import cli
+from haiku_template.data import tokenize
+tokenize.REPORT_SECONDS = 0
+cli.run(tokenize.main)
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, bpe, terminal):
+    source, output = write_texts(tmp_path / "in"), tmp_path / "a.safetensors"
+    flags = (f"--input={source}", f"--tokenizer={bpe}", f"--output={output}")
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", REPORTING, *flags],
+        cwd=ROOT,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # So a terminal tells that nobody writes.
+        while chunk := os.read(ours, 2**16):
+            said += chunk
+    os.close(ours)
+    assert (process.communicate()[1], process.returncode) == (b"", 0)
+    assert (b"write 30 files" in said) == terminal
+    assert bool(re.search(rb"^write 100%, \d+\.\d MB/s$", said, re.M)) != terminal
+    assert b"tokens (uint16) of 30 files" in said
 
 
 # What it refuses
@@ -396,10 +429,10 @@ assert max(sizes.values()) < early + 40, sizes
 def test_memory_does_not_grow_with_the_text(tmp_path, bpe):
     content = "".join(
         f"def function_{i}(argument, other):\n    return argument + {i} * other\n\n"
-        for i in range(120_000)
+        for i in range(60_000)
     )
     (tmp_path / "a.py").write_text(content)
-    assert len(content) > 8e6
+    assert len(content) > 4e6
     arguments = [tmp_path / "a.py", bpe, tmp_path / "a.safetensors"]
     command = [sys.executable, "-c", MEMORY, *arguments]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
