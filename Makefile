@@ -18,9 +18,8 @@ EXTRAS ?= plots,examples
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: train test test-long test-pretrained test-cuda-wheels lint bench gpu-check new
-.PHONY: clean
-.PHONY: train test test-long lint bench bench-tokens gpu-check new clean
+.PHONY: train test test-long test-pretrained test-cuda-wheels lint bench bench-tokens
+.PHONY: gpu-check new clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
