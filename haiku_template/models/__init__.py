@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import haiku as hk
 
+from haiku_template.models.bert import bert
 from haiku_template.models.errors import ModelError
 from haiku_template.models.gpt import Cache, gpt, gpt_flops_per_token
 from haiku_template.models.logits import LazyLogits, multiply_out
@@ -17,7 +18,12 @@ from haiku_template.models.resnet import resnet
 
 Model = hk.Transformed | hk.TransformedWithState
 
-MODELS: dict[str, Callable[..., Model]] = {"gpt": gpt, "mlp": mlp, "resnet": resnet}
+MODELS: dict[str, Callable[..., Model]] = {
+    "bert": bert,
+    "gpt": gpt,
+    "mlp": mlp,
+    "resnet": resnet,
+}
 # Of a training step, for each token: called with `num_outputs`, the tokens of an
 # example, and the keys of `config.model`.
 FLOPS_PER_TOKEN: dict[str, Callable[..., float]] = {"gpt": gpt_flops_per_token}
@@ -29,6 +35,7 @@ __all__ = [
     "LazyLogits",
     "Model",
     "ModelError",
+    "bert",
     "gpt",
     "gpt_flops_per_token",
     "mlp",

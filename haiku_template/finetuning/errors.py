@@ -1,0 +1,13 @@
+"""What can go wrong with pretrained parameters."""
+
+
+class PretrainedError(ValueError):
+    """Pretrained parameters that cannot be read, do not fit, or cannot be written."""
+
+    exit_code = 64
+
+
+class StorageError(PretrainedError):
+    """Parameters that could not be written."""
+
+    exit_code = 74

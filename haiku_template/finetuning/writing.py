@@ -1,0 +1,99 @@
+"""A folder of tensors, written beside its place and then renamed.
+
+It is there whole, or not at all; nothing is overwritten.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from haiku_template.finetuning.errors import PretrainedError, StorageError
+
+
+class Shard(NamedTuple):
+    """What one file is to hold.
+
+    Attributes:
+      metadata: words beside the tensors.
+      tensors: what makes each tensor, by name; called when the file is written.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, Callable[[], np.ndarray]]
+
+
+def write_folder(
+    folder: Path,
+    shards: dict[str, Shard],
+    others: dict[str, bytes],
+    located: str,
+    metadata: dict[str, Any],
+) -> None:
+    """Writes a folder, whole or not at all.
+
+    Args:
+      folder: must not exist.
+      shards: the files of tensors, by name.
+      others: the content of other files, by name.
+      located: the name of the only file of tensors, or of their index.
+      metadata: of the index.
+
+    Raises:
+      PretrainedError: `folder` exists.
+      StorageError: it cannot be written; nothing of it is left.
+    """
+    if folder.exists():
+        raise PretrainedError(
+            f"{folder} exists, and nothing is overwritten; name a folder that does not"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent
+        ) as temporary:
+            partial = Path(temporary) / folder.name
+            _fill(partial, shards, others, located, metadata)
+            partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder} cannot be written: {error}") from error
+
+
+def _fill(
+    folder: Path,
+    shards: dict[str, Shard],
+    others: dict[str, bytes],
+    located: str,
+    metadata: dict[str, Any],
+) -> None:
+    folder.mkdir()
+    for name, content in others.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    size = 0
+    for name, shard in shards.items():
+        tensors = {tensor: make() for tensor, make in shard.tensors.items()}
+        (folder / name).touch()
+        mode = (folder / name).stat().st_mode
+        save_file(tensors, folder / name, shard.metadata)
+        (folder / name).chmod(mode)  # The library lets only the owner read.
+        size += sum(array.nbytes for array in tensors.values())
+    if located in shards:
+        return
+    if metadata.get("total_size") != size:
+        metadata = {"total_size": size}
+    places = {
+        tensor: name for name, shard in shards.items() for tensor in shard.tensors
+    }
+    index = {"metadata": metadata, "weight_map": places}
+    (folder / located).write_bytes(to_json(index))
+
+
+def to_json(content: dict[str, Any]) -> bytes:
+    """As transformers writes it."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

