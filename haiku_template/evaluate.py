@@ -32,9 +32,9 @@ def main() -> None:
         )
     config.check(saved)
     devices = cli.device_manager()
-    from haiku_template.training import experiment
+    from haiku_template.training import evaluate_run
 
-    step, metrics = experiment.evaluate_checkpoint(
+    step, metrics = evaluate_run.evaluate_checkpoint(
         saved, devices, workdir, _CHECKPOINT.value
     )
     print(json.dumps({"step": step, **metrics}))

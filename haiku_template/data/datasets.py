@@ -24,6 +24,7 @@ from haiku_template.data.checks import (
     count_classes,
 )
 from haiku_template.data.errors import DataError
+from haiku_template.data.examples import jsonl
 
 
 def from_split(
@@ -174,4 +175,5 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "npy": npy,
     "mnist": mnist,
     "cifar10": cifar10,
+    "jsonl": jsonl,
 }

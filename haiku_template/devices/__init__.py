@@ -3,8 +3,8 @@
 from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.errors import DeviceError, PlacementError
-from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.layout import host_buffer
+from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.peak import matmul_peak
 from haiku_template.devices.replicas import check_replicas

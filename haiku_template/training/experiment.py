@@ -21,7 +21,6 @@ from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.restoring import restore
 from haiku_template.training.tasks import DERIVED, TASKS, Task, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
@@ -58,6 +57,7 @@ def build(
     task = _task(config.task)
     data = make_data(config)
     model = make_model(config, data.num_outputs, devices.axis_name)
+    _check_vocabulary(config, data)
     values = config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
     try:
@@ -120,10 +120,29 @@ def make_model(
     return _make("model", config.model.to_dict(), MODELS, **facts)
 
 
+def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
+    """Asserts that an encoder has all tokens of its inputs.
+
+    A language model gets its vocabulary from the data, as `num_outputs`.
+    """
+    values = config.model.to_dict()
+    function = resolve("model", values["name"], MODELS)
+    known = inspect.signature(function).parameters.get("vocab_size")
+    size = values.get("vocab_size", known and known.default)
+    if isinstance(size, int) and size < data.vocab_size:
+        raise ConfigError(
+            f"the data has tokens up to {data.vocab_size - 1}, and "
+            f"config.model.vocab_size={size}; {data.vocab_size} or more is needed"
+        )
+
+
 def _work(config: config_dict.ConfigDict, data: Data) -> Work:
     if config.task.name != "language_model":
         return UNKNOWN
-    tokens = data.train.batch(0)["labels"].shape[1]
+    batch = data.train.batch(0)
+    if "loss_mask" in batch:
+        return UNKNOWN  # What is learned from differs between examples.
+    tokens = batch["labels"].shape[1]
     values = config.model.to_dict()
     flops = FLOPS_PER_TOKEN.get(values.pop("name"))
     if flops is None:
@@ -160,37 +179,6 @@ def run(
     loop = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
     train(program, workdir=workdir, config=saved, **how, **loop)
-
-
-def evaluate_checkpoint(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[int, dict[str, float]]:
-    """The step and the metrics of one checkpoint of a run.
-
-    Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
-
-    Raises:
-      ConfigError: no such checkpoint, or nothing to evaluate on.
-      CheckpointError: the checkpoint is damaged.
-    """
-    config.data.placement = "host"
-    # Rows of padding make up for a batch that does not split over these devices.
-    config.batch_size += -config.batch_size % (
-        devices.num_devices * config.accumulate_steps
-    )
-    program = build(config, devices)
-    if program.data.evaluation is None:
-        raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
-    abstract = devices.abstract(program.init)
-    step, state = restore(
-        config, workdir, which, lambda saved, step: saved.restore(step, abstract)
-    )
-    with devices.explicit_transfers():
-        return step, program.evaluate(state)
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:

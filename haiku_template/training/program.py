@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from haiku_template.data import Data
+from haiku_template.data import Data, each_shape
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Model
@@ -113,7 +113,7 @@ def make_program(
     """
     parts = dict(locals())
     model = _with_state(model)
-    example = data.train.batch(0)
+    example = each_shape(data.train)[0]
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
     shared = {
@@ -168,6 +168,14 @@ def _with_state(model: Any) -> hk.TransformedWithState:
             "hk.transform_with_state makes of forward(inputs, is_training)"
         )
     return model
+
+
+def compile_ahead(program: Program) -> None:
+    """Compiles the train step for each shape of batches; steps find it done."""
+    state = program.devices.abstract(program.init)
+    for batch in each_shape(program.data.train):
+        shapes = program.devices.abstract_batch(batch)
+        program.train_step.lower(state, shapes).compile()
 
 
 def batch_maker(program: Program) -> Callable[[int], Any]:
