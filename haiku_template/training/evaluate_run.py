@@ -6,6 +6,7 @@ from ml_collections import config_dict
 
 from haiku_template.config import ConfigError
 from haiku_template.devices import DeviceManager
+from haiku_template.training import report
 from haiku_template.training.experiment import build
 from haiku_template.training.restoring import restore
 
@@ -14,6 +15,8 @@ def evaluate_checkpoint(
     config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
 ) -> tuple[int, dict[str, float]]:
     """The step and the metrics of one checkpoint of a run.
+
+    Where classes are told apart, confusion.png in `workdir` shows which are not.
 
     Args:
       config: as saved in the workdir.
@@ -38,4 +41,11 @@ def evaluate_checkpoint(
         config, workdir, which, lambda saved, step: saved.restore(step, abstract)
     )
     with devices.explicit_transfers():
-        return step, program.evaluate(state)
+        metrics, counts = program.measure(state)
+    if "confusion" in counts:
+        names = program.data.class_names or range(program.data.num_outputs)
+        title = f"{workdir.name}, step {step}"
+        report.write_confusion(
+            workdir, counts["confusion"], tuple(map(str, names)), title
+        )
+    return step, metrics

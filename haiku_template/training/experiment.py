@@ -21,6 +21,7 @@ from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
+from haiku_template.training.tally import NO_TALLY, TALLIES
 from haiku_template.training.tasks import DERIVED, TASKS, Task, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
@@ -85,6 +86,7 @@ def build(
         ema_decay=config.ema_decay,
         seed=config.seed,
         derive=DERIVED.get(config.task.name, nothing_more),
+        tally=TALLIES.get(config.task.name, NO_TALLY),
         work=_work(config, data),
     )
     return place_data(program, config.data.get("placement", "host"), memory_limit)

@@ -14,10 +14,11 @@ from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Model
 from haiku_template.training import steps
-from haiku_template.training.evaluation import evaluate
+from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init
+from haiku_template.training.tally import NO_TALLY, Tally
 from haiku_template.training.tasks import Derive, Task, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 
@@ -39,6 +40,7 @@ class Program(NamedTuple):
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
       derive: metrics that are no averages, of the averages.
+      tally: what is counted when evaluating.
       placement: where the training data lives, in words.
       work: what an example amounts to.
       parts: the arguments of `make_program`.
@@ -51,6 +53,7 @@ class Program(NamedTuple):
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
     derive: Derive
+    tally: Tally
     placement: str
     work: Work
     parts: dict[str, Any]
@@ -63,8 +66,14 @@ class Program(NamedTuple):
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics of the evaluation set; see `evaluation.evaluate`."""
-        data = self.data.evaluation
-        return evaluate(self.devices, self.eval_step, state, data, self.derive)
+        return self.measure(state)[0]
+
+    def measure(
+        self, state: TrainState
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """As `evaluate`, and the counts of the tally over the whole set."""
+        sums = add_up(self.devices, self.eval_step, state, self.data.evaluation)
+        return summarise(sums, self.derive, self.tally.derive)
 
     def with_parts(self, **parts: Any) -> "Program":
         """The same program with some arguments of `make_program` changed."""
@@ -84,6 +93,7 @@ def make_program(
     ema_decay: float | None = None,
     seed: int = 0,
     derive: Derive = nothing_more,
+    tally: Tally = NO_TALLY,
     placement: str = "host",
     work: Work = UNKNOWN,
 ) -> Program:
@@ -101,6 +111,7 @@ def make_program(
       ema_decay: evaluate an average of the parameters with this decay.
       seed: of the initial parameters and of dropout.
       derive: makes further metrics of the task's averages, such as `perplexity`.
+      tally: what is counted over the evaluation set, such as confusions of classes.
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
       work: what an example amounts to, for what is reported of the run's speed.
@@ -138,7 +149,9 @@ def make_program(
         axis_name=devices.axis_name,
         **shared,
     )
-    eval_step = steps.make_eval_step(task=task, axis_name=devices.axis_name, **shared)
+    eval_step = steps.make_eval_step(
+        task=task, tally=tally, axis_name=devices.axis_name, **shared
+    )
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
         blocks = RowBlocks(data.train, batch_size)
@@ -153,6 +166,7 @@ def make_program(
         devices.compile(train_step, shared=staged),
         devices.compile(eval_step, donate_argnums=()),
         derive,
+        tally,
         words,
         work,
         parts,

@@ -20,6 +20,7 @@ from haiku_template.devices import mean_over, sum_over
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState
+from haiku_template.training.tally import NO_TALLY, Tally
 from haiku_template.training.tasks import Task, TaskError
 
 Batch = dict[str, Any]
@@ -105,6 +106,27 @@ def make_train_step(
     return train_step
 
 
+def make_forward(
+    *,
+    model: hk.TransformedWithState,
+    preprocess: Callable[[Any], Any],
+    precision: Precision,
+) -> Callable[[tuple[hk.Params, hk.State], Any], Any]:
+    """Makes `forward((params, net_state), inputs)`: the outputs, not of training."""
+
+    def forward(variables: tuple[hk.Params, hk.State], inputs: Any) -> Any:
+        policy = precision.policy
+        params, net_state = variables
+        inputs = policy.cast_to_compute(preprocess(inputs))
+        with precision.norms_in_float32():
+            outputs, _ = model.apply(
+                policy.cast_to_compute(params), net_state, None, inputs, False
+            )
+        return precision.cast_outputs(outputs)
+
+    return forward
+
+
 def make_eval_step(
     *,
     model: hk.TransformedWithState,
@@ -112,28 +134,24 @@ def make_eval_step(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     axis_name: str | None,
+    tally: Tally = NO_TALLY,
 ) -> Callable[[tuple[hk.Params, hk.State], Batch], Scalars]:
     """Makes `eval_step((params, net_state), batch)`: sums over one batch.
 
     `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
-    Returns each value of the task, summed over the examples on all devices, and
-    `examples`, their number.
+    Returns each value of the task, summed over the examples on all devices;
+    `examples`, their number; and the counts of the tally.
     """
+    forward = make_forward(model=model, preprocess=preprocess, precision=precision)
 
     def eval_step(variables: tuple[hk.Params, hk.State], batch: Batch) -> Scalars:
-        policy = precision.policy
-        params, net_state = variables
-        inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
-        with precision.norms_in_float32():
-            outputs, _ = model.apply(
-                policy.cast_to_compute(params), net_state, None, inputs, False
-            )
-        values = _per_example(task, precision.cast_outputs(outputs), batch)
+        outputs = forward(variables, batch["inputs"])
+        values = _per_example(task, outputs, batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]
         sums = {k: jnp.sum(jnp.where(mask, v, 0)) for k, v in values.items()}
         sums["examples"] = jnp.sum(mask.astype(jnp.float32))
-        return sum_over(axis_name, sums)
+        return sum_over(axis_name, sums | tally.count(outputs, batch))
 
     return eval_step
 
