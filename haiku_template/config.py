@@ -6,11 +6,12 @@ the resolved values as JSON, and only that is read again. Imports no JAX.
 
 import difflib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
+
+from haiku_template.config_ranges import RANGES
 
 
 class ConfigError(ValueError):
@@ -47,6 +48,20 @@ def default_config() -> config_dict.ConfigDict:
     config.data = {"name": "digits", "placement": "host"}
     config.model = {"name": "mlp"}
 
+    # A workdir, a Hugging Face folder, or a safetensors file to start from; or None.
+    config.init_from = config_dict.placeholder(str)
+    # Patterns are of parameters, `module/name`, as in a shell: "gpt/block_1?/*".
+    config.finetuning = config_dict.ConfigDict()
+    config.finetuning.train = ()  # Patterns; all by default, or with lora none.
+    config.finetuning.fresh = ()  # Patterns, not in init_from: such as a new head.
+    config.finetuning.base_dtype = "float32"  # Of what is frozen; or bfloat16.
+    config.finetuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
+    config.finetuning.lora = config_dict.ConfigDict()
+    config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
+    config.finetuning.lora.alpha = 16.0  # Adapters count alpha / rank.
+    config.finetuning.lora.dropout = 0.0  # Share of the adapters' inputs.
+    config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
+
     config.optimizer = config_dict.ConfigDict()
     config.optimizer.name = "adamw"  # Or sgd, lion, adafactor.
     config.optimizer.learning_rate = 1e-3  # The highest value of the schedule.
@@ -62,37 +77,10 @@ def default_config() -> config_dict.ConfigDict:
     return config
 
 
-# What numbers make sense; a key that may be None is asked only when it is not.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        (
-            "num_steps",
-            "batch_size",
-            "accumulate_steps",
-            "log_every",
-            "eval_every",
-            "save_every",
-            "keep_last",
-        ),
-        (lambda value: value >= 1, "1 or more"),
-    ),
-    **dict.fromkeys(
-        (
-            "keep_best",
-            "optimizer.learning_rate",
-            "optimizer.warmup_steps",
-            "optimizer.final_fraction",
-            "optimizer.weight_decay",
-        ),
-        (lambda value: value >= 0, "0 or more"),
-    ),
-    "seed": (lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
-    "optimizer.b1": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "optimizer.b2": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "ema_decay": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "optimizer.clip_norm": (lambda value: value > 0, "None, or more than 0"),
-    "best_mode": (lambda value: value in ("min", "max"), "min or max"),
-}
+# Keys that came later: a config that lacks them means what it always meant.
+LATER = ("init_from", "finetuning")
+# Keys that hold keys of their own, the same in every run.
+NODES = ("optimizer", "finetuning", "finetuning.lora")
 
 
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
@@ -131,13 +119,35 @@ def load(path: Path) -> config_dict.ConfigDict:
       ConfigError: the file is missing or damaged.
     """
     try:
-        return from_dict(json.loads(path.read_text()))
+        return from_dict(completed(json.loads(path.read_text())))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"
         ) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the keys that came later; an empty one stays empty."""
+    defaults = to_dict(default_config())
+    return values and {key: defaults[key] for key in LATER} | values
+
+
+def load_run(workdir: Path) -> config_dict.ConfigDict:
+    """The config of a run, checked.
+
+    Raises:
+      ConfigError: there is none, it is damaged, or not one that can be run.
+    """
+    saved = load(workdir / "config.json")
+    if not saved:
+        raise ConfigError(
+            f"the run in {workdir} was made by a script, without a config; use it from "
+            "there"
+        )
+    check(saved)
+    return saved
 
 
 def check(config: config_dict.ConfigDict) -> None:
@@ -174,8 +184,8 @@ def _check_node(
         if isinstance(default, config_dict.ConfigDict):
             if not isinstance(config[key], config_dict.ConfigDict):
                 raise ConfigError(f"config.{key} must have a name and its own keys")
-            if key == "optimizer":
-                _check_node(config[key], default, f"{key}.")
+            if f"{prefix}{key}" in NODES:
+                _check_node(config[key], default, f"{prefix}{key}.")
             elif "name" not in config[key]:
                 raise ConfigError(f"the config has no key {key}.name")
             continue
@@ -190,9 +200,8 @@ def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
     if not isinstance(value, accepted) or (
         kind is not bool and isinstance(value, bool)
     ):
-        wanted = {int: "a whole number", float: "a number", str: "text"}.get(
-            kind, "True or False"
-        )
+        words = {int: "a whole number", float: "a number", str: "text"}
+        wanted = (words | {tuple: "a tuple"}).get(kind, "True or False")
         raise ConfigError(
             f"config.{key}={value!r} has the wrong type; possible is {wanted}"
             f"{' or None' if may_be_none else ''}"

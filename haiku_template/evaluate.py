@@ -25,13 +25,7 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and evaluates it."""
     workdir = Path(_WORKDIR.value)
-    saved = config.load(workdir / "config.json")
-    if not saved:
-        raise config.ConfigError(
-            f"the run in {workdir} was made by a script, without a config; evaluate it "
-            "from there"
-        )
-    config.check(saved)
+    saved = config.load_run(workdir)
     devices = cli.device_manager()
     from haiku_template.training import evaluate_run
 

@@ -18,6 +18,16 @@ def test_saved_and_read_again_it_is_the_same(tmp_path):
     assert config.differences(config.to_dict(values), config.to_dict(again)) == []
 
 
+def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
+    values = config.to_dict(default_config())
+    older = {k: v for k, v in values.items() if k not in ("init_from", "finetuning")}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(older))
+    assert config.to_dict(config.load(path)) == values
+    assert config.completed(older) == values
+    assert config.completed({}) == {}
+
+
 def test_differences_name_every_key_that_changed():
     old = {"a": 1, "model": {"name": "mlp", "width": 8}, "gone": 2}
     new = {"a": 1, "model": {"name": "mlp", "width": 9}, "new": None}
@@ -50,6 +60,17 @@ def changed(key, value):
         ("best_mode", "best", "min or max"),
         ("precision", 16, "precision=16 has the wrong type; possible is text"),
         ("model", "mlp", "model must have a name"),
+        ("init_from", 1, "init_from=1 has the wrong type; possible is text or None"),
+        (
+            "finetuning.train",
+            "*",
+            "train='\\*' has the wrong type; possible is a tuple",
+        ),
+        ("finetuning.train", (1,), r"train=\(1,\); possible is a tuple of patterns"),
+        ("finetuning.lora.rank", -1, "rank=-1; possible is None, or 0 or more"),
+        ("finetuning.lora.dropout", 1.0, "from 0 to below 1"),
+        ("finetuning.lora", 4, "finetuning.lora must have"),
+        ("finetuning.rank", 4, "unknown key finetuning.rank"),
     ],
 )
 def test_values_that_cannot_be_are_refused(key, value, words):

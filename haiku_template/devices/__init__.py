@@ -2,6 +2,7 @@
 
 from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
+from haiku_template.devices.compiled import Shared
 from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.layout import host_buffer
 from haiku_template.devices.ledger import Ledger
@@ -16,6 +17,7 @@ __all__ = [
     "Ledger",
     "Placement",
     "PlacementError",
+    "Shared",
     "audit_table",
     "check_replicas",
     "describe",

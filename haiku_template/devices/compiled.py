@@ -1,8 +1,9 @@
 """A compiled step: its call is timed, and its errors name the leaf."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +16,23 @@ from haiku_template.devices.ledger import Ledger
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 
 
+class Shared(NamedTuple):
+    """Arrays that every call of a step gets; several steps may share them.
+
+    Attributes:
+      abstract: pytree of their shapes, dtypes and shardings.
+      arrays: gives them, whole on each device; makes them at its first call.
+    """
+
+    abstract: Any
+    arrays: Callable[[], Any]
+
+    @classmethod
+    def create(cls, abstract: Any, make: Callable[[], Any]) -> "Shared":
+        """What `make()` gives, which is called once, and only when it is needed."""
+        return cls(abstract, functools.cache(make))
+
+
 class CompiledStep:
     """`jax.jit` of a step on one device, `jax.pmap` of it on several.
 
@@ -25,8 +43,7 @@ class CompiledStep:
       axis_name: the mesh axis over several devices; None on one.
       ledger: where the time of each call is entered.
       donate_argnums: arguments whose memory the results may take over.
-      shared: gives what every call gets, whole on each device.
-      abstract_shared: its shapes, dtypes and shardings.
+      shared: what every call gets besides.
     """
 
     def __init__(
@@ -36,8 +53,7 @@ class CompiledStep:
         axis_name: str | None,
         ledger: Ledger,
         donate_argnums: int | tuple,
-        shared: Callable[[], tuple],
-        abstract_shared: tuple,
+        shared: Sequence[Shared],
     ) -> None:
         if axis_name is None:
             self._jitted = jax.jit(step, donate_argnums=donate_argnums)
@@ -45,15 +61,14 @@ class CompiledStep:
             self._jitted = jax.pmap(
                 step,
                 axis_name,
-                in_axes=(None, 0, *(None for _ in abstract_shared)),
+                in_axes=(None, 0, *(None for _ in shared)),
                 out_axes=None,
                 devices=devices,
                 donate_argnums=donate_argnums,
             )
         self._devices = devices
         self._ledger = ledger
-        self._shared = shared
-        self.abstract_shared = abstract_shared
+        self._shared = tuple(shared)
 
     def lower(self, state: Any, batch: Any) -> Any:
         """What `jax.jit` would compile for arrays of these shapes.
@@ -62,7 +77,8 @@ class CompiledStep:
           PlacementError: the step leaks a tracer.
         """
         with leaks_named():
-            return self._jitted.lower(state, batch, *self.abstract_shared)
+            more = (shared.abstract for shared in self._shared)
+            return self._jitted.lower(state, batch, *more)
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Starts the step; its results are there when the devices have finished.
@@ -71,11 +87,11 @@ class CompiledStep:
           PlacementError: an argument is elsewhere, and using it would be a copy that
             nobody asked for; the message names the leaf. Or the step leaks a tracer.
         """
-        shared = self._shared()
+        more = [shared.arrays() for shared in self._shared]
         begun = time.perf_counter()
         try:
             with leaks_named():
-                return self._jitted(state, batch, *shared)
+                return self._jitted(state, batch, *more)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
                 self._name_leaf(error, state, batch)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from haiku_template.devices import audit, hardware, layout, selection
 from haiku_template.devices.collectives import with_axis
-from haiku_template.devices.compiled import CompiledStep
+from haiku_template.devices.compiled import CompiledStep, Shared
 from haiku_template.devices.errors import DeviceError
 from haiku_template.devices.leaks import leaks_named
 from haiku_template.devices.ledger import Ledger, tree_bytes
@@ -176,7 +176,7 @@ class DeviceManager(NamedTuple):
         self,
         step: Callable[..., Any],
         donate_argnums: int | tuple = 0,
-        shared: Any = None,
+        shared: Sequence[Shared] = (),
     ) -> CompiledStep:
         """Compiles `step(state, batch)`, written for one device's share of the batch.
 
@@ -185,15 +185,12 @@ class DeviceManager(NamedTuple):
         on every device: average it with `mean_over`. `check_replicas` tells if it is.
 
         Args:
-          step: pure function of (state, batch), or of (state, batch, shared).
+          step: pure function of (state, batch), and of the arrays of each of `shared`.
           donate_argnums: arguments whose memory the results may take over.
-          shared: pytree of NumPy arrays, put whole on every device at the first call.
+          shared: what every call gets besides; made at the first call.
         """
-        more = () if shared is None else (shared,)
-        shared = functools.cache(lambda: self.replicate(more))
-        shapes = layout.shapes(more, self.replicated)
         where = self.devices, self.axis_name, self.ledger
-        return CompiledStep(step, *where, donate_argnums, shared, shapes)
+        return CompiledStep(step, *where, donate_argnums, shared)
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""

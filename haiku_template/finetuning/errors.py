@@ -7,6 +7,12 @@ class PretrainedError(ValueError):
     exit_code = 64
 
 
+class TuningError(ValueError):
+    """What should train, or stay, cannot be had of this model."""
+
+    exit_code = 64
+
+
 class StorageError(PretrainedError):
     """Parameters that could not be written."""
 

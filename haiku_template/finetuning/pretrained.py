@@ -54,10 +54,7 @@ def restore(
 
     # Compiled, so that what is not returned is not computed either.
     values = loaded | (devices.init(some) if made else {})
-    return {
-        module: {name: values[f"{module}/{name}"] for name in leaves}
-        for module, leaves in skeleton.items()
-    }
+    return unflatten({path: values[path] for path in paths})
 
 
 def read(
@@ -107,6 +104,15 @@ def flatten(params: hk.Params) -> dict[str, Any]:
         for module, leaves in params.items()
         for name, leaf in leaves.items()
     }
+
+
+def unflatten(leaves: dict[str, Any]) -> hk.Params:
+    """What `flatten` flattened."""
+    params: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        module, _, name = path.rpartition("/")
+        params.setdefault(module, {})[name] = leaf
+    return params
 
 
 def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:

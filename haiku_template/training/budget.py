@@ -29,6 +29,7 @@ class Budget(NamedTuple):
 
     Attributes:
       params, net_state, opt_state, ema_params: the parts of the train state.
+      base: what of the model is frozen.
       data: the training set, where it is staged on each device.
       batch: one device's share of a batch, or of the row numbers of many.
       waiting: batches made ahead of their step.
@@ -43,6 +44,7 @@ class Budget(NamedTuple):
     net_state: int
     opt_state: int
     ema_params: int
+    base: int
     data: int
     batch: int
     waiting: int
@@ -65,7 +67,7 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
     # On several devices the compiled program, and what it says, is one device's.
     analysis = program.train_step.lower(state, batch).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices
-    data = _bytes(program.train_step.abstract_shared)
+    data = 0 if program.staged is None else _bytes(program.staged.abstract)
     waiting = share * (WAITING_BLOCKS if data else WAITING_BATCHES)
     step_peak = (
         analysis.argument_size_in_bytes
@@ -79,6 +81,7 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
         net_state=_bytes(state.net_state),
         opt_state=_bytes(state.opt_state),
         ema_params=_bytes(state.ema_params),
+        base=_bytes(program.start.base.abstract),
         data=data,
         batch=share,
         waiting=waiting,

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +166,21 @@ class Checkpoints:
         with self._damage_as_error(step):
             return self._checkpointer.load(step, abstract)
 
-    def restore_part(self, step: int, part: str, abstract: Any) -> Any:
+    def restore_part(
+        self, step: int, part: str, abstract: Any, skip: Collection[str] = ()
+    ) -> Any:
         """Reads one field of the state of `step`, such as `params`, and nothing else.
 
         Args:
           step: one of `steps`.
           part: the name of the field.
           abstract: as for `restore`, of the field alone.
+          skip: names of its leaves (`module/name`) that are left out.
 
         Raises:
           CheckpointError: as for `restore`.
         """
-        _check_fits(step, self.saved(step)[part], abstract)
+        _check_fits(step, self.saved(step)[part], abstract, skip)
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with self._damage_as_error(step), context:
@@ -227,8 +230,11 @@ def _named_leaves(tree: Any) -> dict[str, str]:
     }
 
 
-def _check_fits(step: int, saved: Any, abstract: Any) -> None:
+def _check_fits(
+    step: int, saved: Any, abstract: Any, skip: Collection[str] = ()
+) -> None:
     there, wanted = _named_leaves(saved), _named_leaves(abstract)
+    there = {name: leaf for name, leaf in there.items() if name not in skip}
     lines = [f"missing {name} {wanted[name]}" for name in wanted if name not in there]
     lines += [
         f"unexpected {name} {there[name]}" for name in there if name not in wanted

@@ -1,10 +1,6 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
-import difflib
-import functools
-import importlib
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,19 @@ from rich.console import Console
 from haiku_template.config import ConfigError, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.lora import Lora
+from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.loop import train
+from haiku_template.training.named import make, make_task, resolve
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
+from haiku_template.training.sources import make_source, with_sizes
 from haiku_template.training.tally import NO_TALLY, TALLIES
-from haiku_template.training.tasks import DERIVED, TASKS, Task, nothing_more
+from haiku_template.training.tasks import DERIVED, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
 
@@ -54,8 +54,13 @@ def build(
       ConfigError: an unknown name or key, or a value that does not fit.
       DataError: see the data set.
       PlacementError: the batch does not split over the devices.
+      PretrainedError: see `sources.make_source`.
+      TuningError: see `make_plan`.
     """
-    task = _task(config.task)
+    task = make_task(config.task)
+    source = None
+    if config.init_from is not None:
+        source = make_source(config.init_from, config.model.name, devices)
     data = make_data(config)
     model = make_model(config, data.num_outputs, devices.axis_name)
     _check_vocabulary(config, data)
@@ -88,6 +93,8 @@ def build(
         derive=DERIVED.get(config.task.name, nothing_more),
         tally=TALLIES.get(config.task.name, NO_TALLY),
         work=_work(config, data),
+        tuning=make_tuning(config),
+        source=source,
     )
     return place_data(program, config.data.get("placement", "host"), memory_limit)
 
@@ -102,7 +109,7 @@ def make_data(config: config_dict.ConfigDict) -> Data:
     spec = BatchSpec(config.batch_size, config.seed, config.task.name)
     values = config.data.to_dict()
     values.pop("placement", None)  # It says where the data lives, not what it is.
-    return _make("data", values, DATASETS, spec)
+    return make("data", values, DATASETS, spec)
 
 
 def make_model(
@@ -119,7 +126,19 @@ def make_model(
       ConfigError: an unknown name or key, or a value that does not fit.
     """
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
-    return _make("model", config.model.to_dict(), MODELS, **facts)
+    return make("model", model_keys(config), MODELS, **facts)
+
+
+def make_tuning(config: config_dict.ConfigDict) -> Tuning:
+    """What trains, as a config says it."""
+    values = config.finetuning.to_dict()
+    lora = values.pop("lora")
+    return Tuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
+
+
+def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """The keys of `config.model`, with the sizes of the model that it starts from."""
+    return with_sizes(config.model.to_dict(), config.init_from)
 
 
 def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
@@ -127,7 +146,7 @@ def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
 
     A language model gets its vocabulary from the data, as `num_outputs`.
     """
-    values = config.model.to_dict()
+    values = model_keys(config)
     function = resolve("model", values["name"], MODELS)
     known = inspect.signature(function).parameters.get("vocab_size")
     size = values.get("vocab_size", known and known.default)
@@ -145,7 +164,7 @@ def _work(config: config_dict.ConfigDict, data: Data) -> Work:
     if "loss_mask" in batch:
         return UNKNOWN  # What is learned from differs between examples.
     tokens = batch["labels"].shape[1]
-    values = config.model.to_dict()
+    values = model_keys(config)
     flops = FLOPS_PER_TOKEN.get(values.pop("name"))
     if flops is None:
         return Work(tokens)
@@ -181,65 +200,3 @@ def run(
     loop = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
     train(program, workdir=workdir, config=saved, **how, **loop)
-
-
-def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
-    """The entry of a table, or the function that `module:function` names.
-
-    Raises:
-      ConfigError: neither; the message lists the table and the nearest name.
-    """
-    if name in table:
-        return table[name]
-    module, colon, function = str(name).partition(":")
-    if not colon:
-        near = difflib.get_close_matches(str(name), table, n=1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(
-            f"config.{key}.name={name!r} is not known{guess}; possible are "
-            f"{', '.join(table)}, or a function of yours as module:function"
-        )
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"config.{key}.name={name!r} cannot be imported from here: {error}"
-        ) from error
-
-
-def _make(
-    key: str, values: Any, table: dict[str, Callable], *args: Any, **kwargs: Any
-) -> Any:
-    """Calls what `values.name` means with the other values as keyword arguments."""
-    name = values.pop("name", None)
-    function = resolve(key, name, table)
-    _check_keys(key, name, function, values, *args, **kwargs)
-    try:
-        return function(*args, **kwargs, **values)
-    except ValueError as error:
-        if hasattr(error, "exit_code"):
-            raise
-        raise ConfigError(f"config.{key}: {error}") from error
-
-
-def _task(values: Any) -> Task:
-    """The task, with the other keys of `config.task` as keyword arguments."""
-    values = values.to_dict()
-    name = values.pop("name")
-    task = resolve("task", name, TASKS)
-    _check_keys("task", name, task, values, None, None)
-    return functools.partial(task, **values) if values else task
-
-
-def _check_keys(
-    key: str, name: str, function: Callable, values: dict, *args: Any, **kwargs: Any
-) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs, **values)
-    except TypeError as error:
-        given = list(signature.parameters)[len(args) :]
-        takes = [parameter for parameter in given if parameter not in kwargs]
-        raise ConfigError(
-            f"config.{key}: {name} {error}; it takes {', '.join(takes) or 'no keys'}"
-        ) from error

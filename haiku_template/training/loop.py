@@ -22,12 +22,9 @@ from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
 from haiku_template.training.profiling import Profiler
-from haiku_template.training.program import (
-    Program,
-    batch_maker,
-    compile_ahead,
-)
+from haiku_template.training.program import Program, batch_maker, compile_ahead
 from haiku_template.training.progress import Display, first_lines, memory_text
+from haiku_template.training.starting import place_base
 from haiku_template.training.state import TrainState
 from haiku_template.training.throughput import rates
 from haiku_template.training.workdir import check as check_workdir
@@ -86,6 +83,7 @@ def train(
       MemoryBudgetError: the run would not fit; nothing was allocated or written.
       ConfigError: `workdir` belongs to another run.
       CheckpointError: a checkpoint cannot be written or read.
+      PretrainedError: what the run starts from cannot be read, or is another base.
       PlacementError: a part of the state differs between devices.
       NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
@@ -113,10 +111,11 @@ def train(
                 f"{directory} has a checkpoint of step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
+        place_base(devices, program.start, directory)
         if start:
             state = checkpoints.restore(start, devices.abstract(program.init))
         else:
-            state = devices.init(program.init)
+            state = program.first_state()
         devices.check(state)
         display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))

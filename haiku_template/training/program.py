@@ -11,13 +11,16 @@ import optax
 
 from haiku_template.data import Data, each_shape
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, Shared
+from haiku_template.finetuning.freezing import scale_updates
+from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import Model
 from haiku_template.training import steps
 from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
-from haiku_template.training.state import TrainState, make_init
+from haiku_template.training.starting import Source, Start, make_start
+from haiku_template.training.state import TrainState, make_init, make_model_init
 from haiku_template.training.tally import NO_TALLY, Tally
 from haiku_template.training.tasks import Derive, Task, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
@@ -36,7 +39,9 @@ class Program(NamedTuple):
       devices: where it runs.
       data: what it reads.
       batch_size: examples in a batch of this process.
-      init: makes the train state; run it with `devices.init`.
+      init: makes the train state from the seed; run it with `devices.init`.
+      start: what trains, what is frozen, and where they come from.
+      staged: the training data on the devices; None where it is on the host.
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
       derive: metrics that are no averages, of the averages.
@@ -49,7 +54,9 @@ class Program(NamedTuple):
     devices: DeviceManager
     data: Data
     batch_size: int
-    init: Callable[[], TrainState]
+    init: Callable[..., TrainState]
+    start: Start
+    staged: Shared | None
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
     derive: Derive
@@ -63,6 +70,10 @@ class Program(NamedTuple):
         """What the model computes in."""
         policy = Precision.create(self.parts["precision"], self.devices.platform)
         return policy.policy.compute_dtype
+
+    def first_state(self) -> TrainState:
+        """The state before step 0, on the devices."""
+        return self.devices.init(self.init, self.start.given())
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics of the evaluation set; see `evaluation.evaluate`."""
@@ -96,6 +107,8 @@ def make_program(
     tally: Tally = NO_TALLY,
     placement: str = "host",
     work: Work = UNKNOWN,
+    tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
+    source: Source | None = None,
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
 
@@ -115,65 +128,74 @@ def make_program(
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
       work: what an example amounts to, for what is reported of the run's speed.
+      tuning: what trains; by default everything.
+      source: of parameters that do not start from the seed; None for none. The base is
+        read again at each start.
 
     Raises:
       DataError: the data cannot be staged.
       PlacementError: the batch does not split over the devices and parts.
       ProgramError: the model is not transformed.
+      TuningError: see `make_plan`.
       ValueError: an unknown precision.
     """
     parts = dict(locals())
-    model = _with_state(model)
+    model = with_state(model)
     example = each_shape(data.train)[0]
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
-    shared = {
-        "model": model,
-        "preprocess": data.preprocess,
-        "precision": Precision.create(precision, devices.platform),
-    }
-    init = make_init(
+    policy = Precision.create(precision, devices.platform)
+    model_init = make_model_init(
+        model=model,
         inputs=jax.tree.map(_shape_on_device, example["inputs"]),
-        optimizer=optimizer,
-        ema_decay=ema_decay,
+        preprocess=data.preprocess,
+        precision=policy,
         seed=seed,
-        **shared,
     )
+    start = make_start(devices, model_init, tuning, source)
+    if tuning.multipliers:
+        optimizer = optax.chain(optimizer, scale_updates(tuning.multipliers))
+    training = {"optimizer": optimizer, "ema_decay": ema_decay, "seed": seed}
+    computing = {
+        "model": model,
+        "task": task,
+        "preprocess": data.preprocess,
+        "precision": policy,
+        "axis_name": devices.axis_name,
+        "combine": start.plan.combine,
+    }
     train_step = steps.make_train_step(
-        task=task,
-        optimizer=optimizer,
-        schedule=schedule,
-        accumulate_steps=accumulate_steps,
-        ema_decay=ema_decay,
-        seed=seed,
-        axis_name=devices.axis_name,
-        **shared,
+        schedule=schedule, accumulate_steps=accumulate_steps, **training, **computing
     )
-    eval_step = steps.make_eval_step(
-        task=task, tally=tally, axis_name=devices.axis_name, **shared
-    )
+    eval_step = steps.make_eval_step(tally=tally, **computing)
+    shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
-        blocks = RowBlocks(data.train, batch_size)
-        staged, words = blocks.dataset.staged, f"staged on each device, {blocks.size}"
-        data = data._replace(train=blocks)
-        train_step = _gathering(train_step, blocks)
+        data, train_step, staged, words = _stage(devices, data, train_step, batch_size)
+        shared = [start.base, staged]
     return Program(
-        devices,
-        data,
-        batch_size,
-        init,
-        devices.compile(train_step, shared=staged),
-        devices.compile(eval_step, donate_argnums=()),
-        derive,
-        tally,
-        words,
-        work,
-        parts,
+        devices=devices,
+        data=data,
+        batch_size=batch_size,
+        init=make_init(model_init, start.plan, policy, **training),
+        start=start,
+        staged=staged,
+        train_step=devices.compile(train_step, shared=shared),
+        eval_step=devices.compile(eval_step, donate_argnums=(), shared=[start.base]),
+        derive=derive,
+        tally=tally,
+        placement=words,
+        work=work,
+        parts=parts,
     )
 
 
-def _with_state(model: Any) -> hk.TransformedWithState:
+def with_state(model: Any) -> hk.TransformedWithState:
+    """The model, with an empty state if it has none.
+
+    Raises:
+      ProgramError: it is not transformed.
+    """
     if isinstance(model, hk.Transformed):
         return hk.with_empty_state(model)
     if not isinstance(model, hk.TransformedWithState):
@@ -209,11 +231,22 @@ def batch_maker(program: Program) -> Callable[[int], Any]:
     return make
 
 
-def _gathering(train_step: Callable, blocks: RowBlocks) -> Callable:
-    def step(state: TrainState, block: Any, arrays: Any) -> Any:
-        return train_step(state, blocks.gather(arrays, block, state.step))
+def _stage(
+    devices: DeviceManager, data: Data, train_step: Callable, batch_size: int
+) -> tuple[Data, Callable, Shared, str]:
+    """Data and train step that work with row numbers, the staged arrays, and words."""
+    blocks = RowBlocks(data.train, batch_size)
+    arrays = blocks.dataset.staged
+    staged = Shared.create(
+        devices.abstract(lambda arrays: arrays, arrays),
+        lambda: devices.replicate(arrays),
+    )
 
-    return step
+    def step(state: TrainState, block: Any, base: hk.Params, arrays: Any) -> Any:
+        return train_step(state, blocks.gather(arrays, block, state.step), base)
+
+    words = f"staged on each device, {blocks.size}"
+    return data._replace(train=blocks), step, staged, words
 
 
 def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -13,9 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from haiku_template.devices import DeviceManager, describe
+from haiku_template.finetuning.freezing import count, partition
 from haiku_template.training import workdir as names
 from haiku_template.training.clock import bound_text
 from haiku_template.training.program import Program
+from haiku_template.training.starting import Start
 from haiku_template.training.state import TrainState
 from haiku_template.training.throughput import rate_text
 
@@ -102,6 +104,7 @@ def first_lines(
     return [
         f"devices   {devices.describe()}",
         parameter_table(state.params),
+        *tuning_tables(program.start, state.params),
         f"batch     {program.batch_size} examples, {share} on each device",
         f"data      {program.placement}",
         f"workdir   {directory}{resumed}",
@@ -127,6 +130,30 @@ def parameter_table(params: Any) -> Table:
     table.add_section()
     table.add_row(f"{count:,} parameters", "", "", f"{total:,}", "on each device")
     return table
+
+
+def tuning_tables(start: Start, params: Any) -> list[Table]:
+    """One row each for what trains and what is frozen; no table if nothing is."""
+    if not start.plan.frozen:
+        return []
+    table = Table(title="Fine-tuning", title_justify="left")
+    table.add_column("what")
+    for column in ("parameters", "share", "bytes"):
+        table.add_column(column, justify="right")
+    table.add_column("dtypes")
+    trained, adapters = partition(params, start.plan.trained)
+    base = start.base.abstract
+    total = count((params, base))[0]
+    for what, tree in (
+        ("trained whole", trained),
+        ("adapters", adapters),
+        ("frozen", base),
+    ):
+        number, size = count(tree)
+        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
+        row = (f"{number:,}", f"{number / total:.2%}", f"{size:,}", ", ".join(dtypes))
+        table.add_row(what, *row)
+    return [table]
 
 
 def _named(params: Any) -> Iterator[tuple[str, jax.Array]]:

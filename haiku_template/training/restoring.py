@@ -11,6 +11,7 @@ from haiku_template.config import ConfigError
 from haiku_template.training.checkpoint import CheckpointError, Checkpoints
 from haiku_template.training.workdir import CHECKPOINTS, is_locked
 
+BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 
 
@@ -25,7 +26,7 @@ def restore(
     Args:
       config: as saved in the workdir.
       workdir: of the run, which may be alive.
-      which: `latest`, `best`, or a step.
+      which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
       read: reads what is wanted of the checkpoint.
 
     Raises:
@@ -56,6 +57,7 @@ def _restore_once(
         workdir / CHECKPOINTS, **{key: config[key] for key in keys}
     ) as checkpoints:
         named = {"latest": checkpoints.latest, "best": checkpoints.best}
+        named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
         step = named.get(which, int(which) if which.isdecimal() else None)
         if step not in checkpoints.steps:
             raise ConfigError(

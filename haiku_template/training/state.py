@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_template.finetuning.pretrained import flatten, unflatten
+from haiku_template.finetuning.tuning import Plan
 from haiku_template.training.precision import Precision
+
+Given = tuple[dict[str, Any], Any]
+NOTHING_GIVEN: Given = ({}, None)
 
 
 class TrainState(NamedTuple):
@@ -18,7 +23,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: optimizer updates done: int32 [].
-      params: Haiku parameters, float32.
+      params: Haiku parameters that train, float32; see `finetuning.tuning`.
       net_state: Haiku state, such as running statistics; empty for `hk.transform`.
       opt_state: optax state.
       ema_params: exponential moving average of `params`; None when there is none.
@@ -33,34 +38,61 @@ class TrainState(NamedTuple):
     loss_scale: tuple[jax.Array, ...]
 
 
-def make_init(
+def make_model_init(
     *,
     model: hk.TransformedWithState,
     inputs: Any,
     preprocess: Callable[[Any], Any],
-    optimizer: optax.GradientTransformation,
     precision: Precision,
-    ema_decay: float | None,
     seed: int,
-) -> Callable[[], TrainState]:
-    """Makes the function that makes the state before step 0.
+) -> Callable[[], tuple[hk.Params, hk.State]]:
+    """Makes the function that makes a model's parameters and state from the seed.
 
     Args:
-      model: gives `params` and `net_state`.
+      model: gives them.
       inputs: pytree of `jax.ShapeDtypeStruct` [B, ...], one batch of inputs.
       preprocess: what a step does to its inputs first.
-      optimizer: gives `opt_state`.
-      precision: says whether there is a loss scale.
-      ema_decay: says whether there are averaged parameters.
-      seed: the source of the initial parameters.
+      precision: says what parameters are.
+      seed: the source of the parameters.
     """
 
-    def init() -> TrainState:
+    def init() -> tuple[hk.Params, hk.State]:
         # One row of zeros: Haiku initialises from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
-        rng = jax.random.key(seed)
         example = precision.policy.cast_to_param(preprocess(example))
-        params, net_state = model.init(rng, example, True)
+        return model.init(jax.random.key(seed), example, True)
+
+    return init
+
+
+def make_init(
+    model_init: Callable[[], tuple[hk.Params, hk.State]],
+    plan: Plan,
+    precision: Precision,
+    *,
+    optimizer: optax.GradientTransformation,
+    ema_decay: float | None,
+    seed: int,
+) -> Callable[..., TrainState]:
+    """Makes `init(given)`, which makes the state before step 0.
+
+    `given` holds parameters by path and state that come from elsewhere than the seed:
+    ({path: leaf}, net_state or None); by default none do.
+
+    Args:
+      model_init: see `make_model_init`.
+      plan: says what of the parameters trains.
+      precision: says whether there is a loss scale.
+      optimizer: gives `opt_state`.
+      ema_decay: says whether there are averaged parameters.
+      seed: the source of adapters.
+    """
+
+    def init(given: Given = NOTHING_GIVEN) -> TrainState:
+        whole, net_state = model_init()
+        leaves, given_state = given
+        params = plan.params(unflatten(flatten(whole) | leaves), jax.random.key(seed))
+        net_state = net_state if given_state is None else given_state
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

@@ -1,4 +1,7 @@
-"""The mathematics of a run: pure functions of (state, batch).
+"""The mathematics of a run: pure functions of (state, batch, base).
+
+The base is what does not train: the frozen parameters of a fine-tuned model, and an
+empty tree without fine-tuning. Gradients, updates and averages are of `params` alone.
 
 Each is written once, for one device's share of the batch. What must agree on all
 devices is averaged over `axis_name`, which is None on one device; nothing here knows
@@ -25,6 +28,7 @@ from haiku_template.training.tasks import Task, TaskError
 
 Batch = dict[str, Any]
 Scalars = dict[str, jax.Array]
+Combine = Callable[..., hk.Params]
 
 
 def make_train_step(
@@ -35,12 +39,13 @@ def make_train_step(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     axis_name: str | None,
+    combine: Combine,
     schedule: Schedule | None = None,
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Scalars]]:
-    """Makes `train_step(state, batch)`, which returns (new state, scalars).
+) -> Callable[[TrainState, Batch, hk.Params], tuple[TrainState, Scalars]]:
+    """Makes `train_step(state, batch, base)`, which returns (new state, scalars).
 
     Args:
       model: `apply(params, net_state, rng, inputs, is_training)`.
@@ -49,6 +54,7 @@ def make_train_step(
       preprocess: what happens to the inputs on the device first.
       precision: see `Precision`.
       axis_name: the mesh axis to average over; None on one device.
+      combine: makes the model's parameters of `params`, the base and randomness.
       schedule: reported as `learning_rate`; None reports none.
       accumulate_steps: parts that the share is worked through in, one after another,
         to save memory. Gradients are averaged over all of them; batch statistics are
@@ -58,26 +64,32 @@ def make_train_step(
     """
 
     def loss_and_more(
-        params: hk.Params, net_state: hk.State, rng: jax.Array, batch: Batch, scale: Any
+        params: hk.Params,
+        net_state: hk.State,
+        rng: jax.Array,
+        batch: Batch,
+        base: hk.Params,
+        scale: Any,
     ) -> tuple[jax.Array, tuple[hk.State, Scalars]]:
         policy = precision.policy
+        params = combine(*policy.cast_to_compute((params, base)), rng)
         inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
-            outputs, net_state = model.apply(
-                policy.cast_to_compute(params), net_state, rng, inputs, True
-            )
+            outputs, net_state = model.apply(params, net_state, rng, inputs, True)
         values = _per_example(task, precision.cast_outputs(outputs), batch)
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars)
 
     gradient = jax.grad(loss_and_more, has_aux=True)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Scalars]:
+    def train_step(
+        state: TrainState, batch: Batch, base: hk.Params
+    ) -> tuple[TrainState, Scalars]:
         scale = precision.loss_scale(state.loss_scale)
         rng = _step_rng(seed, state.step, axis_name)
         grads, (net_state, scalars) = _accumulate(
             lambda net_state, rng, part: gradient(
-                state.params, net_state, rng, part, scale
+                state.params, net_state, rng, part, base, scale
             ),
             state.net_state,
             rng,
@@ -111,17 +123,19 @@ def make_forward(
     model: hk.TransformedWithState,
     preprocess: Callable[[Any], Any],
     precision: Precision,
-) -> Callable[[tuple[hk.Params, hk.State], Any], Any]:
-    """Makes `forward((params, net_state), inputs)`: the outputs, not of training."""
+    combine: Combine,
+) -> Callable[[tuple[hk.Params, hk.State], Any, hk.Params], Any]:
+    """Makes `forward((params, net_state), inputs, base)`: outputs, not of training."""
 
-    def forward(variables: tuple[hk.Params, hk.State], inputs: Any) -> Any:
+    def forward(
+        variables: tuple[hk.Params, hk.State], inputs: Any, base: hk.Params
+    ) -> Any:
         policy = precision.policy
         params, net_state = variables
+        params = combine(*policy.cast_to_compute((params, base)))
         inputs = policy.cast_to_compute(preprocess(inputs))
         with precision.norms_in_float32():
-            outputs, _ = model.apply(
-                policy.cast_to_compute(params), net_state, None, inputs, False
-            )
+            outputs, _ = model.apply(params, net_state, None, inputs, False)
         return precision.cast_outputs(outputs)
 
     return forward
@@ -134,18 +148,23 @@ def make_eval_step(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     axis_name: str | None,
+    combine: Combine,
     tally: Tally = NO_TALLY,
-) -> Callable[[tuple[hk.Params, hk.State], Batch], Scalars]:
-    """Makes `eval_step((params, net_state), batch)`: sums over one batch.
+) -> Callable[[tuple[hk.Params, hk.State], Batch, hk.Params], Scalars]:
+    """Makes `eval_step((params, net_state), batch, base)`: sums over one batch.
 
     `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
     Returns each value of the task, summed over the examples on all devices;
     `examples`, their number; and the counts of the tally.
     """
-    forward = make_forward(model=model, preprocess=preprocess, precision=precision)
+    forward = make_forward(
+        model=model, preprocess=preprocess, precision=precision, combine=combine
+    )
 
-    def eval_step(variables: tuple[hk.Params, hk.State], batch: Batch) -> Scalars:
-        outputs = forward(variables, batch["inputs"])
+    def eval_step(
+        variables: tuple[hk.Params, hk.State], batch: Batch, base: hk.Params
+    ) -> Scalars:
+        outputs = forward(variables, batch["inputs"], base)
         values = _per_example(task, outputs, batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]

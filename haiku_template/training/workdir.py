@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from haiku_template.config import ConfigError, differences
+from haiku_template.config import ConfigError, completed, differences
 from haiku_template.devices import DeviceManager
 
 logger = logging.getLogger(__name__)
 
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
-PROFILE, CONFUSION = "profile", "confusion.png"
+PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK = ".lock"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
@@ -38,7 +38,7 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
     if saved.exists() and not has_checkpoints(workdir):
         return  # A run that failed before it had anything to lose.
     if saved.exists():
-        changed = differences(_read_json(saved), config)
+        changed = differences(completed(_read_json(saved)), completed(config))
         if changed:
             raise ConfigError(
                 f"{workdir} belongs to a run with another config, and nothing was "

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import DeviceManager, PlacementError, check_replicas
+from haiku_template.devices import PlacementError, check_replicas
 from haiku_template.models import mlp, resnet
 from haiku_template.training import classification, make_program, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule
@@ -47,7 +47,7 @@ def assert_close(a, b, atol):
 
 
 def params_of(state):
-    return DeviceManager.fetch(None, state.params)
+    return jax.device_get(state.params)
 
 
 def test_a_step_is_gradient_descent_on_the_mean_loss(devices):

@@ -1,0 +1,136 @@
+"""What trained, in a file of its own, and the base that it belongs to.
+
+A file of adapters holds `params` (adapters, and what else trained) under their paths.
+Its metadata say rank and alpha, and which base they were trained on.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import haiku as hk
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.errors import PretrainedError, StorageError
+from haiku_template.finetuning.lora import Lora
+from haiku_template.finetuning.pretrained import flatten, read, unflatten
+from haiku_template.finetuning.rules import Rule
+from haiku_template.finetuning.tensors import read_headers, read_metadata
+
+KEYS = ("rank", "alpha", "base_sha256")
+
+
+def fingerprint(devices: DeviceManager, base: hk.Params) -> str:
+    """SHA-256 of the paths, dtypes, shapes and bytes of a tree, in order of the paths.
+
+    One leaf at a time is in host memory.
+
+    Args:
+      devices: where it is.
+      base: what is frozen.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in sorted(flatten(base).items()):
+        digest.update(f"{path} {leaf.dtype}{list(leaf.shape)}\n".encode())
+        values = np.ascontiguousarray(devices.fetch(leaf))
+        digest.update(values.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def save_adapters(
+    file: str | Path,
+    params: hk.Params,
+    base: hk.Params,
+    lora: Lora,
+    devices: DeviceManager,
+) -> None:
+    """Writes what trained, whole or not at all.
+
+    Args:
+      file: to write; it must not exist.
+      params: what trained, on the devices.
+      base: what was frozen, on the devices.
+      lora: the adapters among `params`.
+      devices: where both are.
+
+    Raises:
+      PretrainedError: `file` exists.
+      StorageError: it cannot be written.
+    """
+    file = Path(file)
+    if file.exists():
+        raise PretrainedError(f"{file} exists, and nothing is overwritten")
+    values = lora.rank, lora.alpha, fingerprint(devices, base)
+    metadata = dict(zip(KEYS, map(str, values), strict=True))
+    tensors = {
+        path: np.ascontiguousarray(devices.fetch(leaf))
+        for path, leaf in flatten(params).items()
+    }
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata)
+        os.replace(partial, file)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"{file} cannot be written: {error}") from error
+
+
+def load_adapters(
+    file: str | Path,
+    skeleton: hk.Params,
+    base: hk.Params,
+    lora: Lora,
+    devices: DeviceManager,
+) -> hk.Params:
+    """Reads what `save_adapters` wrote, all of it or nothing.
+
+    Args:
+      file: to read.
+      skeleton: shapes and dtypes of what trains.
+      base: what is frozen, on the devices.
+      lora: the adapters of `skeleton`.
+      devices: where they are to live.
+
+    Raises:
+      PretrainedError: they belong to another base, are of another rank or alpha, or do
+        not fit; or the file is damaged, or none of adapters.
+    """
+    file = Path(file)
+    read_headers(file)  # Damage is said in one sentence here.
+    found = read_metadata(file)
+    if not found.keys() >= set(KEYS):
+        raise PretrainedError(f"{file} holds no adapters: it names no base")
+    for key, here in (("rank", lora.rank), ("alpha", lora.alpha)):
+        if float(found[key]) != here:
+            raise PretrainedError(
+                f"the adapters in {file} have {key} {found[key]}, and here it is {here}"
+            )
+    check_base(found["base_sha256"], devices, base, f"the adapters in {file}")
+    rules = same_names(skeleton)
+    return unflatten(read(file, skeleton, rules, devices))
+
+
+def check_base(expected: str, devices: DeviceManager, base: Any, whose: str) -> str:
+    """The fingerprint of a base, which is the expected one.
+
+    Raises:
+      PretrainedError: it is not; `whose` says what expects it.
+    """
+    found = fingerprint(devices, base)
+    if found != expected:
+        raise PretrainedError(
+            f"{whose} were trained on another base: its SHA-256 was {expected[:12]}"
+            f"..., and that of the base here is {found[:12]}...; names, shapes, dtypes "
+            "and values of what is frozen must all be the same"
+        )
+    return found
+
+
+def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:
+    """The rename table of files whose names are paths."""
+    return tuple(Rule(path, path) for path in flatten(skeleton))

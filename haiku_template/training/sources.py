@@ -1,0 +1,134 @@
+"""Parameters that others trained: Hugging Face's files, and runs of this template."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_template.config import ConfigError, load
+from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.adapters import same_names
+from haiku_template.finetuning.families import FAMILIES
+from haiku_template.finetuning.folder import describe
+from haiku_template.finetuning.pretrained import flatten, read, unflatten
+from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.restoring import BEST_OR_LATEST, restore
+from haiku_template.training.starting import Source
+from haiku_template.training.workdir import CHECKPOINTS, CONFIG
+
+
+def make_source(init_from: str | None, model: str, devices: DeviceManager) -> Source:
+    """The source that `config.init_from` names.
+
+    Args:
+      init_from: a workdir, a Hugging Face folder, or a safetensors file with names of
+        Hugging Face's or of Haiku's.
+      model: the name of the model.
+      devices: where the parameters are to live.
+
+    Raises:
+      ConfigError: nothing is there, or a run that holds no whole model.
+      PretrainedError: see `describe`.
+    """
+    path = Path(init_from)
+    if not path.exists():
+        raise ConfigError(
+            f"config.init_from={init_from} is not there; possible are a workdir, a "
+            "Hugging Face folder and a safetensors file"
+        )
+    if is_workdir(path):
+        return _of_workdir(path, devices)
+    if path.is_dir():
+        describe(path, model)
+    families = [family for family in FAMILIES.values() if family.model == model]
+    rules = sum((family.rules for family in families), ())
+
+    def of_files(shapes: hk.Params, skip: Collection[str]) -> dict[str, jax.Array]:
+        table = rules + same_names(shapes)
+        return read(path, shapes, table, devices, skip=skip)
+
+    return Source(of_files, lambda net_state: None)
+
+
+def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
+    """The keys of `config.model`, with what a Hugging Face folder says of its model.
+
+    Args:
+      values: the keys; those that are None or absent are taken from the folder.
+      init_from: see `make_source`.
+
+    Raises:
+      ConfigError: a key says something else than the folder.
+      PretrainedError: see `describe`.
+    """
+    path = Path(init_from or "")
+    if init_from is None or not path.is_dir() or is_workdir(path):
+        return values
+    known = describe(path, values["name"]).arguments
+    known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
+    for key, value in known.items():
+        if values.get(key) not in (None, value):
+            raise ConfigError(
+                f"config.model.{key}={values[key]}, and the model in {init_from} has "
+                f"{value}; leave the key out"
+            )
+    return values | known
+
+
+def is_workdir(path: Path) -> bool:
+    """Whether a run has written here."""
+    return (path / CHECKPOINTS).is_dir()
+
+
+def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
+    """The best checkpoint of a run, or the latest: its averages where it has any."""
+    saved = load(workdir / CONFIG)
+    if not saved:
+        raise ConfigError(
+            f"the run in {workdir} was made by a script, without a config"
+        )
+    if saved.finetuning.train or saved.finetuning.lora.rank is not None:
+        raise ConfigError(
+            f"config.init_from={workdir} is a run that trained a part of its model, "
+            "and holds no more than that; export it, and start from what was exported"
+        )
+
+    def of_run(shapes: hk.Params, skip: Collection[str]) -> dict[str, jax.Array]:
+        wanted = {k: v for k, v in flatten(shapes).items() if k not in skip}
+        as_saved = {k: _like_saved(leaf) for k, leaf in wanted.items()}
+
+        def part(checkpoints: Checkpoints, step: int) -> hk.Params:
+            averaged = checkpoints.saved(step).get("ema_params")
+            name = "ema_params" if averaged else "params"
+            return checkpoints.restore_part(step, name, unflatten(as_saved), skip)
+
+        _, params = restore(saved, workdir, BEST_OR_LATEST, part)
+        leaves = flatten(params)
+        # Leaf by leaf, so that no second copy of all of them exists.
+        for path, leaf in wanted.items():
+            if leaf.dtype != leaves[path].dtype:
+                leaves[path] = devices.init(_cast_to(leaf.dtype), leaves[path])
+        return leaves
+
+    def net_state(shapes: hk.State) -> hk.State | None:
+        def part(checkpoints: Checkpoints, step: int) -> hk.State:
+            return checkpoints.restore_part(step, "net_state", shapes)
+
+        if not shapes:
+            return None
+        return restore(saved, workdir, BEST_OR_LATEST, part)[1]
+
+    return Source(of_run, net_state)
+
+
+def _like_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    dtype = jnp.float32 if is_float else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+
+def _cast_to(dtype: Any) -> Any:
+    return lambda leaf: leaf.astype(dtype)

@@ -1,0 +1,109 @@
+"""Files of adapters, and the base that they belong to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from haiku_template.finetuning.adapters import (
+    fingerprint,
+    load_adapters,
+    save_adapters,
+)
+from haiku_template.finetuning.errors import PretrainedError, StorageError
+from haiku_template.finetuning.lora import Lora
+from haiku_template.finetuning.tuning import Tuning, make_plan
+
+LORA = Lora(rank=2, alpha=4.0)
+
+
+@pytest.fixture
+def parts(request):
+    """What trains of a small model, and its base, on the devices of the test."""
+    names = {"devices", "one_device"} & set(request.fixturenames)
+    devices = request.getfixturevalue(names.pop())
+
+    def whole():
+        w = jax.random.normal(jax.random.key(0), (6, 5))
+        return {"a/b": {"w": w, "b": jnp.zeros(5)}, "head": {"w": w[:, :2]}}
+
+    plan = make_plan(Tuning(train=("head/*",), lora=LORA), devices.abstract(whole))
+    params = devices.init(lambda: plan.params(whole(), jax.random.key(1)))
+    return params, devices.init(lambda: plan.base(whole()))
+
+
+def abstract(devices, tree):
+    return devices.abstract(lambda x: x, tree)
+
+
+def test_adapters_come_back_bitwise(tmp_path, devices, parts):
+    params, base = parts
+    file = tmp_path / "new" / "adapters.safetensors"
+    save_adapters(file, params, base, LORA, devices)
+    assert set(load_file(file)) == {"a/b/w_lora_a", "a/b/w_lora_b", "head/w"}
+    loaded = load_adapters(file, abstract(devices, params), base, LORA, devices)
+    devices.check(loaded)
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    same = jax.tree.map(lambda x, y: np.array_equal(x, y), loaded, params)
+    assert all(jax.tree.leaves(same))
+
+
+def test_the_fingerprint_is_of_names_dtypes_shapes_and_values(devices, parts):
+    _, base = parts
+    w, b = base["a/b"]["w"], base["a/b"]["b"]
+    others = [
+        {"a/b": {"w": w.at[0, 0].add(1e-6), "b": b}},
+        {"a/c": {"w": w, "b": b}},
+        {"a/b": {"w": w.reshape(5, 6), "b": b}},
+        {"a/b": {"w": w.view(jnp.int32), "b": b}},
+        {"a/b": {"w": w.astype(jnp.bfloat16), "b": b}},
+        {"a/b": {"w": w}},
+    ]
+    found = {fingerprint(devices, devices.replicate(x)) for x in [base, *others]}
+    assert len(found) == 7
+    again = {"a/b": {"b": b, "w": w}}
+    assert fingerprint(devices, again) == fingerprint(devices, base)
+
+
+def test_adapters_of_another_base_are_refused(tmp_path, devices, parts):
+    params, base = parts
+    file = tmp_path / "adapters.safetensors"
+    save_adapters(file, params, base, LORA, devices)
+    other = devices.replicate(jax.tree.map(lambda x: x.at[0].add(1), base))
+    skeleton = abstract(devices, params)
+    with pytest.raises(PretrainedError, match="were trained on another base: its SHA"):
+        load_adapters(file, skeleton, other, LORA, devices)
+    for lora, words in (
+        (LORA._replace(rank=3), "have rank 2, and here it is 3"),
+        (LORA._replace(alpha=5.0), r"have alpha 4\.0, and here it is 5\.0"),
+    ):
+        with pytest.raises(PretrainedError, match=words):
+            load_adapters(file, skeleton, base, lora, devices)
+    more = skeleton | {"more": skeleton["head"]}
+    with pytest.raises(PretrainedError, match="1 missing(.|\n)*more/w"):
+        load_adapters(file, more, base, LORA, devices)
+
+
+def test_files_that_are_no_adapters_are_refused(tmp_path, one_device, parts):
+    params, base = parts
+    skeleton = abstract(one_device, params)
+    file = tmp_path / "weights.safetensors"
+    save_file({"w": np.zeros(3, np.float32)}, file)
+    with pytest.raises(PretrainedError, match="holds no adapters"):
+        load_adapters(file, skeleton, base, LORA, one_device)
+    file.write_bytes(b"no header")
+    with pytest.raises(PretrainedError, match="truncated, damaged"):
+        load_adapters(file, skeleton, base, LORA, one_device)
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half(tmp_path, one_device, parts):
+    params, base = parts
+    file = tmp_path / "adapters.safetensors"
+    file.write_text("mine")
+    with pytest.raises(PretrainedError, match="exists, and nothing is overwritten"):
+        save_adapters(file, params, base, LORA, one_device)
+    assert file.read_text() == "mine"
+    with pytest.raises(StorageError, match="cannot be written"):
+        save_adapters(file / "inside", params, base, LORA, one_device)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -1,0 +1,263 @@
+"""What trains, what is frozen, and low-rank adapters: properties of whole steps."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import check_replicas
+from haiku_template.finetuning.errors import TuningError
+from haiku_template.finetuning.lora import Lora
+from haiku_template.finetuning.pretrained import flatten
+from haiku_template.finetuning.tuning import Tuning
+from haiku_template.models import mlp
+from haiku_template.training import classification, make_program, train
+from haiku_template.training.budget import memory_budget
+from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.metrics import read
+from haiku_template.training.placement import place_data
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(48, 8, 8, 1)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 48).astype(np.int32)
+DATA = Data(
+    ArrayDataset(INPUTS, LABELS, BatchSpec(24)), EvaluationSet(INPUTS, LABELS, 24), 3
+)
+WIDTH = 17  # No other axis has this length.
+MODEL = mlp(3, width=WIDTH)
+HEAD = ("mlp/~/linear_2/*",)
+LORA = Tuning(lora=Lora(rank=4, alpha=8.0))
+BOTH = Tuning(train=HEAD, lora=Lora(rank=4))
+
+
+def made(devices, tuning=LORA, **options):
+    options = {"optimizer": optax.adam(1e-2)} | options
+    return make_program(
+        devices=devices,
+        model=MODEL,
+        task=classification,
+        data=DATA,
+        tuning=tuning,
+        **options,
+    )
+
+
+def run(program, num_steps):
+    devices = program.devices
+    state, losses = program.first_state(), []
+    for step in range(num_steps):
+        batch = devices.shard(DATA.train.batch(step))
+        state, scalars = program.train_step(state, batch)
+        losses.append(float(devices.fetch(scalars)["loss"]))
+    return state, losses
+
+
+def num_bytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def losses_in(workdir):
+    rows = read(workdir / "metrics.jsonl")
+    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+
+
+def test_without_tuning_everything_trains_and_the_base_is_empty(devices):
+    program = made(devices, Tuning())
+    whole = program.first_state().params
+    assert program.start.base.arrays() == {}
+    assert not program.start.plan.frozen
+    assert set(flatten(whole)) == program.start.plan.trained
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rank_0_is_the_base_bitwise(devices, dtype):
+    options = {"precision": dtype}
+    plain = made(devices, Tuning(), **options)
+    frozen = made(devices, Tuning(lora=Lora(rank=0), base_dtype=dtype), **options)
+    state, (loss, _) = run(frozen, 2)
+    assert state.params == {}
+    assert loss == run(plain, 1)[1][0]
+    assert frozen.evaluate(state) == plain.evaluate(plain.first_state())
+
+
+def test_adapters_are_no_change_at_first(devices):
+    plain, adapted = made(devices, Tuning()), made(devices)
+    before = plain.evaluate(plain.first_state())
+    assert adapted.evaluate(adapted.first_state()) == pytest.approx(before, abs=1e-6)
+
+
+@pytest.mark.parametrize("tuning", [LORA, BOTH], ids=["lora", "lora and head"])
+def test_merged_equals_unmerged(devices, tuning):
+    program = made(devices, tuning)
+    state, losses = run(program, 30)
+    assert losses[-1] < 0.8 * losses[0]
+    base = program.start.base.arrays()
+    merged = devices.init(program.start.plan.merge, state.params, base)
+    plain = made(devices, Tuning())
+    whole = plain.first_state()
+    assert jax.tree.structure(merged) == jax.tree.structure(whole.params)
+    expected = program.evaluate(state)
+    whole = whole._replace(params=merged)
+    assert plain.evaluate(whole) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("tuning", [LORA, Tuning(train=HEAD), BOTH])
+def test_what_is_frozen_does_not_change(devices, tuning):
+    program = made(devices, tuning, accumulate_steps=2)
+    before = jax.device_get(program.start.base.arrays())
+    first = jax.device_get(program.first_state().params)
+    state, _ = run(program, 100)
+    assert_same(before, jax.device_get(program.start.base.arrays()))
+    for path, leaf in flatten(jax.device_get(state.params)).items():
+        assert not np.array_equal(leaf, flatten(first)[path]), path
+    check_replicas(state)
+
+
+@pytest.mark.parametrize("tuning", [LORA, BOTH])
+def test_optimizer_state_is_only_of_what_trains(devices, tuning):
+    program = made(devices, tuning)
+    state = program.first_state()
+    matrices = [(64, WIDTH), (WIDTH, WIDTH), (WIDTH, 3)]
+    if tuning is BOTH:
+        trains = sum(4 * (a + b) for a, b in matrices[:2]) + WIDTH * 3 + 3
+    else:
+        trains = sum(4 * (a + b) for a, b in matrices)
+    assert num_bytes(state.params) == 4 * trains
+    assert num_bytes(state.opt_state) == 2 * 4 * trains + 4  # And Adam's count.
+    budget = memory_budget(program)
+    whole = memory_budget(made(devices, Tuning()))
+    head = (WIDTH * 3 + 3) * (tuning is BOTH)
+    assert budget.opt_state == 2 * 4 * trains + 4
+    assert budget.base == whole.params - 4 * head
+    assert whole.base == 0
+
+
+def test_a_base_in_bfloat16_is_never_copied_to_float32(devices):
+    tuning = LORA._replace(base_dtype="bfloat16")
+    program = made(devices, tuning, precision="bfloat16")
+    state, losses = run(program, 30)
+    assert losses[-1] < 0.8 * losses[0]
+    base = program.start.base.arrays()
+    assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
+    adam = state.opt_state[0]
+    trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
+    assert {str(x.dtype) for x in trained} == {"float32"}
+    batch = devices.abstract_batch(DATA.train.batch(0))
+    text = program.train_step.lower(devices.abstract(program.init), batch).as_text()
+    assert f"tensor<64x{WIDTH}xbf16>" in text
+    assert f"tensor<64x{WIDTH}xf32>" not in text
+    budget, float32 = memory_budget(program), memory_budget(made(devices))
+    assert 2 * budget.base == float32.base
+    assert budget.opt_state == float32.opt_state
+
+
+def test_one_device_and_four_agree(one_device, four_devices):
+    results = []
+    for devices in (one_device, four_devices):
+        state, losses = run(made(devices, BOTH, ema_decay=0.9), 10)
+        results.append((devices.fetch(state.params), losses))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *results)
+
+
+def test_staged_data_and_a_base_go_together(tmp_path, devices):
+    program = made(devices)
+    options = {"num_steps": 4, "log_every": 1}
+    train(program, workdir=tmp_path / "host", **options)
+    staged = place_data(program, "device")
+    train(staged, workdir=tmp_path / "device", **options)
+    assert losses_in(tmp_path / "host") == losses_in(tmp_path / "device")
+    budget = memory_budget(staged)
+    assert budget.data == INPUTS.nbytes + LABELS.nbytes
+    assert budget.base == memory_budget(program).base
+
+
+def test_a_run_goes_on_with_its_adapters(tmp_path, devices, capsys):
+    program = made(devices, BOTH)
+    options = {"log_every": 1, "save_every": 3}
+    whole = train(program, workdir=tmp_path / "whole", num_steps=6, **options)
+    train(program, workdir=tmp_path / "parts", num_steps=3, **options)
+    again = train(program, workdir=tmp_path / "parts", num_steps=6, **options)
+    assert losses_in(tmp_path / "whole") == losses_in(tmp_path / "parts")
+    assert_same(whole.state, again.state)
+    output = capsys.readouterr().out
+    assert "Fine-tuning" in output
+    for what in ("trained whole", "adapters", "frozen"):
+        assert what in output
+    with Checkpoints(tmp_path / "whole" / "checkpoints") as checkpoints:
+        saved = checkpoints.saved(6)
+    assert set(saved["params"]) == {f"mlp/~/linear_{i}" for i in range(3)}
+    assert set(saved["params"]["mlp/~/linear_0"]) == {"w_lora_a", "w_lora_b"}
+    assert set(saved["params"]["mlp/~/linear_2"]) == {"w", "b"}
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(saved["params"])]
+    assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
+
+
+def test_multipliers_scale_the_updates(devices):
+    multipliers = (("*/linear_0/*", 0.25), ("*/b", 0.5))
+    rates = []
+    for tuning in (Tuning(), Tuning(multipliers=multipliers)):
+        program = made(devices, tuning, optimizer=optax.sgd(0.1))
+        first = flatten(devices.fetch(program.first_state().params))
+        after = flatten(devices.fetch(run(program, 1)[0].params))
+        rates.append({path: after[path] - first[path] for path in first})
+    for path, plain in rates[0].items():
+        factor = 0.25 if "linear_0" in path else 0.5 if path.endswith("/b") else 1.0
+        np.testing.assert_allclose(rates[1][path], factor * plain, atol=1e-7)
+        assert np.abs(plain).max() > 1e-5
+
+
+def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device):
+    tuning = Tuning(lora=Lora(rank=4, dropout=0.5))
+    program = made(one_device, tuning)
+    state, losses = run(program, 5)
+    assert run(program, 5)[1] == losses
+    same = run(made(one_device, Tuning(lora=Lora(rank=4))), 3)[1]
+    assert losses[0] == same[0]  # B is zero: there is nothing to drop.
+    assert losses[2] != same[2]
+    plan, base = program.start.plan, program.start.base.arrays()
+    weights = [
+        np.asarray(plan.combine(state.params, base, rng)["mlp/~/linear_0"]["w"])
+        - np.asarray(base["mlp/~/linear_0"]["w"])
+        for rng in (None, jax.random.key(0), jax.random.key(1))
+    ]
+    whole, *dropped = weights
+    for change in dropped:
+        zeros = ~change.any(axis=1)
+        assert 10 < zeros.sum() < 54  # Of 64 inputs, half on average.
+        np.testing.assert_allclose(change[~zeros], 2 * whole[~zeros], rtol=1e-3)
+    assert (dropped[0] != dropped[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("tuning", "words"),
+    [
+        (
+            Tuning(train=("mlp/~/linear_22/*",)),
+            r"train: the pattern 'mlp/~/linear_22/\*' fits none of the 6 that there "
+            r"are; nearest is mlp/~/linear_2/",
+        ),
+        (Tuning(lora=Lora(4, patterns=("*/b",))), r"lora .*'\*/b' fits none of the 3"),
+        (
+            Tuning(lora=Lora(4), multipliers=(("*/w", 0.1),)),
+            r"multipliers: the pattern '\*/w' fits none of the 6",
+        ),
+        (Tuning(multipliers=(("*", 0),)), r"\('\*', 0\); each is a pattern and a fact"),
+        (Tuning(multipliers=("*",)), "each is a pattern and a factor"),
+        (Tuning(base_dtype="float8"), "'float8'; possible are float32, bfloat16"),
+        (Tuning(lora=Lora(2), fresh=HEAD), "linear_2/b.*would never learn anything"),
+        (Tuning(lora=Lora(-1)), "rank=-1"),
+        (Tuning(lora=Lora(1, alpha=0.0)), "alpha more than 0"),
+        (Tuning(lora=Lora(1, dropout=1.0)), r"dropout in \[0, 1\)"),
+    ],
+)
+def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
+    with pytest.raises(TuningError, match=words) as caught:
+        made(one_device, tuning)
+    assert caught.value.exit_code == 64

@@ -1,0 +1,174 @@
+"""Runs that start from what others trained, through their configs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from configs import digits
+from haiku_template import config as configs
+from haiku_template.config import ConfigError
+from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.errors import PretrainedError
+from haiku_template.finetuning.pretrained import flatten
+from haiku_template.training import experiment
+from haiku_template.training.sources import make_source, with_sizes
+
+REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
+HEAD = "mlp/~/linear_2/*"
+
+
+def config(**changes):
+    values = digits.get_config()
+    values.update_from_flattened_dict(
+        {"num_steps": 3, "model.width": 8, "data.placement": "host"} | changes
+    )
+    configs.check(values)
+    return values
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return DeviceManager.create("cpu", num_devices=1)
+
+
+@pytest.fixture(scope="module")
+def pretrained(cpu, tmp_path_factory):
+    """The workdir of a run, with averaged parameters."""
+    workdir = tmp_path_factory.mktemp("runs") / "pretrained"
+    values = config(num_steps=20, ema_decay=0.5)
+    experiment.run(values, cpu, str(workdir))
+    return workdir
+
+
+def evaluated(values, devices, workdir):
+    return experiment.evaluate_checkpoint(values, devices, workdir, "latest")[1]
+
+
+def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
+    values = config(
+        init_from=str(pretrained),
+        **{"finetuning.lora.rank": 2, "optimizer.learning_rate": 0.0},
+    )
+    experiment.run(values, devices, str(tmp_path))
+    saved = configs.load(pretrained / "config.json")
+    expected = evaluated(saved, devices, pretrained)
+    found = evaluated(configs.load(tmp_path / "config.json"), devices, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_base_of_a_run_in_bfloat16(cpu, pretrained):
+    values = {"finetuning.lora.rank": 2, "finetuning.base_dtype": "bfloat16"}
+    program = experiment.build(config(init_from=str(pretrained), **values), cpu)
+    half = flatten(program.start.base.arrays())
+    values["finetuning.base_dtype"] = "float32"
+    program = experiment.build(config(init_from=str(pretrained), **values), cpu)
+    full = flatten(program.start.base.arrays())
+    for path, leaf in half.items():
+        assert str(leaf.dtype) == "bfloat16"
+        np.testing.assert_array_equal(leaf, full[path].astype(leaf.dtype))
+
+
+def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
+    values = {"finetuning.train": (HEAD,), "finetuning.fresh": (HEAD,)}
+    start = {"init_from": str(pretrained), "model.num_layers": 2}
+    program = experiment.build(config(**start, **values), cpu)
+    other = program.with_parts(model=experiment.make_model(config(**start), 4))
+    state = other.first_state()
+    assert state.params["mlp/~/linear_2"]["w"].shape == (8, 4)
+    body = experiment.build(config(**start), cpu).first_state().params
+    base = other.start.base.arrays()
+    assert set(base) == {"mlp/~/linear_0", "mlp/~/linear_1"}
+    for module, leaves in base.items():
+        for name, leaf in leaves.items():
+            np.testing.assert_array_equal(leaf, body[module][name])
+
+
+def test_all_of_a_run_can_train_on(cpu, pretrained):
+    state = experiment.build(config(init_from=str(pretrained)), cpu).first_state()
+    saved = configs.load(pretrained / "config.json")
+    program = experiment.build(saved, cpu)
+    abstract = cpu.abstract(program.init)
+    _, before = experiment.restore(
+        saved, pretrained, "best", lambda found, step: found.restore(step, abstract)
+    )
+    for a, b, c in zip(
+        *map(jax.tree.leaves, (state.params, before.ema_params, before.params)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(b, c)
+    assert int(state.step) == 0
+
+
+def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
+    source = tmp_path / "source.safetensors"
+    program = experiment.build(config(init_from=str(pretrained)), cpu)
+    leaves = flatten(jax.device_get(program.first_state().params))
+    save_file(leaves, source)
+    values = config(init_from=str(source), **{"finetuning.lora.rank": 2})
+    workdir = tmp_path / "run"
+    experiment.run(values, cpu, str(workdir))
+    before = (workdir / "metrics.jsonl").read_text()
+    experiment.run(values, cpu, str(workdir))  # Nothing is left to do.
+    leaves["mlp/~/linear_0/b"] = leaves["mlp/~/linear_0/b"] + 1
+    save_file(leaves, source)
+    with pytest.raises(PretrainedError, match="were trained on another base"):
+        experiment.run(values, cpu, str(workdir))
+    with pytest.raises(PretrainedError, match="were trained on another base"):
+        evaluated(values, cpu, workdir)
+    assert (workdir / "metrics.jsonl").read_text() == before
+    with pytest.raises(ConfigError, match="trained a part of its model"):
+        experiment.build(config(init_from=str(workdir)), cpu)
+
+
+def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained):
+    with pytest.raises(ConfigError, match=r"init_from=nowhere is not there"):
+        experiment.build(config(init_from="nowhere"), cpu)
+    file = tmp_path / "model.safetensors"
+    save_file({"mlp/~/linear_0/w": np.zeros((3, 3), np.float32)}, file)
+    program = experiment.build(config(init_from=str(file)), cpu)
+    with pytest.raises(PretrainedError, match="5 missing, 0 extra, 1 mismatched"):
+        program.first_state()
+    wider = {"init_from": str(pretrained), "model.width": 9}
+    with pytest.raises(RuntimeError, match="does not fit this model, and nothing was"):
+        experiment.build(config(**wider), cpu).first_state()
+
+
+def test_a_folder_says_the_sizes_of_its_model(tmp_path):
+    folder = str(REFERENCES / "gpt2")
+    sizes = json.loads((REFERENCES / "gpt2" / "config.json").read_text())
+    values = with_sizes({"name": "gpt", "remat": True, "width": None}, folder)
+    assert values["width"] == sizes["n_embd"] and values["remat"]
+    assert values["num_heads"] == sizes["n_head"]
+    with pytest.raises(ConfigError, match=r"config\.model\.num_heads=99, and the mod"):
+        with_sizes({"name": "gpt", "num_heads": 99}, folder)
+    with pytest.raises(PretrainedError, match="of type 'gpt2'"):
+        with_sizes({"name": "bert"}, folder)
+    assert with_sizes({"name": "gpt"}, None) == {"name": "gpt"}
+
+
+def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
+    from haiku_template.finetuning.lora import Lora
+    from haiku_template.finetuning.tuning import Tuning, make_plan
+    from haiku_template.models import MODELS
+
+    folder = REFERENCES / "gpt2"
+    values = with_sizes({"name": "gpt"}, str(folder))
+    values.pop("name")
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    model = MODELS["gpt"](vocabulary, **values)
+    tokens = np.zeros((1, 4), np.int32)
+    shapes = cpu.abstract(lambda: model.init(jax.random.key(0), tokens, False))
+    plan = make_plan(Tuning(lora=Lora(2, patterns=("*/qkv/w",))), shapes)
+    source = make_source(str(folder), "gpt", cpu)
+    assert set(source.read(shapes, ())) == plan.frozen
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    (copied / "config.json").unlink()
+    with pytest.raises(PretrainedError, match=r"config\.json"):
+        make_source(str(copied), "gpt", cpu)
