@@ -183,7 +183,9 @@ def _check_node(
             )
         if isinstance(default, config_dict.ConfigDict):
             if not isinstance(config[key], config_dict.ConfigDict):
-                raise ConfigError(f"config.{key} must have a name and its own keys")
+                raise ConfigError(
+                    f"config.{prefix}{key} must have a name and its own keys"
+                )
             if f"{prefix}{key}" in NODES:
                 _check_node(config[key], default, f"{prefix}{key}.")
             elif "name" not in config[key]:

@@ -64,7 +64,7 @@ def changed(key, value):
         (
             "finetuning.train",
             "*",
-            "train='\\*' has the wrong type; possible is a tuple",
+            r"train='\*' has the wrong type; possible is a tuple",
         ),
         ("finetuning.train", (1,), r"train=\(1,\); possible is a tuple of patterns"),
         ("finetuning.lora.rank", -1, "rank=-1; possible is None, or 0 or more"),

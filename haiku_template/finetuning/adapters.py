@@ -5,7 +5,7 @@ Its metadata say rank and alpha, and which base they were trained on.
 """
 
 import hashlib
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,13 @@ def save_adapters(
         path: np.ascontiguousarray(devices.fetch(leaf))
         for path, leaf in flatten(params).items()
     }
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata)
-        os.replace(partial, file)
+        with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+            partial = Path(folder) / file.name
+            save_file(tensors, partial, metadata)
+            partial.rename(file)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"{file} cannot be written: {error}") from error
 
 

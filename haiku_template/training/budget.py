@@ -104,12 +104,14 @@ def check_budget(program: Program, limit: int | None = None) -> Budget:
     if budget.limit is None or budget.peak <= budget.limit:
         return budget
     state = program.devices.abstract(program.init)
-    leaves = sorted(
-        jax.tree_util.tree_leaves_with_path(state), key=lambda x: -_bytes(x[1])
-    )
+    leaves = [
+        (prefix + jax.tree_util.keystr(path), _bytes(leaf))
+        for prefix, tree in (("", state), (".base", program.start.base.abstract))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
     largest = ", ".join(
-        f"{jax.tree_util.keystr(path)} {in_units(_bytes(leaf))}"
-        for path, leaf in leaves[:LARGEST]
+        f"{name} {in_units(size)}"
+        for name, size in sorted(leaves, key=lambda x: -x[1])[:LARGEST]
     )
     raise MemoryBudgetError(
         f"a step needs {in_units(budget.peak)} on each device "

@@ -10,6 +10,7 @@ how many there are.
 Shapes: B examples in one device's share of a batch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,11 +66,11 @@ def make_train_step(
 
     def loss_and_more(
         params: hk.Params,
+        base: hk.Params,
+        scale: Any,
         net_state: hk.State,
         rng: jax.Array,
         batch: Batch,
-        base: hk.Params,
-        scale: Any,
     ) -> tuple[jax.Array, tuple[hk.State, Scalars]]:
         policy = precision.policy
         params = combine(*policy.cast_to_compute((params, base)), rng)
@@ -88,9 +89,7 @@ def make_train_step(
         scale = precision.loss_scale(state.loss_scale)
         rng = _step_rng(seed, state.step, axis_name)
         grads, (net_state, scalars) = _accumulate(
-            lambda net_state, rng, part: gradient(
-                state.params, net_state, rng, part, base, scale
-            ),
+            functools.partial(gradient, state.params, base, scale),
             state.net_state,
             rng,
             batch,
@@ -99,13 +98,12 @@ def make_train_step(
         grads, scalars = mean_over(axis_name, (scale.unscale(grads), scalars))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = TrainState(
+        new = state._replace(
             step=state.step + 1,
             params=params,
             net_state=net_state,
             opt_state=opt_state,
             ema_params=_average(state.ema_params, params, ema_decay),
-            loss_scale=state.loss_scale,
         )
         scalars["grad_norm"] = optax.tree.norm(grads)
         if schedule is not None:

@@ -25,7 +25,7 @@ HEAD = "mlp/~/linear_2/*"
 def config(**changes):
     values = digits.get_config()
     values.update_from_flattened_dict(
-        {"num_steps": 3, "model.width": 8, "data.placement": "host"} | changes
+        {"num_steps": 3, "model.width": 8, "optimizer.warmup_steps": 0} | changes
     )
     configs.check(values)
     return values
