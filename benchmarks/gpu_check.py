@@ -27,7 +27,8 @@ from rich.table import Table
 
 from benchmarks import gpu_behaviour as behaviour
 from benchmarks import gpu_speed as speed
-from haiku_template.devices import DeviceError, DeviceManager, hardware
+from haiku_template.devices import DeviceError, DeviceManager
+from haiku_template.diagnosis import Machine
 from haiku_template.training.interrupts import Interrupted
 from haiku_template.training.workdir import environment, write_atomically
 
@@ -142,12 +143,13 @@ def report(
     del facts["host"]
     driver = DRIVER.read_text() if DRIVER.exists() else ""
     version = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", driver)
+    packages = sorted(Machine.here().distributions.items())
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m benchmarks.gpu_check", *arguments]),
         **facts,
         "driver": version[1] if version else None,
-        "cuda_plugins": hardware.cuda_plugins(),
+        "cuda_plugins": [f"{n} {v}" for n, v in packages if n.startswith("jax-cuda")],
         "passed": all(result["passed"] is not False for result in results),
         "seconds": round(sum(result["seconds"] for result in results), 1),
         "checks": results,

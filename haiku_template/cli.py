@@ -22,7 +22,7 @@ from haiku_template import diagnosis
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
-USAGE, STORAGE = 64, 74
+USAGE, STORAGE, INTERRUPTED = 64, 74, 130
 # `--config.KEY=None`, which config_flags cannot read for a number.
 UNSET = re.compile(r"--config\.([\w.]+)=None")
 
@@ -54,11 +54,14 @@ class UnusableDeviceError(RuntimeError):
     exit_code = 69
 
 
-def device_manager() -> "DeviceManager":
+def device_manager(num_devices: int | None = None) -> "DeviceManager":
     """The devices that the flags ask for. Imports and starts JAX.
 
     What would keep JAX from them is looked for first, without JAX: its own messages
     name the wrong cause for most of it.
+
+    Args:
+      num_devices: how many, where no flag says so; None means all.
 
     Raises:
       UnusableDeviceError: they cannot be used, and why.
@@ -71,9 +74,11 @@ def device_manager() -> "DeviceManager":
         logging.warning("%s", finding)
     from haiku_template.devices import DeviceManager
 
+    if _NUM_DEVICES.value is not None or ":" in _DEVICE.value:
+        num_devices = _NUM_DEVICES.value
     return DeviceManager.create(
         _DEVICE.value,
-        num_devices=_NUM_DEVICES.value,
+        num_devices=num_devices,
         simulate_devices=_SIMULATE_DEVICES.value,
         fallback=_FALLBACK.value,
         gpu_memory_fraction=_GPU_MEMORY_FRACTION.value,
@@ -101,7 +106,7 @@ def run(main: Callable[[], None]) -> None:
         try:
             main()
         except KeyboardInterrupt:
-            return fail("interrupted before the state could be saved", 130)
+            return fail("interrupted before the state could be saved", INTERRUPTED)
         except Exception as error:
             code = getattr(error, "exit_code", None)
             if code is None:

@@ -134,16 +134,16 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
     return values and {key: defaults[key] for key in LATER} | values
 
 
-def load_run(workdir: Path) -> config_dict.ConfigDict:
-    """The config of a run, checked.
+def of_run(workdir: Path) -> config_dict.ConfigDict:
+    """The config of the run in `workdir`, checked.
 
     Raises:
-      ConfigError: there is none, it is damaged, or not one that can be run.
+      ConfigError: it is no run's, or one that a script made without a config.
     """
     saved = load(workdir / "config.json")
     if not saved:
         raise ConfigError(
-            f"the run in {workdir} was made by a script, without a config; use it from "
+            f"the run in {workdir} was made by a script, without a config; go on from "
             "there"
         )
     check(saved)

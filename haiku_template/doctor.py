@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from haiku_template.diagnosis import causes, probe
+from haiku_template.diagnosis import causes, probe, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.results import Device, DriverResult
 from haiku_template.diagnosis.rows import Facts, Finding
@@ -187,10 +187,8 @@ def report(examination: Examination, asked: str, seconds: float) -> dict[str, An
         "findings": [finding._asdict() for finding in examination.findings],
         "checks": [{"check": c, "result": r} for c, r in examination.checks],
         "devices": [device._asdict() for device in examination.devices],
-        "card_memory": [
-            {"bytes_in_use": used, "bytes": total}
-            for used, total in (driver.memory if driver else ())
-        ],
+        "card_memory": usage.memory_in_use(examination.machine, driver),
+        "sees_all_processes": examination.machine.sees_all_processes(),
         "holders": [
             {"pid": pid, "program": program, "nodes": nodes}
             for pid, program, nodes in examination.machine.holders()
@@ -206,11 +204,10 @@ def lines(found: dict[str, Any]) -> list[str]:
         name = f"{d['backend']}:{d['id']}"
         memory = "memory not known"
         if d["bytes_in_use"] is not None:
-            memory = f"{_gib(d['bytes_in_use'])} of {_gib(d['bytes_limit'])} in use"
+            limit = usage.size(d["bytes_limit"])
+            memory = f"{usage.size(d['bytes_in_use'])} of {limit} in use"
         text.append(f"{'device ' + name:<24}{d['kind']}, {memory}")
-    for index, card in enumerate(found["card_memory"]):
-        memory = f"{_gib(card['bytes_in_use'])} of {_gib(card['bytes'])} in use by all"
-        text.append(f"{f'card {index}':<24}{memory}")
+    text += usage.lines(found["card_memory"], found["sees_all_processes"])
     for holder in found["holders"]:
         label = f"held by process {holder['pid']}"
         text.append(f"{label:<24}{holder['program']}: {', '.join(holder['nodes'])}")
@@ -224,10 +221,6 @@ def lines(found: dict[str, Any]) -> list[str]:
     verdict = "works" if found["works"] else "does not work"
     text.append(f"--device={found['asked']} {verdict} ({found['seconds']:.1f} s)")
     return text
-
-
-def _gib(count: int | None) -> str:
-    return "?" if count is None else f"{count / 2**30:.1f} GiB"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and evaluates it."""
     workdir = Path(_WORKDIR.value)
-    saved = config.load_run(workdir)
+    saved = config.of_run(workdir)
     devices = cli.device_manager()
     from haiku_template.training import evaluate_run
 

@@ -31,7 +31,7 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and writes it."""
     workdir = Path(_WORKDIR.value)
-    saved = config.load_run(workdir)
+    saved = config.of_run(workdir)
     devices = cli.device_manager()
     from haiku_template.training import exporting, portable
 

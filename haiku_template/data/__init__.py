@@ -12,6 +12,7 @@ from haiku_template.data.arrays import (
 from haiku_template.data.datasets import DATASETS, digits, from_split
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import Split
+from haiku_template.data.tokens import TokenDataset, TokenEvaluationSet
 
 __all__ = [
     "DATASETS",
@@ -23,6 +24,8 @@ __all__ = [
     "EvaluationSet",
     "GrainDataset",
     "Split",
+    "TokenDataset",
+    "TokenEvaluationSet",
     "digits",
     "each_shape",
     "from_split",

@@ -52,6 +52,8 @@ class Data(NamedTuple):
         be shorter. None when there is nothing to evaluate on.
       num_outputs: classes, or regression targets.
       preprocess: run on the inputs on the device, so that bytes travel and not floats.
+      text: what tokens stand for: `bytes` of UTF-8, or the path of a tokenizer.json;
+        None where they are not known, or there are none.
       class_names: of the classes, in their order; none where they are only numbers.
       vocab_size: tokens that inputs may hold; 0 where they hold none.
     """
@@ -60,6 +62,7 @@ class Data(NamedTuple):
     evaluation: "EvaluationSet | None"
     num_outputs: int
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
+    text: str | None = None
     class_names: tuple[str, ...] = ()
     vocab_size: int = 0
 
@@ -135,10 +138,14 @@ class ArrayDataset:
         share(self.spec)
 
     @property
-    def staged(self) -> dict[str, np.ndarray] | None:
-        """What `gather` reads from; None where the host has to augment it."""
+    def staged_size(self) -> tuple[int, int] | None:
+        """Rows and bytes of what would be staged; None where the host augments it."""
         if self.augment is not None:
             return None
+        return len(self.inputs), self.inputs.nbytes + self.labels.nbytes
+
+    def staged(self) -> Batch:
+        """What `gather` reads from."""
         return {"inputs": self.inputs, "labels": self.labels}
 
     def rows(self, step: int) -> np.ndarray:

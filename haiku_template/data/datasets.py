@@ -5,12 +5,11 @@ and returns `Data`. It imports no JAX and downloads nothing.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from haiku_template.data import files, images
+from haiku_template.data import files, images, language
 from haiku_template.data.arrays import (
     ArrayDataset,
     BatchSpec,
@@ -110,7 +109,7 @@ def npz(
     spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
 ) -> Data:
     """A .npz file with x_train, y_train, x_test and y_test, as Keras writes them."""
-    split = files.read_npz(_path(path, "npz", "a .npz file"))
+    split = files.read_npz(files.given_path(path, "npz", "a .npz file"))
     return from_split(split, spec, num_classes=num_classes, where=str(path))
 
 
@@ -118,7 +117,9 @@ def safetensors(
     spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
 ) -> Data:
     """A .safetensors file with x_train, y_train, x_test and y_test."""
-    split = files.read_safetensors(_path(path, "safetensors", "a .safetensors file"))
+    split = files.read_safetensors(
+        files.given_path(path, "safetensors", "a .safetensors file")
+    )
     return from_split(split, spec, num_classes=num_classes, where=str(path))
 
 
@@ -126,14 +127,14 @@ def npy(
     spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
 ) -> Data:
     """A directory with x_train.npy, y_train.npy, x_test.npy, y_test.npy; mapped."""
-    split = files.read_npy(_path(path, "npy", "a directory of .npy files"))
+    split = files.read_npy(files.given_path(path, "npy", "a directory of .npy files"))
     return from_split(split, spec, num_classes=num_classes, where=str(path))
 
 
 def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     what = "the directory with MNIST's or Fashion-MNIST's four idx files"
-    split = files.read_mnist(_path(path, "mnist", what))
+    split = files.read_mnist(files.given_path(path, "mnist", what))
     return from_split(
         split, spec, num_classes=10, preprocess=images.scale_pixels, where=str(path)
     )
@@ -144,7 +145,7 @@ def cifar10(
 ) -> Data:
     """CIFAR-10: 50,000 images 32 x 32 to train on, 10,000 to test."""
     what = "the directory with CIFAR-10's binary files"
-    split = files.read_cifar10(_path(path, "cifar10", what))
+    split = files.read_cifar10(files.given_path(path, "cifar10", what))
     return from_split(
         split,
         spec,
@@ -159,15 +160,6 @@ def _unchanged(inputs: Any) -> Any:
     return inputs
 
 
-def _path(path: str | None, name: str, what: str) -> Path:
-    if not path:
-        raise DataError(
-            f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
-            "downloaded)"
-        )
-    return Path(path).expanduser()
-
-
 DATASETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
     "npz": npz,
@@ -176,4 +168,6 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "mnist": mnist,
     "cifar10": cifar10,
     "jsonl": jsonl,
+    "tokens": language.tokens,
+    "bytes": language.byte_text,
 }

@@ -96,7 +96,14 @@ def jsonl(
     evaluation = None
     if held_out:
         evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
-    return Data(train, evaluation, num_outputs, class_names=names, vocab_size=size)
+    return Data(
+        train,
+        evaluation,
+        num_outputs,
+        text=vocabulary.name,
+        class_names=names,
+        vocab_size=size,
+    )
 
 
 def _texts(

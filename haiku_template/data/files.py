@@ -7,7 +7,7 @@ import gzip
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
@@ -16,6 +16,7 @@ from haiku_template.data.errors import DataError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 CIFAR_RECORD = 1 + 3 * 32 * 32
+T = TypeVar("T")
 PARTS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -28,20 +29,42 @@ class Split(NamedTuple):
     y_test: np.ndarray
 
 
-def _read(path: Path, reader: Callable[[Path], np.ndarray]) -> np.ndarray:
-    """Runs a reader on a file, and names the file in whatever goes wrong."""
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*"))[:8]
-        there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise DataError(f"the data file {path} {what}; {there}")
-    try:
-        return reader(path)
-    except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
-        words = str(error).split("\n")[0] or type(error).__name__
+def given_path(path: str | None, name: str, what: str) -> Path:
+    """The path of a data set.
+
+    Raises:
+      DataError: none was given; the message asks for `what`.
+    """
+    if not path:
         raise DataError(
-            f"the data file {path} is damaged, or of another kind: {words}"
-        ) from error
+            f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
+            "downloaded)"
+        )
+    return Path(path).expanduser()
+
+
+def read_with(path: Path, reader: Callable[[Path], T]) -> T:
+    """Runs a reader on a file, and names the file in whatever goes wrong.
+
+    Raises:
+      DataError: the file is missing, damaged, or may not be read.
+    """
+    try:
+        if path.is_file():
+            return reader(path)
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
+        if isinstance(error, OSError) and error.strerror:
+            problem = f"cannot be read: {error.strerror}"
+        else:
+            words = str(error).split("\n")[0] or type(error).__name__
+            problem = f"is damaged, or of another kind: {words}"
+        raise DataError(f"the data file {path} {problem}") from error
+    near = sorted(p.name for p in path.parent.glob("*"))[:8]
+    there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
+    what = "is a directory" if path.is_dir() else "does not exist"
+    raise DataError(f"the data file {path} {what}; {there}")
 
 
 def read_npz(path: Path) -> Split:
@@ -63,7 +86,7 @@ def read_npz(path: Path) -> Split:
 
         return read
 
-    return Split(*(_read(path, member(name)) for name in PARTS))
+    return Split(*(read_with(path, member(name)) for name in PARTS))
 
 
 def read_safetensors(path: Path) -> Split:
@@ -80,7 +103,7 @@ def read_safetensors(path: Path) -> Split:
 
         return read
 
-    return Split(*(_read(path, tensor(name)) for name in PARTS))
+    return Split(*(read_with(path, tensor(name)) for name in PARTS))
 
 
 def read_npy(directory: Path) -> Split:
@@ -96,7 +119,7 @@ def read_npy(directory: Path) -> Split:
         # A plain view: slicing numpy.memmap itself is several times slower.
         return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    return Split(*(_read(directory / f"{name}.npy", read) for name in PARTS))
+    return Split(*(read_with(directory / f"{name}.npy", read) for name in PARTS))
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -127,7 +150,7 @@ def read_idx(path: Path) -> np.ndarray:
         array = np.frombuffer(body, dtype).reshape(shape)
         return array.astype(dtype.newbyteorder("="))
 
-    return _read(path, read)
+    return read_with(path, read)
 
 
 def read_mnist(directory: Path) -> Split:
@@ -173,6 +196,6 @@ def read_cifar10(directory: Path) -> Split:
         return np.ascontiguousarray(images), records[:, 0].astype(np.int32)
 
     names = [f"data_batch_{i}.bin" for i in range(1, 6)]
-    train = np.concatenate([_read(directory / name, read) for name in names])
-    test = _read(directory / "test_batch.bin", read)
+    train = np.concatenate([read_with(directory / name, read) for name in names])
+    test = read_with(directory / "test_batch.bin", read)
     return Split(*examples(train), *examples(test))

@@ -8,15 +8,19 @@ import numpy as np
 
 from haiku_template.data.errors import DataError
 
-BLOCK_BYTES = 2**20  # Of row numbers that go to the devices at once.
+BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 
 
 class Stageable(Protocol):
     """A data set whose batches are rows of arrays, gathered by a pure function."""
 
     @property
-    def staged(self) -> dict[str, np.ndarray] | None:
-        """The arrays; None where batches need more than gathering."""
+    def staged_size(self) -> tuple[int, int] | None:
+        """Rows and bytes of `staged`; None where batches need more than gathering."""
+        ...
+
+    def staged(self) -> dict[str, np.ndarray]:
+        """The arrays."""
         ...
 
     def rows(self, step: int) -> np.ndarray:
@@ -30,15 +34,13 @@ class Stageable(Protocol):
 
 def why_not_staged(dataset: Any) -> str:
     """Why a data set cannot be staged on devices; "" if it can."""
-    arrays = getattr(dataset, "staged", None)
-    if arrays is None:
+    size = getattr(dataset, "staged_size", None)
+    if size is None:
         return "its batches are made on the host"
-    size = max(len(array) for array in arrays.values())
-    if size >= 2**31:
-        total = sum(array.nbytes for array in arrays.values())
+    if size[0] >= 2**31:
         return (
-            f"it has {size:,} rows ({total / 2**30:.2f} GiB), and the 32-bit numbers "
-            f"that devices count with reach {2**31 - 1:,}"
+            f"it has {size[0]:,} rows ({size[1] / 2**30:.2f} GiB), and the 32-bit "
+            f"numbers that devices count with reach {2**31 - 1:,}"
         )
     return ""
 
@@ -69,13 +71,12 @@ class RowBlocks:
     @property
     def size(self) -> str:
         """What is staged, in words."""
-        total = sum(array.nbytes for array in self.dataset.staged.values())
-        return f"{total:,} bytes; batches are gathered there"
+        return f"{self.dataset.staged_size[1]:,} bytes; batches are gathered there"
 
     @property
     def steps(self) -> int:
         """How many steps one block is for."""
-        return max(BLOCK_BYTES // (4 * self.batch_size), 1)
+        return min(max(BLOCK_BYTES // (4 * self.batch_size), 1), BLOCK_STEPS)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """`rows`, int32 [B, steps]: the same object for each step of a block."""

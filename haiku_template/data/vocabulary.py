@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from haiku_template.data.encoding import END_OF_TEXT
 from haiku_template.data.errors import DataError
-from haiku_template.data.tokenizer import read_tokenizer
-
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+from haiku_template.data.tokenizer import FILE, read_tokenizer
 
 Texts = Sequence[str]
 
@@ -16,7 +15,7 @@ class Vocabulary(NamedTuple):
     """What texts are made of.
 
     Attributes:
-      name: for errors.
+      name: `bytes`, or the path of the tokenizer.json.
       size: tokens there are, which is more than the largest.
       end: the token that ends a text; None where there is none.
       encode: (texts, most tokens or None) to tokens, with special ones and cut to most.
@@ -62,14 +61,16 @@ def read_vocabulary(source: str | Path) -> Vocabulary:
     Raises:
       DataError: see `read_tokenizer`.
     """
-    tokenizer = read_tokenizer(Path(source).expanduser())
+    path = Path(source).expanduser()
+    path = path / FILE if path.is_dir() else path
+    tokenizer = read_tokenizer(path)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     ends = [ids[name] for name in END_OF_TEXT if name in ids]
 
     def encode(texts: Texts, most: int | None) -> list[list[int]]:
         if most is not None:
             tokenizer.enable_truncation(most)
-        encodings = _encode_batch(tokenizer.encode_batch, source, texts)
+        encodings = _encode_batch(tokenizer.encode_batch, path, texts)
         tokenizer.no_truncation()
         return [encoding.ids for encoding in encodings]
 
@@ -77,17 +78,17 @@ def read_vocabulary(source: str | Path) -> Vocabulary:
         def plain(texts: list[str]) -> list:
             return tokenizer.encode_batch(texts, add_special_tokens=False)
 
-        return [encoding.ids for encoding in _encode_batch(plain, source, texts)]
+        return [encoding.ids for encoding in _encode_batch(plain, path, texts)]
 
     end = ends[0] if ends else None
     size = max(ids.values(), default=-1) + 1
-    return Vocabulary(str(source), size, end, encode, encode_plain)
+    return Vocabulary(str(path.resolve()), size, end, encode, encode_plain)
 
 
-def _encode_batch(encode_batch: Callable, source: str | Path, texts: Texts) -> list:
+def _encode_batch(encode_batch: Callable, path: Path, texts: Texts) -> list:
     try:
         return encode_batch(list(texts))
     except Exception as error:  # The package raises no other class.
         raise DataError(
-            f"the tokenizer {source} cannot encode the texts: {error}"
+            f"the tokenizer {path} cannot encode the texts: {error}"
         ) from error

@@ -101,16 +101,20 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
                 "no leading axis"
             )
         return "split over the devices: a state is whole on each; use devices.replicate"
-    if {d.platform for d in where} == {"cpu"} and devices[0].platform != "cpu":
-        return (
-            "on the CPU, where from_dlpack and on_host leave arrays: use "
-            "devices.replicate"
-        )
     if where < wanted:
         return (
             f"on {len(where)} of the {len(devices)} devices: make it with "
             "devices.init, or use devices.replicate"
         )
+    if not leaf.committed:
+        return (
+            "uncommitted, on a device that this run does not use: it was made under "
+            "jax.default_device or devices.on_host, or outside them (they hold for "
+            "their own thread alone), and each use moves all of it; use "
+            "devices.replicate"
+        )
+    if {d.platform for d in where} == {"cpu"} and devices[0].platform != "cpu":
+        return "committed to the CPU, as by from_dlpack: use devices.replicate"
     return "on devices that this run does not use: use devices.replicate"
 
 

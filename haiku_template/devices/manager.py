@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import audit, hardware, layout, selection
+from haiku_template.devices import audit, failures, layout, selection
 from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.compiled import CompiledStep, Shared
 from haiku_template.devices.errors import DeviceError
@@ -64,6 +64,7 @@ class DeviceManager(NamedTuple):
             raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
         request = selection.parse(spec, num_devices, simulate_devices)
         selection.check_memory_fraction(gpu_memory_fraction)
+        failures.check_default_device()
         try:
             selection.configure(
                 request,
@@ -80,7 +81,7 @@ class DeviceManager(NamedTuple):
             devices, _ = selection.select(request)
             reason = f"--fallback=cpu, because {error}"
         if request.platform == "auto" and devices[0].platform == "cpu":
-            hardware.warn_of_unused_card()
+            failures.warn_of_unused_card()
         return cls(tuple(devices), reason, Ledger())
 
     @property

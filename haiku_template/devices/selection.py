@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import jax
 
-from haiku_template.devices import hardware
 from haiku_template.devices.audit import device_index
 from haiku_template.devices.errors import DeviceError
+from haiku_template.devices.failures import ignored_platforms, why_no_gpu
+from haiku_template.diagnosis import Machine, diagnose
+from haiku_template.diagnosis.cards import is_amd
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
-GPU_PLATFORMS = ("cuda", "rocm", "gpu")
 
 
 class Request(NamedTuple):
@@ -102,8 +103,8 @@ def configure(
     reserve memory on every GPU of the host.
 
     Raises:
-      DeviceError: `JAX_PLATFORMS` contradicts the request, an option is out of range,
-        or a backend exists already and the option would be ignored.
+      DeviceError: no GPU can be used and one was asked for; an option is out of
+        range; or a backend exists already, which ignores the option.
     """
     if backend_started():
         if gpu_memory_fraction is not None or gpu_preallocate is not None:
@@ -112,6 +113,9 @@ def configure(
                 "started and would be ignored; create the DeviceManager before the "
                 "first JAX operation"
             )
+        ignored = ignored_platforms()
+        if request.platform == "auto" and ignored:
+            raise DeviceError(f"--device=auto was asked for: {ignored}")
         return
     _configure_platforms(request)
     if request.simulate_devices:
@@ -126,32 +130,28 @@ def configure(
 
 
 def _configure_platforms(request: Request) -> None:
-    variable = os.environ.get("JAX_PLATFORMS", "")
-    first = variable.split(",")[0].strip()
     if request.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return
     _show_only_what_is_used(request)
     if request.platform == "gpu":
-        if variable and first not in GPU_PLATFORMS:
-            raise DeviceError(
-                f"--device={request.spec} was asked for, but JAX_PLATFORMS={variable} "
-                f"puts {first!r} first and JAX would run there; unset JAX_PLATFORMS"
-            )
         _configure_gpu(request)
     elif request.platform == "tpu":
         jax.config.update("jax_platforms", "tpu,cpu")
 
 
 def _configure_gpu(request: Request) -> None:
-    rocm = os.path.exists("/dev/kfd")
-    if not rocm and not (hardware.nvidia_nodes() and hardware.cuda_plugins()):
+    machine = Machine.here()
+    # From files and variables alone, in milliseconds; the driver is asked once JAX has
+    # failed.
+    found = [f for f in diagnose(machine) if f.severity == "error"]
+    if found:
         raise DeviceError(
             f"--device={request.spec} was asked for and no GPU can be used: "
-            f"{hardware.why_no_gpu()}; --fallback=cpu or --device=cpu runs on the CPU"
+            f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
         )
     # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    jax.config.update("jax_platforms", f"{'rocm' if rocm else 'cuda'},cpu")
+    jax.config.update("jax_platforms", "rocm,cpu" if is_amd(machine) else "cuda,cpu")
 
 
 def _show_only_what_is_used(request: Request) -> None:
@@ -183,10 +183,11 @@ def select(request: Request) -> tuple[list[jax.Device], str]:
     except (RuntimeError, AssertionError) as error:
         # A bare AssertionError is JAX's answer to JAX_PLATFORMS=cuda without a card.
         words = str(error).strip().split("\n")[0] or "no backend could be started"
-        cause = f"; {hardware.why_no_gpu()}" if request.platform != "tpu" else ""
+        ignored = backend_started() and ignored_platforms()
+        if ignored or request.platform != "tpu":
+            words = f"{words}; {ignored or why_no_gpu()}"
         raise DeviceError(
             f"--device={request.spec} was asked for and JAX cannot provide it: {words}"
-            f"{cause}"
         ) from error
     if request.simulate_devices and len(devices) < request.simulate_devices:
         raise DeviceError(

@@ -1,17 +1,19 @@
 """A program of its own: asks the NVIDIA driver and writes what it says as JSON.
 
 Run by path with `python -I -S`, so that it starts in milliseconds and can be killed:
-a broken driver may hang or end the process that asks it.
+a broken driver may hang or end the process that asks it. One line for CUDA, then one
+for NVML, which holds the memory of the cards and who uses it.
 """
 
 import ctypes
 import json
 import os
 import re
-import sys
 
 NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
 NO_LIBRARY = 303
+# nvmlReturn_t, and the number that stands for "not available".
+TOO_SMALL, UNAVAILABLE = 7, 2**64 - 1
 # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 CAPABILITY = (75, 76)
 
@@ -78,8 +80,45 @@ class Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
+class Process(ctypes.Structure):
+    """nvmlProcessInfo_t, as the functions ending in _v3 fill it; memory in bytes."""
+
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+def _processes(ask: ctypes._CFuncPtr, card: ctypes.c_void_p) -> list[Process] | None:
+    """The processes that one of NVML's functions lists; None if it does not tell."""
+    room = 64
+    for _ in range(3):  # Between two questions a process may start.
+        count, found = ctypes.c_uint(room), (Process * room)()
+        code = ask(card, ctypes.byref(count), found)
+        if code != TOO_SMALL:
+            return found[: count.value] if code == 0 else None
+        room = 2 * max(room, count.value)
+    return None
+
+
+def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list | None:
+    """Id and bytes of each process on a card; None where NVML does not tell."""
+    users = {}
+    for kind in ("Compute", "Graphics"):
+        ask = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3", None)
+        found = _processes(ask, card) if ask else None
+        if found is None and kind == "Compute":
+            return None
+        for process in found or ():
+            used = None if process.used == UNAVAILABLE else process.used
+            users[process.pid] = used
+    return sorted(users.items())
+
+
 def ask_nvml() -> dict:
-    """Whether NVML starts, and how much memory of each card is in use by anyone."""
+    """Whether NVML starts, and how much memory of each card is in use by whom."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         code = nvml.nvmlInit_v2()
@@ -88,12 +127,16 @@ def ask_nvml() -> dict:
     memory = []
     count = _integer(nvml.nvmlDeviceGetCount_v2) if code == 0 else 0
     for index in range(count or 0):
-        handle, found = ctypes.c_void_p(), Memory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
-            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(found))
-        memory.append([found.used, found.total])
+        card, found = ctypes.c_void_p(), Memory()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)) != 0:
+            memory.append([0, 0, None])
+            continue
+        nvml.nvmlDeviceGetMemoryInfo(card, ctypes.byref(found))
+        memory.append([found.used, found.total, _users(nvml, card)])
     return {"nvml": code, "memory": memory}
 
 
 if __name__ == "__main__":
-    json.dump({"refused": refused(), **ask_cuda(), **ask_nvml()}, sys.stdout)
+    # NVML may hang where CUDA answers: what is known by then is not lost.
+    print(json.dumps({"refused": refused(), **ask_cuda()}), flush=True)
+    print(json.dumps(ask_nvml()), flush=True)

@@ -2,8 +2,8 @@
 
 Ids are those of the project's list of device failures; A58 and A00 are its own: a
 misspelt variable, and whatever no other row explains. Not here, because only the
-program itself can see them: A46 (options changed after JAX started), A53 to A55
-(where arrays are put).
+program itself can see them: A46 and A53 (`devices.failures`), A54 and A55 (the verdicts
+of `devices.audit`).
 """
 
 from haiku_template.diagnosis import (
@@ -67,6 +67,9 @@ def diagnose(
       Errors before warnings, each in the order of the table: the first error is the
       one cause. Empty when nothing is wrong.
     """
+    if probe is None or probe.code == 0:
+        # A driver that answered to us may still have failed JAX.
+        probe = start.driver_of(jax) or probe
     facts = Facts(platform(asked), probe, jax, operations)
     found = examine(TABLE, machine, facts)
     if any(finding.severity == "error" for finding in found):

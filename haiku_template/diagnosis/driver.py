@@ -1,10 +1,8 @@
 """Causes in the driver, told by what it answered to a child process."""
 
-from collections.abc import Callable
-
 from haiku_template.diagnosis import cards, versions
 from haiku_template.diagnosis.machine import WSL_NODE, Machine
-from haiku_template.diagnosis.rows import Cause, Facts, cuda_families
+from haiku_template.diagnosis.rows import Cause, Detect, Facts, cuda_families
 
 # The codes of cuInit that have a row of their own.
 NO_LIBRARY, NO_DEVICE, STUB = 303, 100, 34
@@ -14,7 +12,7 @@ OLDEST_CUDA = {"12": 12000, "13": 13000}
 OLDEST_CARD = {"12": (5, 2), "13": (7, 5)}
 
 
-def _answers(code: int) -> Callable[[Machine, Facts], str | None]:
+def _answers(code: int) -> Detect:
     """Detects one code of cuInit."""
 
     def detect(machine: Machine, facts: Facts) -> str | None:
@@ -52,7 +50,7 @@ def _no_device(machine: Machine, facts: Facts) -> str | None:
         return None
     value = machine.environ.get("CUDA_VISIBLE_DEVICES")
     if value is not None:
-        others = facts.driver.count_unmasked
+        others = facts.driver.count_unmasked or 0
         return f"{found}; CUDA_VISIBLE_DEVICES={value!r}, and {others} without it"
     return f"{found}; the card may have dropped out (dmesg | grep -i nvrm)"
 

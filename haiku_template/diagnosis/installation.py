@@ -1,6 +1,6 @@
 """Causes in the installed packages, read from their metadata: nothing is imported."""
 
-from haiku_template.diagnosis import versions
+from haiku_template.diagnosis import libraries, versions
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.platforms import hides_the_hint
 from haiku_template.diagnosis.rows import (
@@ -91,14 +91,17 @@ def _plugin_version(machine: Machine, facts: Facts) -> str | None:
 
 
 def _align(machine: Machine) -> str:
-    # The older of the two is the one that surely exists for this Python.
-    found = [machine.distributions.get("jaxlib", ""), *_plugin_parts(machine).values()]
-    version = min(filter(None, found), key=versions.numbers, default="")
+    # A plugin is released with each jaxlib, and the rest fits this one already.
+    version = machine.distributions.get("jaxlib", "")
     family = (cuda_families(machine) or ["13"])[-1]
     return (
         f'pip install -U "jax[cuda{family}]=={version}" jaxlib=={version} '
         f"jax-cuda{family}-plugin=={version} jax-cuda{family}-pjrt=={version}"
     )
+
+
+def _add_cuda(machine: Machine) -> str:
+    return _align(machine) if cuda_families(machine) else install_command(machine)
 
 
 def _two_families(machine: Machine, facts: Facts) -> str | None:
@@ -109,7 +112,9 @@ def _two_families(machine: Machine, facts: Facts) -> str | None:
 
 
 def _one_family(machine: Machine) -> str:
-    drop = "13" if "cuda12" in install_command(machine).split(" or ")[0] else "12"
+    old_driver = "cuda12" in install_command(machine).split(" or ")[0]
+    only_twelve = libraries.complete(machine, "12") > libraries.complete(machine, "13")
+    drop = "13" if old_driver or only_twelve else "12"
     return f"pip uninstall -y jax-cuda{drop}-plugin jax-cuda{drop}-pjrt"
 
 
@@ -233,7 +238,7 @@ ROWS = (
         "A01",
         "JAX is installed without CUDA on a machine with a card",
         _no_plugin,
-        install_command,
+        _add_cuda,
     ),
     Cause(
         "A19",

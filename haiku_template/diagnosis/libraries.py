@@ -1,23 +1,24 @@
 """Causes in the CUDA libraries: wheels that lack, are too old, or are shadowed."""
 
 import re
+from typing import NamedTuple
 
 from haiku_template.diagnosis import versions
 from haiku_template.diagnosis.machine import Machine
-from haiku_template.diagnosis.rows import Cause, Facts, cuda_families
+from haiku_template.diagnosis.rows import Cause, Detect, Facts, cuda_families
 
-# The library that each wheel brings; without these JAX finds no CUDA, or fails later.
+# What each wheel brings; JAX's CUDA plugin does not start without these.
 NEEDED = {
-    "cuda-runtime": "libcudart.so",
-    "cudnn": "libcudnn.so",
-    "cublas": "libcublas.so",
-    "cufft": "libcufft.so",
-    "cusparse": "libcusparse.so",
-    "nvjitlink": "libnvJitLink.so",
-    "cuda-nvrtc": "libnvrtc.so",
+    "cuda-runtime": ("libcudart.so",),
+    "cudnn": ("libcudnn.so", "libcudnn_graph.so"),
+    "cublas": ("libcublas.so", "libcublasLt.so"),
+    "cufft": ("libcufft.so",),
+    "cusparse": ("libcusparse.so",),
+    "nvjitlink": ("libnvJitLink.so",),
+    "cuda-cupti": ("libcupti.so",),
 }
-# JAX starts without these; single operations fail.
-NEEDED_LATER = {"cusolver": "libcusolver.so", "cuda-cupti": "libcupti.so"}
+# It starts without these; single operations fail.
+NEEDED_LATER = {"cusolver": ("libcusolver.so",), "cuda-nvrtc": ("libnvrtc.so",)}
 LOCAL_CUDA = (
     "/usr/local/cuda/lib64",
     "/usr/lib/x86_64-linux-gnu",
@@ -31,50 +32,78 @@ def _stem(wheel: str) -> str:
     return re.sub(r"^nvidia-|-cu1\d$", "", wheel)
 
 
-def _wanted(machine: Machine) -> list[versions.Requirement]:
-    """The nvidia wheels that the installed plugin asks for."""
+def _wanted(machine: Machine, *families: str) -> list[versions.Requirement]:
+    """The nvidia wheels that the plugins for these CUDAs ask for, or the installed."""
     found = []
-    for family in cuda_families(machine):
+    for family in families or cuda_families(machine):
         lines = machine.requires.get(f"jax-cuda{family}-plugin", ())
-        for need in versions.requirements(lines):
-            if need.name.startswith("nvidia-"):
-                found.append(need)
+        needs = versions.requirements(lines)
+        found += [need for need in needs if need.name.startswith("nvidia-")]
     return found
+
+
+def complete(machine: Machine, family: str) -> bool:
+    """Whether all the nvidia wheels that a CUDA plugin asks for are installed."""
+    return all(n.name in machine.distributions for n in _wanted(machine, family))
+
+
+def _outside_wheels(machine: Machine, library: str) -> bool:
+    """Whether the loader would find a library in the folders of a CUDA toolkit."""
+    folders = (*machine.library_path(), *LOCAL_CUDA)
+    return any(any(machine.path(f).glob(f"{library}*")) for f in folders)
 
 
 def _local_cuda(machine: Machine) -> bool:
     """Whether CUDA comes from the system: no wheel, but its runtime is to be found."""
     if any(need.name in machine.distributions for need in _wanted(machine)):
         return False
-    folders = (*machine.library_path(), *LOCAL_CUDA)
-    return any(any(machine.path(f).glob("libcudart.so.*")) for f in folders)
+    return _outside_wheels(machine, "libcudart.so.")
 
 
-def _missing(machine: Machine, stems: dict[str, str]) -> str | None:
+class Gap(NamedTuple):
+    """A wheel that is missing, or a library that is missing in it."""
+
+    wheel: str
+    library: str
+
+    def words(self) -> str:
+        """What is missing."""
+        if not self.library:
+            return f"the package {self.wheel} is not installed"
+        return f"{self.wheel} is installed and its {self.library} is not there"
+
+    def fix(self, machine: Machine) -> str:
+        """The pip command that brings it: pip itself sees no file that is missing."""
+        if not self.library:
+            return with_wheels(machine)
+        version = machine.distributions[self.wheel]
+        return f"pip install --force-reinstall --no-deps {self.wheel}=={version}"
+
+
+def _gap(machine: Machine, libraries: dict[str, tuple[str, ...]]) -> Gap | None:
     if _local_cuda(machine):
         return None
     for need in _wanted(machine):
-        library = stems.get(_stem(need.name))
-        if not library:
-            continue
-        if need.name not in machine.distributions:
-            return f"the package {need.name} is not installed"
-        files = [
-            f
-            for site in machine.site_packages
-            for f in site.glob(f"nvidia/*/lib/{library}*")
-        ]
-        if machine.site_packages and not files:
-            return f"{need.name} is installed and its {library} is not there"
+        for library in libraries.get(_stem(need.name), ()):
+            if _outside_wheels(machine, library):
+                continue
+            if need.name not in machine.distributions:
+                return Gap(need.name, "")
+            pattern = f"nvidia/*/lib/{library}*"
+            files = [f for site in machine.site_packages for f in site.glob(pattern)]
+            if machine.site_packages and not files:
+                return Gap(need.name, library)
     return None
 
 
-def _missing_now(machine: Machine, facts: Facts) -> str | None:
-    return _missing(machine, NEEDED)
+def _missing(libraries: dict[str, tuple[str, ...]]) -> Detect:
+    """Detects that one of these libraries is missing."""
 
+    def detect(machine: Machine, facts: Facts) -> str | None:
+        gap = _gap(machine, libraries)
+        return gap.words() if gap else None
 
-def _missing_later(machine: Machine, facts: Facts) -> str | None:
-    return _missing(machine, NEEDED_LATER)
+    return detect
 
 
 def _outdated(machine: Machine, facts: Facts) -> str | None:
@@ -94,6 +123,11 @@ def with_wheels(machine: Machine) -> str:
     return f'pip install -U "jax[cuda{family}]{pinned}"'
 
 
+def reinstall(machine: Machine) -> str:
+    """The pip command that brings JAX with CUDA's libraries, whatever is there."""
+    return with_wheels(machine).replace("-U", "--force-reinstall")
+
+
 def _jit_wheel(machine: Machine) -> str:
     for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12"):
         if name in machine.distributions:
@@ -108,9 +142,9 @@ def _foreign(machine: Machine, pattern: str) -> list[str]:
         for folder in machine.library_path()
         for f in sorted(machine.path(folder).glob(pattern))
     ]
-    return [
-        str(f) for f in files if "/nvidia/" not in str(f).replace("/local/nvidia/", "/")
-    ]
+    # The wheels of another environment are as foreign as a toolkit.
+    own = [site.resolve() for site in machine.site_packages]
+    return [str(f) for f in files if not any(f.is_relative_to(site) for site in own)]
 
 
 def _shadowed(machine: Machine, facts: Facts) -> str | None:
@@ -130,7 +164,7 @@ def foreign_library(machine: Machine) -> str | None:
         return None
     patterns = ("libnvJitLink.so*", "libcu*.so*")
     files = [file for pattern in patterns for file in _foreign(machine, pattern)]
-    files = [file for file in files if "/libcuda.so" not in file]
+    files = [f for f in files if not re.search(r"/libcuda(debugger)?\.so", f)]
     return f"LD_LIBRARY_PATH brings {files[0]} beside pip's" if files else None
 
 
@@ -174,8 +208,8 @@ ROWS = (
     Cause(
         "A06",
         "a CUDA library that the plugin needs is missing",
-        _missing_now,
-        with_wheels,
+        _missing(NEEDED),
+        lambda machine: _gap(machine, NEEDED).fix(machine),
     ),
     Cause(
         "A08", "a CUDA library is older than the plugin needs", _outdated, with_wheels
@@ -196,8 +230,8 @@ ROWS = (
     Cause(
         "A06",
         "a CUDA library is missing that single operations need",
-        _missing_later,
-        with_wheels,
+        _missing(NEEDED_LATER),
+        lambda machine: _gap(machine, NEEDED_LATER).fix(machine),
         severity="warning",
     ),
     Cause(

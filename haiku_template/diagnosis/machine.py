@@ -28,6 +28,8 @@ LIBRARY_FOLDERS = (
     "/usr/local/cuda/lib64",
     "/usr/local/cuda/compat",
 )
+# The namespace of processes in which Linux itself starts: this number is fixed.
+HOST_PROCESSES = "pid:[4026531836]"
 # The packages whose requirements say what fits together.
 WITH_REQUIREMENTS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -175,9 +177,20 @@ class Machine:
                 pass  # It has ended, or belongs to another user.
             held = sorted(n for n in nodes if re.match(r"/dev/nvidia\d", n))
             if held:
-                program = self.read(f"/proc/{process.name}/comm")
-                found.append((int(process.name), program, held))
+                pid = int(process.name)
+                found.append((pid, self.program(pid), held))
         return sorted(found)
+
+    def program(self, pid: int) -> str:
+        """The name of the program that a process runs; empty if there is none."""
+        return self.read(f"/proc/{pid}/comm")
+
+    def sees_all_processes(self) -> bool:
+        """Whether processes are numbered here as on the host: this is no container."""
+        try:
+            return os.readlink(self.path("/proc/self/ns/pid")) == HOST_PROCESSES
+        except OSError:
+            return True
 
 
 def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:

@@ -6,10 +6,15 @@ together with how the child ended and with what the machine showed.
 
 import re
 
-from haiku_template.diagnosis import libraries
+from haiku_template.diagnosis import libraries, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import Cause, Facts
-from haiku_template.diagnosis.start import failed_start, on_gpu, reached
+from haiku_template.diagnosis.start import (
+    failed_start,
+    on_gpu,
+    plugin_words,
+    reached,
+)
 
 ABORT = (-6, 134)
 NO_DNN = ("DNN library initialization failed", "Loaded runtime CuDNN library")
@@ -37,8 +42,8 @@ def _card_full(machine: Machine, facts: Facts) -> str | None:
         said += facts.jax.child.errors
     if "RESOURCE_EXHAUSTED" not in said and "CUDA_ERROR_OUT_OF_MEMORY" not in said:
         return None
-    held = [f"{program} ({pid})" for pid, program, _ in machine.holders()]
-    return f"no memory left; the card is held by {', '.join(held) or 'others'}"
+    held = usage.holders(machine, facts.driver)
+    return f"no memory left; the card is held by {held or 'others'}"
 
 
 def _no_memory_for_cudnn(machine: Machine, facts: Facts) -> str | None:
@@ -120,14 +125,16 @@ def _start_failed(machine: Machine, facts: Facts) -> str | None:
     if child.returncode != 0:
         return f"JAX does not start: {child.last_words()}"
     seen = sorted({device.backend for device in facts.jax.devices})
-    return f"JAX started with {', '.join(seen) or 'nothing'}, without {facts.asked}"
+    without = f"JAX started with {', '.join(seen) or 'nothing'}, without {facts.asked}"
+    return ": ".join(filter(None, [without, plugin_words(child)]))
 
 
 def _card_unused(machine: Machine, facts: Facts) -> str | None:
     child = failed_start(machine, facts)
     if not child or not reached(facts):
         return None
-    return f"{machine.nodes()[0]} exists, and JAX started with the CPU alone"
+    alone = f"{machine.nodes()[0]} exists, and JAX started with the CPU alone"
+    return ": ".join(filter(None, [alone, plugin_words(child)]))
 
 
 ROWS = (

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from haiku_template.diagnosis import programs
 from haiku_template.diagnosis.results import (
+    CardMemory,
     Child,
     Device,
     DriverResult,
@@ -93,18 +94,25 @@ def probe_driver(
 
 def _ask(timeout: float, environ: Mapping[str, str]) -> DriverResult:
     child = run_child(["-I", "-S", str(ASK_DRIVER)], timeout, environ)
-    if child.returncode is None:
-        problem = f"no answer within {timeout:g} s"
-        return DriverResult(None, problem=problem, seconds=child.seconds)
+    answer = {}
     try:
-        answer = json.loads(child.output)
+        for line in child.output.splitlines():
+            answer.update(json.loads(line))
     except ValueError:
+        pass  # It was ended while it wrote.
+    if "code" not in answer:
         problem = f"the child ended with code {child.returncode}: {child.last_words()}"
+        if child.returncode is None:
+            problem = f"no answer within {timeout:g} s"
         return DriverResult(None, problem=problem, seconds=child.seconds)
-    answer["refused"] = tuple(answer.get("refused", {}).items())
-    for name in ("capabilities", "memory"):
-        answer[name] = tuple(tuple(pair) for pair in answer.get(name, ()))
+    answer["refused"] = tuple(answer["refused"].items())
+    answer["capabilities"] = tuple(map(tuple, answer.get("capabilities", ())))
+    answer["memory"] = tuple(_memory(*card) for card in answer.get("memory", ()))
     return DriverResult(**answer, seconds=child.seconds)
+
+
+def _memory(used: int, total: int, users: list | None) -> CardMemory:
+    return CardMemory(used, total, None if users is None else tuple(map(tuple, users)))
 
 
 def _for_jax(environ: Mapping[str, str] | None, asked: str) -> dict[str, str]:

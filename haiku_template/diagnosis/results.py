@@ -1,5 +1,6 @@
 """What the child processes report, as values."""
 
+import signal
 from typing import NamedTuple
 
 
@@ -19,9 +20,27 @@ class Child(NamedTuple):
     seconds: float
 
     def last_words(self) -> str:
-        """The last line on standard error."""
+        """The last line on standard error, and the signal that ended it, if one did."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        said = lines[-1] if lines else "it said nothing"
+        if self.returncode is None or self.returncode >= 0:
+            return said
+        return f"ended by {signal.Signals(-self.returncode).name}: {said}"
+
+
+class CardMemory(NamedTuple):
+    """The memory of one card, as NVML counts it.
+
+    Attributes:
+      used: bytes in use by anyone.
+      total: bytes in all.
+      users: id and bytes of each process, as the host numbers them; None for bytes that
+        NVML does not know, None for all when it does not tell.
+    """
+
+    used: int
+    total: int
+    users: tuple[tuple[int, int | None], ...] | None = None
 
 
 class DriverResult(NamedTuple):
@@ -39,7 +58,7 @@ class DriverResult(NamedTuple):
       capabilities: compute capability of each device, as (9, 0).
       refused: device nodes that could not be opened, with the reason.
       nvml: code of nvmlInit_v2; None when there is no NVML.
-      memory: bytes in use and in all of each card, as NVML counts them.
+      memory: of each card, and who uses it.
       seconds: how long it took.
     """
 
@@ -53,7 +72,7 @@ class DriverResult(NamedTuple):
     capabilities: tuple[tuple[int, int], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     nvml: int | None = None
-    memory: tuple[tuple[int, int], ...] = ()
+    memory: tuple[CardMemory, ...] = ()
     seconds: float = 0.0
 
 

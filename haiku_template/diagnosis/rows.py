@@ -41,6 +41,10 @@ class Finding(NamedTuple):
         return f"[{self.id}] {self.title}: {self.found}; fix: {self.fix}"
 
 
+# Returns what was found, or None when this is not the cause.
+Detect = Callable[[Machine, Facts], str | None]
+
+
 class Cause(NamedTuple):
     """A row of the table.
 
@@ -54,7 +58,7 @@ class Cause(NamedTuple):
 
     id: str
     title: str
-    detect: Callable[[Machine, Facts], str | None]
+    detect: Detect
     fix: str | Callable[[Machine], str]
     severity: str = "error"
     asked: str = "gpu"

@@ -8,10 +8,41 @@ import re
 
 from haiku_template.diagnosis import libraries
 from haiku_template.diagnosis.machine import Machine
-from haiku_template.diagnosis.results import Child
+from haiku_template.diagnosis.results import Child, DriverResult, JaxResult
 from haiku_template.diagnosis.rows import Cause, Facts
 
-SEGMENTATION_FAULT = (-11, 139)
+SEGMENTATION_FAULT, BUS_ERROR = (-11, 139), (-7, 135)
+# The second is said, before the process is ended, where a part of cuDNN is missing.
+NOT_LOADED = r"Unable to load (\w+)\. Is it installed\?|Cannot load symbol cudnn"
+
+# The names by which the CUDA plugin tells what cuInit returned to it.
+CODES = {
+    "CUDA_ERROR_STUB_LIBRARY": 34,
+    "CUDA_ERROR_NO_DEVICE": 100,
+    "CUDA_ERROR_SYSTEM_NOT_READY": 802,
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": 803,
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": 804,
+    "Unknown CUDA error 303": 303,  # There is no libcuda.so.1.
+}
+
+
+def driver_of(jax: JaxResult | None) -> DriverResult | None:
+    """What the driver answered to JAX itself, in its words; None if it did not fail."""
+    said = jax.child.errors if jax else ""
+    if "No visible GPU devices" in said:
+        return DriverResult(0, count=0)
+    name = re.search(r"cuInit\(0\) failed: (\w+(?: CUDA error \d+)?)", said)
+    return DriverResult(CODES.get(name[1], 999), name[1]) if name else None
+
+
+def plugin_words(child: Child) -> str:
+    """The error that kept JAX's plugin from starting; empty if there was none.
+
+    JAX logs it, and says after it, wrongly, that no CUDA-enabled jaxlib is installed.
+    """
+    _, failed, said = child.errors.rpartition("Jax plugin configuration error")
+    errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", said, re.MULTILINE)
+    return errors[-1] if failed and errors else ""
 
 
 def on_gpu(facts: Facts) -> bool:
@@ -70,17 +101,17 @@ def _interface(machine: Machine, facts: Facts) -> str | None:
 
 def _library_refused(machine: Machine, facts: Facts) -> str | None:
     child = failed_start(machine, facts)
-    match = child and re.search(
-        r"Unable to load (\w+)\. Is it installed\?", child.errors
-    )
+    if child and child.returncode in BUS_ERROR:
+        return "loading it ended in a bus error: its file is shorter than it should be"
+    match = child and re.search(NOT_LOADED, child.errors)
     if not match or _shadowed_at_start(machine, facts):
         return None
-    return f"JAX's CUDA plugin cannot load {match[1]}"
+    return f"JAX's CUDA plugin cannot load {match[1] or 'all of cuDNN'}"
 
 
 def _shadowed_at_start(machine: Machine, facts: Facts) -> str | None:
     child = failed_start(machine, facts)
-    if not child or "Unable to load" not in child.errors:
+    if not child or not re.search(NOT_LOADED, child.errors):
         return None
     return libraries.foreign_library(machine)
 
@@ -137,6 +168,6 @@ ROWS = (
         "A06",
         "a CUDA library that the plugin needs cannot be loaded",
         _library_refused,
-        libraries.with_wheels,
+        libraries.reinstall,
     ),
 )

@@ -236,7 +236,7 @@ def _stage(
 ) -> tuple[Data, Callable, Shared, str]:
     """Data and train step that work with row numbers, the staged arrays, and words."""
     blocks = RowBlocks(data.train, batch_size)
-    arrays = blocks.dataset.staged
+    arrays = blocks.dataset.staged()
     staged = Shared.create(
         devices.abstract(lambda arrays: arrays, arrays),
         lambda: devices.replicate(arrays),

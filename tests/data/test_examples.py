@@ -196,7 +196,7 @@ def test_the_loss_is_of_the_completion_and_the_end_alone(tmp_path):
     rows = [{"prompt": "ab", "completion": "cde"}, {"prompt": "", "completion": "xy"}]
     path = write(tmp_path / "a.jsonl", rows)
     data = jsonl(LANGUAGE, path=path, validation_path=path, context=16)
-    assert data.num_outputs == 256 and data.class_names == ()
+    assert (data.num_outputs, data.class_names, data.text) == (256, (), "bytes")
     batch = data.evaluation.batch(0)
     learned = {
         bytes(labels[mask].tolist())
@@ -226,7 +226,7 @@ def test_completions_of_a_tokenizer_begin_without_special_tokens(tmp_path, token
     batch = data.evaluation.batch(0)
     assert batch["inputs"][0, :5].tolist() == [2, 7, 3, 4, 6]
     assert batch["labels"][0][batch["loss_mask"][0]].tolist() == [4, 6, 8]
-    assert data.num_outputs == 9
+    assert data.num_outputs == 9 and data.text == f"{tokenizer}/tokenizer.json"
 
 
 def test_bucket_lengths_hold_equal_shares():

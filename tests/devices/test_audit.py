@@ -1,5 +1,7 @@
 """Every way in which a leaf can be astray has its own verdict."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,25 @@ def test_a_leaf_left_on_one_of_several(two_devices):
 def test_a_leaf_that_nobody_placed(two_devices):
     leaf = jnp.ones(3)
     assert not two_devices.audit(leaf)[0].committed
-    assert "does not use" in verdict(two_devices, leaf)
+    assert "uncommitted" in verdict(two_devices, leaf)
+
+
+def test_a_leaf_left_elsewhere_by_default_device(two_devices):
+    used, other = two_devices.devices[0], jax.devices()[5]
+    with jax.default_device(used), ThreadPoolExecutor(1) as pool:
+        here = jnp.ones(3)
+        there = pool.submit(lambda: jnp.ones(3)).result()
+    with jax.default_device(other):
+        elsewhere = jnp.ones(3)
+    # The context held for this thread alone: the other one used JAX's own default.
+    assert {*here.devices(), *there.devices()} == {used, jax.devices()[0]}
+    for leaf in (there, elsewhere):
+        assert "uncommitted" in verdict(two_devices, leaf)
+        assert "jax.default_device" in verdict(two_devices, leaf)
+    # On a device in use the same leaf is only not yet on all of them.
+    assert "on 1 of the 2 devices" in verdict(two_devices, here)
+    one = DeviceManager.create("cpu:2")
+    assert one.audit(here)[0].verdict == ""
 
 
 def test_a_leaf_from_dlpack_is_committed_elsewhere(two_devices):

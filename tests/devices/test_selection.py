@@ -1,12 +1,19 @@
-"""What must happen before JAX starts, each in a process of its own."""
+"""What must happen before JAX starts, mostly each in a process of its own."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
 
-from haiku_template.devices import hardware
+from haiku_template.devices import DeviceManager, failures
+from haiku_template.diagnosis import Finding, Machine
+from haiku_template.diagnosis.rows import has_card
+
+CAUSE = Finding("A22", "error", "the cause", "it", "this")
+BESIDE = Finding("A58", "warning", "misspelt", "JAX_X", "export it")
+no_card = pytest.mark.skipif(has_card(Machine.here()), reason="this machine has a card")
 
 
 def run(code, **variables):
@@ -59,7 +66,7 @@ def test_a_platform_variable_that_contradicts_the_request_is_named(value):
 
 
 @pytest.mark.parametrize("spec", ["gpu", "gpu:0,1"])
-@pytest.mark.skipif(bool(hardware.nvidia_nodes()), reason="this machine has a card")
+@no_card
 def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
     code = (
         "from haiku_template.devices import selection\n"
@@ -70,10 +77,72 @@ def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
     assert words.startswith(
         f"False --device={spec} was asked for and no GPU can be used"
     )
-    assert "no NVIDIA card" in words
+    assert "[A20]" in words and "no /dev/nvidia0" in words and "fix: " in words
 
 
-@pytest.mark.skipif(bool(hardware.nvidia_nodes()), reason="this machine has a card")
+@no_card
 def test_a_variable_that_leaves_jax_without_a_backend_is_no_assertion_error():
     words = error_of("DeviceManager.create('auto')", JAX_PLATFORMS="cuda")
-    assert "JAX cannot provide it" in words and "no NVIDIA card" in words
+    assert "JAX cannot provide it" in words and "[A40]" in words
+
+
+@pytest.mark.parametrize("spec", ["auto", "tpu"])
+def test_platforms_that_were_changed_too_late_are_named(spec):
+    code = (
+        "import jax; jax.devices(); jax.config.update('jax_platforms', 'tpu,cpu')\n"
+        f"try: DeviceManager.create('{spec}')\n"
+        "except DeviceError as e: print(e)\n"
+        "print(DeviceManager.create('cpu').platform)"
+    )
+    words, platform = run(code, JAX_PLATFORMS="cpu").splitlines()
+    assert f"--device={spec} was asked for" in words and words.count("[A46]") == 1
+    assert "changed to 'tpu,cpu' after JAX had started on cpu" in words
+    assert platform == "cpu"
+
+
+@no_card
+@pytest.mark.parametrize(("value", "named"), [("cuda", True), ("cuda,cpu", False)])
+def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, named):
+    # JAX passes over CUDA in silence; with "cuda" alone it could not have started.
+    code = (
+        f"import jax; jax.devices(); jax.config.update('jax_platforms', '{value}')\n"
+        "from haiku_template.devices import failures\n"
+        "print(failures.ignored_platforms())"
+    )
+    assert ("[A46]" in run(code, JAX_PLATFORMS="cpu")) is named
+
+
+@pytest.mark.parametrize("value", ["jax.devices('cpu')[0]", "'cpu'"])
+def test_an_overwritten_default_device_is_named(value):
+    code = f"import jax; jax.default_device = {value}\n"
+    code += "try: DeviceManager.create('cpu')\nexcept DeviceError as e: print(e)"
+    words = run(code, JAX_PLATFORMS="cpu")
+    assert words.startswith("[A53]") and "with jax.default_device(device)" in words
+
+
+def test_a_default_device_that_was_chosen_properly_is_not_blamed():
+    code = (
+        "import jax; jax.config.update('jax_default_device', jax.devices('cpu')[0])\n"
+        "with jax.default_device(jax.devices('cpu')[0]):\n"
+        "  print(DeviceManager.create('cpu').platform)"
+    )
+    assert run(code, JAX_PLATFORMS="cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [([CAUSE, BESIDE], "[A22] the cause"), ([BESIDE], "nothing is wrong outside JAX")],
+)
+def test_auto_on_the_cpu_beside_a_card_is_loud(monkeypatch, caplog, found, words):
+    monkeypatch.setattr(failures, "has_card", lambda machine: True)
+    monkeypatch.setattr(failures, "check_environment", lambda asked: found)
+    with caplog.at_level(logging.WARNING):
+        DeviceManager.create("auto")
+    assert "GPU IS NOT USED" in caplog.text and words in caplog.text
+
+
+@no_card
+def test_auto_on_a_machine_without_a_card_is_quiet(caplog):
+    with caplog.at_level(logging.WARNING):
+        DeviceManager.create("auto")
+    assert caplog.text == ""

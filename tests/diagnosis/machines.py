@@ -1,6 +1,10 @@
 """Machines as folders: what a test describes is all that a diagnosis can see."""
 
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from haiku_template.diagnosis import Machine
 from haiku_template.diagnosis.results import Child, Device, DriverResult, JaxResult
@@ -9,8 +13,16 @@ VERSION = "0.12.0"
 DRIVER = "580.95.05"
 WHEELS = {
     "nvidia-cuda-runtime": ("13.0.96", "libcudart.so.13", ">=13.0.48"),
-    "nvidia-cudnn-cu13": ("9.15.0.57", "libcudnn.so.9", "<10.0,>=9.12.0.46"),
-    "nvidia-cublas": ("13.1.0.3", "libcublas.so.13", ">=13.0.0.19"),
+    "nvidia-cudnn-cu13": (
+        "9.15.0.57",
+        "libcudnn.so.9 libcudnn_graph.so.9",
+        "<10.0,>=9.12.0.46",
+    ),
+    "nvidia-cublas": (
+        "13.1.0.3",
+        "libcublas.so.13 libcublasLt.so.13",
+        ">=13.0.0.19",
+    ),
     "nvidia-cufft": ("12.0.0.61", "libcufft.so.12", ">=12.0.0.15"),
     "nvidia-cusparse": ("12.6.3.3", "libcusparse.so.12", ">=12.6.2.49"),
     "nvidia-cusolver": ("12.0.4.66", "libcusolver.so.12", ">=12.0.3.29"),
@@ -36,6 +48,15 @@ HEALTHY = DriverResult(
     count_unmasked=None,
     capabilities=((9, 0),),
 )
+
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
+
+
+def build_stub(library, source, *options):
+    """Compiles a library that stands in for one of the driver's."""
+    command = [COMPILER, "-shared", "-fPIC", *options, "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
 
 
 class Builder:
@@ -96,9 +117,9 @@ class Builder:
 
     def cuda(self):
         self.distributions.update(CUDA)
-        for name, (version, library, _) in WHEELS.items():
+        for name, (version, libraries, _) in WHEELS.items():
             self.distributions[name] = version
-            if library:
+            for library in libraries.split():
                 self.file(f"/site/site-packages/nvidia/x/lib/{library}")
         self.fields["site_packages"] = (self.root / "site/site-packages",)
 

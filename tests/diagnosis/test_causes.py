@@ -101,8 +101,14 @@ ERRORS = [
     ("A06", CARD, dist(nvidia_cudnn_cu13=None), {}),
     ("A06", CARD, lambda m: m.remove("/site/site-packages/nvidia/x/lib/libcudnn.so.9"),
      {}),
+    ("A06", CARD, lambda m: m.remove("/site/site-packages/nvidia/x/lib/libcublasLt.so."
+                                     "13"), {}),
+    ("A06", CARD, dist(nvidia_cuda_cupti=None), {}),
     ("A06", CARD, None, failed_start("RuntimeError: Unable to load cuDNN. Is it "
                                      "installed?")),
+    ("A06", CARD, None, failed_start("Invalid handle. Cannot load symbol "
+                                     "cudnnGetVersion", returncode=-6)),
+    ("A06", CARD, None, failed_start("", returncode=-7)),
     ("A07", CARD, old_nvjitlink, {}),
     ("A08", CARD, dist(nvidia_cudnn_cu13="9.1.0.70"), {}),
     ("A08", CARD, None, failed_start("Outdated cuDNN installation found.\nVersion JAX "
@@ -182,6 +188,7 @@ ERRORS = [
 ]  # fmt: skip
 WARNINGS = [
     ("A06", CARD, dist(nvidia_cusolver=None), {}),
+    ("A06", CARD, dist(nvidia_cuda_nvrtc=None), {}),
     ("A07", CARD, both(lambda m: m.file("/opt/cuda/libcublas.so.13"),
                        env(LD_LIBRARY_PATH="/opt/cuda")), {}),
     ("A16", CARD, maps, {}),
@@ -290,12 +297,114 @@ def test_a_card_that_auto_uses_and_that_fails_is_an_error(gpu):
     assert [(f.id, f.severity) for f in found] == [("A09", "error")]
 
 
-@pytest.mark.parametrize("returncode", [None, 1])
-def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode):
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [(None, "more than 1 s"), (1, "unheard of"), (-6, "by SIGABRT: OSError: unheard")],
+)
+def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode, words):
     jax = jax_result(returncode=returncode, errors="Traceback\nOSError: unheard of")
     found = diagnose(plain.machine(), asked="cpu", jax=jax)
-    assert [finding.id for finding in found] == ["A00"]
-    assert ("unheard of" if returncode else "more than 1 s") in found[0].found
+    assert [finding.id for finding in found] == ["A00"] and words in found[0].found
+
+
+# As jax 0.12.0.1 says it, whose last line names the wrong cause.
+LOG = """\
+Jax plugin configuration error: Exception when calling \
+jax_plugins.xla_cuda12.initialize()
+Traceback (most recent call last):
+  File "jax/_src/xla_bridge.py", line 520, in discover_pjrt_plugins
+    plugin_module.initialize()
+RuntimeError: jaxlib/cuda/versions_helpers.cc:{}
+An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not \
+installed. Falling back to cpu.
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "id_"),
+    [
+        ("CUDA_ERROR_STUB_LIBRARY", "A27"),
+        ("CUDA_ERROR_NO_DEVICE", "A22"),
+        ("Unknown CUDA error 303; cuGetErrorName failed. This probably", "A21"),
+        ("CUDA_ERROR_SYSTEM_NOT_READY", "A25"),
+        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "A23"),
+        ("CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "A24"),
+        ("CUDA_ERROR_UNKNOWN", "A26"),
+    ],
+)
+def test_what_the_driver_answered_to_jax_alone_is_its_cause_too(gpu, words, id_):
+    errors = LOG.format(f"135: operation cuInit(0) failed: {words}")
+    jax = jax_result("cpu", errors=errors)
+    for probe in (None, HEALTHY):
+        assert [f.id for f in diagnose(gpu.machine(), probe, jax=jax)] == [id_]
+    # What the driver answered to us goes first.
+    asked = DriverResult(802, "CUDA_ERROR_SYSTEM_NOT_READY")
+    assert diagnose(gpu.machine(), asked, jax=jax)[0].id == "A25"
+
+
+def test_jax_that_counts_no_card_is_the_driver_counting_none(gpu):
+    words = "FAILED_PRECONDITION: No visible GPU devices. (you may need to uninstall"
+    jax = jax_result(returncode=1, errors=f"RuntimeError: 'cuda': {words}")
+    assert diagnose(gpu.machine(), HEALTHY, jax=jax)[0].id == "A28"
+
+
+@pytest.mark.parametrize("asked", ["gpu", "auto"])
+def test_the_plugin_s_own_words_are_quoted_and_not_jax_s_guess(gpu, asked):
+    errors = LOG.format("113: operation gpuDeviceGetAttribute failed: CUDA_ERROR_OTHER")
+    jax = jax_result("cpu", errors=errors)
+    (found,) = diagnose(gpu.machine(), HEALTHY, asked, jax)
+    assert found.id == "A00" and "gpuDeviceGetAttribute" in found.found
+    assert "CUDA-enabled jaxlib" not in found.found
+
+
+def test_a_fix_brings_what_is_missing(gpu):
+    def fix(change):
+        change(gpu)
+        return diagnose(gpu.machine())[0].fix
+
+    # pip does not see that a file is missing: -U would do nothing.
+    library = "/site/site-packages/nvidia/x/lib/libcudnn_graph.so.9"
+    again = "pip install --force-reinstall --no-deps nvidia-cudnn-cu13==9.15.0.57"
+    assert fix(lambda m: m.remove(library)) == again
+    package = fix(dist(nvidia_cudnn_cu13=None))
+    assert package == 'pip install -U "jax[cuda13]==0.12.0"'
+    # The half that is there says which CUDA: the other one's plugin would make two.
+    twelve = both(no_cuda, dist(jax_cuda12_plugin="0.12.0"))
+    assert '"jax[cuda12]==0.12.0"' in fix(twelve) and gpu.machine().kernel_driver()
+
+
+def test_of_two_cudas_the_one_goes_that_lacks_its_wheels_or_its_driver(gpu):
+    def fix():
+        return diagnose(gpu.machine())[0].fix
+
+    dist(jax_cuda12_plugin="0.12.0", jax_cuda12_pjrt="0.12.0")(gpu)
+    gpu.fields["requires"]["jax-cuda12-plugin"] = ("nvidia-cublas-cu12",)
+    assert fix() == "pip uninstall -y jax-cuda12-plugin jax-cuda12-pjrt"
+    dist(nvidia_cublas_cu12="12.9", nvidia_cublas=None)(gpu)
+    assert fix() == "pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt"
+    dist(nvidia_cublas="13.1")(gpu)
+    assert "cuda12" in fix()
+    gpu.driver("570.86.10")
+    assert "cuda13" in fix()
+
+
+def test_a_library_of_a_toolkit_stands_in_for_a_wheel_s(gpu):
+    gpu.remove("/site/site-packages/nvidia/x/lib/libcupti.so.13")
+    assert diagnose(gpu.machine())[0].id == "A06"
+    gpu.file("/usr/local/cuda/lib64/libcupti.so.13")
+    assert diagnose(gpu.machine()) == []
+
+
+def test_only_this_environment_s_own_wheels_are_not_foreign(gpu):
+    def seen(folder):
+        gpu.environ["LD_LIBRARY_PATH"] = folder
+        return [finding.id for finding in diagnose(gpu.machine())]
+
+    assert seen("/site/site-packages/nvidia/x/lib") == []
+    gpu.file("/other/site-packages/nvidia/x/lib/libnvJitLink.so.13")
+    assert seen("/other/site-packages/nvidia/x/lib") == ["A07"]
+    gpu.file("/usr/local/nvidia/lib64/libcudadebugger.so.1")  # The driver's own.
+    assert seen("/usr/local/nvidia/lib64") == []
 
 
 def test_consequences_come_after_the_cause(plain):

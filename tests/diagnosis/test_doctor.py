@@ -11,7 +11,7 @@ import pytest
 
 from haiku_template import doctor
 from haiku_template.diagnosis import Machine, probe
-from haiku_template.diagnosis.results import Child, OperationsResult
+from haiku_template.diagnosis.results import CardMemory, Child, OperationsResult
 
 ROOT = Path(__file__).parents[2]
 no_card = pytest.mark.skipif(
@@ -136,7 +136,7 @@ def test_a_healthy_card_works_and_its_holders_are_listed(gpu, monkeypatch):
 
     from haiku_template.diagnosis.results import Stage
 
-    seen = HEALTHY._replace(memory=((2**30, 2**34),))
+    seen = HEALTHY._replace(memory=(CardMemory(2**30, 2**34),))
     child = Child(0, "", "", 1.0)
     run = OperationsResult(child, (Stage("matmul", "cuda:0"),), "", 1)
     monkeypatch.setattr(probe, "probe_driver", lambda *args: seen)

@@ -1,12 +1,11 @@
 """The children, asked for real: a driver of our own making, and JAX on the CPU."""
 
 import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from machines import build_stub, needs_compiler
 
 from haiku_template.diagnosis import check_environment, diagnose
 from haiku_template.diagnosis.probe import (
@@ -16,18 +15,14 @@ from haiku_template.diagnosis.probe import (
     run_child,
 )
 
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 SOURCE = Path(__file__).with_name("cuda_stub.c")
-needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """The environment in which a stub stands in for the driver."""
     folder = tmp_path_factory.mktemp("driver")
-    library = folder / "libcuda.so.1"
-    command = [COMPILER, "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
-    subprocess.run(command, check=True)
+    build_stub(folder / "libcuda.so.1", SOURCE)
     return {**os.environ, "LD_LIBRARY_PATH": str(folder), "STUB_COUNT": "1"}
 
 

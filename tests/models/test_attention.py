@@ -1,10 +1,12 @@
 """Which implementation of attention is chosen, by data: no GPU is needed."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from haiku_template.models import ModelError
-from haiku_template.models.attention import Hardware, choose
+from haiku_template.models.attention import Hardware, attend, choose
 
 CPU = Hardware("cpu", "")
 TURING = Hardware("PJRT C API\ncuda 12090", "7.5")
@@ -42,3 +44,15 @@ def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
 def test_this_machine_s_cpu_is_no_gpu():
     hardware = Hardware.current()
     assert hardware.capability == "" and "cuda" not in hardware.runtime
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_half_precision_is_computed_on_the_cpu_too(dtype, masked):
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8))
+    mask = np.tri(5, dtype=bool)[None, None] if masked else None
+    exact = attend("auto", *(jnp.float32(x) for x in (query, key, value)))
+    inputs = (jnp.asarray(x, dtype) for x in (query, key, value))
+    outputs = jax.jit(attend, static_argnums=0)("auto", *inputs, mask)
+    assert outputs.dtype == dtype
+    np.testing.assert_allclose(np.float32(outputs), exact, atol=0.03)

@@ -216,11 +216,10 @@ def test_dropout_acts_in_training_alone(params):
     np.testing.assert_array_equal(evaluated, without)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_rematerialisation_keeps_less_and_changes_no_value(params, dropout):
+def test_rematerialisation_keeps_less_and_changes_no_value(params):
     values, kept = [], []
     for remat in (False, True):
-        model = small(remat=remat, dropout=dropout)
+        model = small(remat=remat, dropout=0.3)
 
         def loss(params, model=model):
             logits = model.apply(params, jax.random.key(3), TOKENS, True)

@@ -1,0 +1,54 @@
+"""A small GPT on the bytes of Python's standard library; needs no data but Python.
+
+    python -m haiku_template.train --config=configs/gpt_bytes.py --workdir=runs/bytes
+    python -m haiku_template.generate --workdir=runs/bytes --prompt="def main("
+
+Lab record: see below.
+"""
+
+from ml_collections import config_dict
+from ml_collections.config_dict import placeholder
+
+from haiku_template.config import default_config
+
+
+def get_config() -> config_dict.ConfigDict:
+    """The whole experiment."""
+    config = default_config()
+    config.num_steps = 1100
+    config.batch_size = 16  # Windows; 2,048 bytes in each step.
+    config.log_every = 50
+    config.eval_every = 550
+    config.save_every = 550
+    config.best_metric = "eval/bits_per_byte"
+
+    config.task = {
+        "name": "language_model",
+        "bytes_per_token": 1.0,
+        "chunk": placeholder(int),
+    }
+    config.data = {
+        "name": "bytes",
+        "path": placeholder(str),  # Python's own source; or a folder of text.
+        "context": 128,
+        "order": "random",
+        "eval_windows": 512,
+        "placement": "host",
+    }
+    config.model = {
+        "name": "gpt",
+        "num_layers": 4,
+        "width": 128,
+        "num_heads": 4,
+        "context": 128,
+        "dropout": 0.0,
+        "attention": "auto",
+        "remat": False,
+    }
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 50
+    config.optimizer.final_fraction = 0.1
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b2 = 0.99
+    config.optimizer.clip_norm = 1.0
+    return config

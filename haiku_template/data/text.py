@@ -1,0 +1,191 @@
+"""Text to train on: files, Python's standard library, the topics of Python's help."""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from haiku_template.data.errors import DataError
+from haiku_template.data.files import read_with
+
+# Of the standard library: other programs, tests and tables; and pydoc_data, which is
+# a source of its own.
+LEFT_OUT = {
+    "__phello__",  # The same again as __hello__.py.
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+
+
+T = TypeVar("T")
+D = TypeVar("D", "Document", "TextFile")
+
+
+class Document(NamedTuple):
+    """One text.
+
+    Attributes:
+      name: the same on every machine: a path below the folder that was named.
+      content: UTF-8, without a zero byte.
+    """
+
+    name: str
+    content: bytes
+
+
+class TextFile(NamedTuple):
+    """A text file: `name` as in `Document`, and where it is."""
+
+    name: str
+    path: Path
+
+
+def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
+    """Reads all text of a source into memory, in the order of the names.
+
+    Args:
+      path: a text file, a folder or several of them; None for the source of the running
+        Python's standard library; `pydoc` for the topics of its help, in English.
+
+    Raises:
+      DataError: nothing there, no text, or what may not be read.
+    """
+    if path == "pydoc":
+        return _pydoc_topics()
+    found = library_files() if path is None else text_files(path)
+    documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in found]
+    texts = [d for d in documents if d.content and is_text(d.content)]
+    return check_any(texts, "Python's standard library" if path is None else path)
+
+
+def is_text(content: bytes) -> bool:
+    """Whether these are bytes of a text; other files soon hold a zero byte."""
+    return b"\0" not in content
+
+
+def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
+    """What was found, or `DataError` when that is nothing."""
+    if not found:
+        raise DataError(
+            f"{where} holds no text; a text is a file with something in it, and "
+            "without zero bytes"
+        )
+    return found
+
+
+def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
+    """All files of a source but hidden ones, in the order of their names.
+
+    Args:
+      path: a file, a folder with all in it, or several of them.
+
+    Raises:
+      DataError: a path that does not exist, a folder that may not be read.
+    """
+    paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
+    return sorted(found for p in paths for found in _walk(p, frozenset()))
+
+
+def library_files() -> list[TextFile]:
+    """The source files of the running Python's standard library, but for `LEFT_OUT`."""
+    return [
+        found
+        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT))
+        # Written when this Python was built, on another machine differently.
+        if found.name.endswith(".py")
+        and not found.name.startswith(("_sysconfigdata", "config-"))
+    ]
+
+
+def _walk(root: Path, left_out: Collection[str]) -> Iterator[TextFile]:
+    if not root.is_dir():
+        yield read_with(root, lambda path: TextFile(path.name, path))
+        return
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"the folder {error.filename} cannot be read: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
+        for name in names:
+            path = Path(folder, name)
+            if name[0] != "." and path.is_file():
+                yield TextFile(path.relative_to(root).as_posix(), path)
+
+
+def _pydoc_topics() -> list[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python has no pydoc_data.topics, the help on its topics; some "
+            "distributions package it apart"
+        ) from error
+    return [Document(name, text.encode()) for name, text in sorted(topics.items())]
+
+
+def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
+    """Chooses documents to hold out, by a hash of their names.
+
+    The choice for one does not depend on the others, except that something is left on
+    both sides.
+
+    Args:
+      documents: two or more; anything with a `name`.
+      fraction: of the documents, about; 0 for none.
+
+    Returns:
+      The documents to train on and those held out, in their order.
+
+    Raises:
+      DataError: a fraction outside [0, 1), or a single document to divide.
+    """
+    if not 0 <= fraction < 1:
+        raise DataError(
+            f"validation_fraction={fraction}; possible is from 0 to below 1"
+        )
+    if fraction == 0:
+        return documents, []
+    if len(documents) < 2:
+        raise DataError(
+            f"{documents[0].name} is a single text, and whole texts are held out; give "
+            "several, or validation_fraction=0"
+        )
+    ranks = [_rank(document.name) for document in documents]
+    count = sum(rank < fraction for rank in ranks)
+    count = min(max(count, 1), len(documents) - 1)
+    first = set(sorted(range(len(documents)), key=ranks.__getitem__)[:count])
+    training = [d for i, d in enumerate(documents) if i not in first]
+    return training, [documents[i] for i in sorted(first)]
+
+
+def split_text(
+    documents: list[Document], fraction: float
+) -> tuple[list[Document], list[Document]]:
+    """As `split_documents`; of a single document the end is held out.
+
+    Raises:
+      DataError: a fraction outside [0, 1).
+    """
+    if len(documents) > 1 or not 0 < fraction < 1:
+        return split_documents(documents, fraction)
+    name, content = documents[0]
+    cut = len(content) - max(int(len(content) * fraction), 1)
+    return [Document(name, content[:cut])], [Document(name, content[cut:])]
+
+
+def _rank(name: str) -> float:
+    """A number in [0, 1) for a name, the same everywhere."""
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48

@@ -1,0 +1,200 @@
+"""Token files, mapped into memory: .safetensors, .npy, raw .bin, folders of shards.
+
+Every format is some bytes of header and then the tokens, so that opening one finds out
+where they begin and how many they are; nothing else is read.
+"""
+
+import json
+import mmap
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+from haiku_template.data.errors import DataError
+from haiku_template.data.files import read_with
+from haiku_template.data.token_stream import Shard, TokenStream
+
+TOKENIZER = "tokenizer.json"
+DTYPES = {  # As safetensors names them.
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+}
+VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a file are.
+
+    Attributes:
+      dtype: of the tokens.
+      offset: bytes before the first.
+      size: how many.
+    """
+
+    dtype: np.dtype
+    offset: int
+    size: int
+
+
+def open_tokens(
+    path: Path, *, dtype: str = "uint16", tensor: str | None = None, random: bool
+) -> TokenStream:
+    """Maps a token file, or a folder of them in the order of their names.
+
+    Args:
+      path: .safetensors, .npy or .bin; or a folder with such files.
+      dtype: of .bin files, which do not say it.
+      tensor: its name in .safetensors files; by default the only one that is a line of
+        whole numbers.
+      random: windows will be read in no order, so that reading ahead is a waste.
+
+    Raises:
+      DataError: nothing there, files that are damaged, empty, of different dtypes, or
+        hold no tokens; a folder that holds validation files among others.
+    """
+    layouts: dict[str, Callable[[Path], Layout]] = {
+        ".safetensors": lambda file: _safetensors_layout(file, tensor),
+        ".npy": _npy_layout,
+        ".bin": lambda file: _raw_layout(file, dtype),
+    }
+
+    def shard(file: Path) -> Shard:
+        if file.suffix not in layouts:
+            raise DataError(
+                f"{file} is no token file; possible are {', '.join(layouts)}"
+            )
+        return _map(file, layouts[file.suffix](file), random)
+
+    files = _shard_files(path, layouts) if path.is_dir() else [path]
+    return TokenStream(tuple(read_with(file, shard) for file in files))
+
+
+def _shard_files(folder: Path, suffixes: Any) -> list[Path]:
+    files = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
+    if not files:
+        raise DataError(f"{folder} holds no {', '.join(suffixes)} file")
+    held_out = [p.name for p in files if VALIDATION.search(p.stem)]
+    if 0 < len(held_out) < len(files):
+        raise DataError(
+            f"{folder} holds {held_out[0]} among files to train on; name the parts "
+            "apart with --config.data.path and --config.data.validation_path"
+        )
+    return files
+
+
+def _map(file: Path, layout: Layout, random: bool) -> Shard:
+    stop = layout.offset + layout.size * layout.dtype.itemsize
+    length = file.stat().st_size
+    if stop > length:
+        raise ValueError(f"its header promises {stop} bytes and it has {length}")
+    if not layout.size:
+        raise DataError(f"{file} holds no tokens; one is the least")
+    with file.open("rb") as f:
+        mapping = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_READ)
+    if random:
+        mapping.madvise(mmap.MADV_RANDOM)
+    # A plain array: slicing numpy.memmap itself is several times slower.
+    tokens = np.frombuffer(mapping, layout.dtype, layout.size, layout.offset)
+    return Shard(tokens, str(file), mapping=mapping, offset=layout.offset)
+
+
+def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
+    with safe_open(file, framework="numpy"):
+        pass  # It has checked all that a header can have wrong.
+    with file.open("rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(size))
+    header.pop("__metadata__", None)
+    if tensor is None:
+        names = [name for name, entry in header.items() if _is_line(entry)]
+    else:
+        names = [name for name in header if name == tensor]
+    if len(names) != 1:
+        found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
+        wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
+        raise DataError(
+            f"{file} has {wanted}, but {found or 'nothing'}; name the tokens with "
+            "--config.data.tensor"
+        )
+    entry = header[names[0]]
+    if not _is_line(entry):
+        raise DataError(
+            f"the tensor {tensor!r} of {file} is {entry['dtype']}{entry['shape']}; "
+            f"tokens have one dimension and a dtype of {', '.join(DTYPES)}"
+        )
+    begin = entry["data_offsets"][0]
+    return Layout(np.dtype(DTYPES[entry["dtype"]]), 8 + size + begin, entry["shape"][0])
+
+
+def _is_line(entry: dict[str, Any]) -> bool:
+    return entry["dtype"] in DTYPES and len(entry["shape"]) == 1
+
+
+def _npy_layout(file: Path) -> Layout:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    with file.open("rb") as f:
+        version = np.lib.format.read_magic(f)
+        if version not in readers:
+            raise ValueError(f"version {version} of .npy is for other arrays")
+        shape, _, dtype = readers[version](f)
+        offset = f.tell()
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(
+            f"{file} holds {dtype}{list(shape)}; tokens are whole numbers in one "
+            "dimension"
+        )
+    return Layout(dtype, offset, shape[0])
+
+
+def _raw_layout(file: Path, dtype: str) -> Layout:
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.kind not in "iu":
+        raise DataError(
+            f"dtype={dtype!r} is no type of token; a .bin file holds uint16 or uint32"
+        )
+    length = file.stat().st_size
+    if length % kind.itemsize:
+        raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
+    return Layout(kind, 0, length // kind.itemsize)
+
+
+def find_tokenizer(path: Path) -> Path | None:
+    """The tokenizer.json beside a token file, or in its folder."""
+    file = (path if path.is_dir() else path.parent) / TOKENIZER
+    return file if file.is_file() else None
+
+
+def tokenizer_vocab_size(file: Path) -> int:
+    """How many token ids a tokenizer.json has: the largest and one more.
+
+    Read without the `tokenizers` package, which training does not need.
+
+    Raises:
+      DataError: no such file, or another kind of file.
+    """
+
+    def read(path: Path) -> int:
+        contents = json.loads(path.read_bytes())
+        vocab = contents["model"]["vocab"]
+        # A list where each entry has a score, as in Unigram models; else a dictionary.
+        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+        added = [entry["id"] for entry in contents.get("added_tokens") or []]
+        return max([*ids, *added]) + 1
+
+    return read_with(file, read)

@@ -1,0 +1,151 @@
+"""Tokens of one or many files as one stream, from which windows are copied.
+
+Shapes: B windows, T tokens in each.
+"""
+
+import bisect
+import functools
+import itertools
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from haiku_template.data.errors import DataError
+
+RELEASE_EVERY = 1024  # Windows; each brings in up to 128 KiB of cached pages.
+
+
+class Shard(NamedTuple):
+    """A run of tokens out of one file, or out of memory.
+
+    Attributes:
+      tokens: whole numbers [n], read-only.
+      name: of the file, for errors.
+      first: how many tokens of the file come before these.
+      mapping: of the whole file; None when the tokens are in memory.
+      offset: bytes of the file before `tokens`.
+    """
+
+    tokens: np.ndarray
+    name: str
+    first: int = 0
+    mapping: mmap.mmap | None = None
+    offset: int = 0
+
+    def part(self, start: int, stop: int) -> "Shard":
+        """The tokens `start` to `stop - 1` of these, without a copy."""
+        return self._replace(
+            tokens=self.tokens[start:stop],
+            first=self.first + start,
+            offset=self.offset + start * self.tokens.itemsize,
+        )
+
+    def request(self, start: int, stop: int) -> None:
+        """Asks for tokens from storage, without waiting for them."""
+        if self.mapping is None:
+            return
+        begin = self.offset + start * self.tokens.itemsize
+        end = self.offset + stop * self.tokens.itemsize
+        begin -= begin % mmap.PAGESIZE
+        self.mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    def release(self) -> None:
+        """Takes the file's pages out of this process; the kernel still caches them."""
+        if self.mapping is not None:
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class TokenStream:
+    """Shards one after another.
+
+    Args:
+      shards: one or more, none of them empty, all of one dtype.
+
+    Attributes:
+      shards: the same.
+      dtype: of every token.
+
+    Raises:
+      DataError: an empty shard, or two dtypes; names the shard.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        self.dtype = self.shards[0].tokens.dtype
+        for shard in self.shards:
+            if not len(shard.tokens):
+                raise DataError(f"{shard.name} holds no tokens; one is the least")
+            if shard.tokens.dtype != self.dtype:
+                raise DataError(
+                    f"{shard.name} holds {shard.tokens.dtype} tokens and "
+                    f"{self.shards[0].name} {self.dtype}; shards are one stream and "
+                    "have one dtype"
+                )
+        # Python's integers: positions go beyond 32 bits.
+        self._ends = list(itertools.accumulate(len(s.tokens) for s in self.shards))
+        self._copied = 0
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @functools.cached_property
+    def whole(self) -> np.ndarray:
+        """All tokens as one array: the file's own mapping, or a copy of many files."""
+        parts = [shard.tokens for shard in self.shards]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def part(self, start: int, stop: int) -> "TokenStream":
+        """The tokens `start` to `stop - 1`, without a copy."""
+        pieces = self._pieces(start, stop)
+        return TokenStream([shard.part(first, last) for shard, first, last in pieces])
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Copies windows out of the stream.
+
+        All that is not in memory is asked for before any of it is waited for, so that
+        storage works on many requests at once.
+
+        Args:
+          starts: positions int64 [B], each at least `length` before the end.
+          length: T.
+
+        Returns:
+          [B, T] in the dtype of the files and the byte order of this machine, new.
+        """
+        rows = [list(self._pieces(s, s + length)) for s in starts.tolist()]
+        for shard, first, last in itertools.chain.from_iterable(rows):
+            shard.request(first, last)
+        result = np.empty((len(rows), length), self.dtype.newbyteorder("="))
+        for row, pieces in zip(result, rows, strict=True):
+            done = 0
+            for shard, first, last in pieces:
+                row[done : done + last - first] = shard.tokens[first:last]
+                done += last - first
+        self._release(len(rows))
+        return result
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards that hold the tokens `start` to `stop - 1`, and from where to
+        where in each.
+        """
+        index = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            shard, end = self.shards[index], self._ends[index]
+            begin = end - len(shard.tokens)
+            yield shard, start - begin, min(stop, end) - begin
+            start, index = end, index + 1
+
+    def _release(self, windows: int) -> None:
+        """Keeps resident memory from growing up to the size of the files."""
+        self._copied += windows
+        if self._copied >= RELEASE_EVERY:
+            self._copied = 0
+            for shard in self.shards:
+                shard.release()
+
+    def locate(self, position: int) -> str:
+        """The file, and the position in it, of one token: for errors."""
+        shard, first, _ = next(self._pieces(position, position + 1))
+        return f"{shard.name}, token {shard.first + first}"

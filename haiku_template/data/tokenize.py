@@ -1,0 +1,193 @@
+"""Makes a token file of text with a tokenizer.json, or trains the tokenizer first.
+
+    python -m haiku_template.data.tokenize --input=DIR --tokenizer=tokenizer.json \\
+        --output=tokens.safetensors
+
+Needs the extra `text`. Memory stays bounded whatever the size of the text. Exit codes:
+0 done, 64 bad flags, text or tokenizer, and nothing was written, 130 interrupted.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from haiku_template import cli
+from haiku_template.data.errors import DataError
+
+if TYPE_CHECKING:
+    from haiku_template.data.text import TextFile
+
+REPORT_SECONDS = 10  # Between lines where there is no terminal.
+BINARY_BYTES = 8192  # In which a file that is no text shows a zero byte.
+
+_INPUT = flags.DEFINE_string("input", None, "A text file, or a folder of them.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
+_OUTPUT = flags.DEFINE_string("output", None, "The .safetensors file to write.")
+_TRAIN_VOCAB_SIZE = flags.DEFINE_integer(
+    "train_vocab_size", None, "Learn so many tokens from the text; write --tokenizer."
+)
+_VALIDATION_OUTPUT = flags.DEFINE_string(
+    "validation_output", None, "Write the tokens of held-out files to this one."
+)
+_VALIDATION_FRACTION = flags.DEFINE_float(
+    "validation_fraction", 0.01, "Of the files, for --validation_output.", 0.0, 1.0
+)
+_END_OF_TEXT = flags.DEFINE_string(
+    "end_of_text", None, "The token after each file; by default the usual ones."
+)
+flags.mark_flags_as_required(["input", "tokenizer", "output"])
+
+
+def main() -> None:
+    """Checks the paths, gets a tokenizer, writes the tokens, then names the files.
+
+    Raises:
+      DataError: what a user can mend; then no token file was written.
+    """
+    from haiku_template.data.token_files import TOKENIZER
+
+    named = (_OUTPUT.value, _VALIDATION_OUTPUT.value)
+    outputs = [Path(path).expanduser() for path in named if path]
+    source = Path(_TOKENIZER.value).expanduser()
+    beside = outputs[0].parent / TOKENIZER
+    _check_paths(source, beside, outputs)
+    parts = _read_input({path.resolve() for path in (source, beside, *outputs)})
+    try:
+        if _TRAIN_VOCAB_SIZE.value is not None:
+            _train(source, parts[0])
+        _write(source, beside, outputs, parts)
+    except OSError as error:
+        where = error.filename or outputs[0].parent
+        raise DataError(f"{where} cannot be written: {error.strerror}") from error
+
+
+def _train(tokenizer_file: Path, files: list["TextFile"]) -> None:
+    """Learns a tokenizer from the text and writes it."""
+    from haiku_template.data import encoding, token_writer
+
+    with _progress("learn", files) as report:
+        texts = _watched(files, report)
+        tokenizer = encoding.train_tokenizer(texts, _TRAIN_VOCAB_SIZE.value)
+    token_writer.write_new(tokenizer_file, tokenizer.to_str(pretty=True).encode())
+
+
+def _write(
+    source: Path, beside: Path, outputs: list[Path], parts: list[list["TextFile"]]
+) -> None:
+    """Writes a token file for each part, and the tokenizer beside the first."""
+    from haiku_template.data import encoding, token_writer
+    from haiku_template.data.token_files import tokenizer_vocab_size
+
+    tokenizer = encoding.load_tokenizer(source)
+    contents = source.read_bytes()
+    token_writer.check_same(beside, contents)
+    end = encoding.end_of_text(tokenizer, _END_OF_TEXT.value)
+    vocab_size = tokenizer_vocab_size(source)
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    with contextlib.ExitStack() as stack:
+        writers = [token_writer.TokenWriter(path, dtype) for path in outputs]
+        for writer, files in zip(writers, parts, strict=True):
+            stack.enter_context(writer)
+            with _progress("write", files) as report:
+                encoding.write_tokens(files, tokenizer, writer, end, report)
+        for writer in writers:
+            writer.publish()
+    token_writer.write_new(beside, contents)
+    for writer, files in zip(writers, parts, strict=True):
+        print(
+            f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} files; "
+            f"the vocabulary has {vocab_size}"
+        )
+
+
+def _read_input(own: set[Path]) -> list[list["TextFile"]]:
+    """The files to train on, and those held out when that is asked for.
+
+    Args:
+      own: files that this command reads or writes, which are no input.
+    """
+    from haiku_template.data import text
+
+    files = [f for f in text.text_files(_INPUT.value) if f.path.resolve() not in own]
+    files = text.check_any([f for f in files if _is_text(f)], _INPUT.value)
+    if not _VALIDATION_OUTPUT.value:
+        return [files]
+    if _VALIDATION_FRACTION.value == 0:
+        raise DataError(
+            "--validation_output holds no files when --validation_fraction is 0; give "
+            "more than 0, or leave it out"
+        )
+    return list(text.split_documents(files, _VALIDATION_FRACTION.value))
+
+
+def _is_text(file: "TextFile") -> bool:
+    from haiku_template.data import files, text
+
+    def start(path: Path) -> bytes:
+        with path.open("rb") as f:
+            return f.read(BINARY_BYTES)
+
+    content = files.read_with(file.path, start)
+    return bool(content) and text.is_text(content)
+
+
+def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
+    """Raises `DataError` when something would be overwritten or cannot be written."""
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise DataError(f"--output and --validation_output are both {outputs[0]}")
+    training = _TRAIN_VOCAB_SIZE.value is not None
+    for path in [*outputs, *[tokenizer, beside] * training]:
+        if path.exists():
+            raise DataError(f"{path} exists; remove it, or name another file")
+        if not path.parent.is_dir():
+            raise DataError(f"the folder {path.parent} of {path.name} does not exist")
+    for path in outputs:
+        if path.suffix != ".safetensors":
+            raise DataError(f"{path} must end in .safetensors, which is its format")
+
+
+def _watched(files: list["TextFile"], report: Callable[[int], None]) -> Iterator[str]:
+    from haiku_template.data.encoding import pieces
+
+    for file in files:
+        for piece in pieces(file):
+            yield piece
+            report(len(piece.encode()))
+
+
+@contextlib.contextmanager
+def _progress(verb: str, files: list["TextFile"]) -> Iterator[Callable[[int], None]]:
+    """Shows how many bytes of the files are done: a bar, or a line now and then."""
+    from rich import progress
+
+    total = sum(file.path.stat().st_size for file in files)
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    task = bar.add_task(f"{verb} {len(files)} files", total=total)
+    bar.disable = not bar.console.is_terminal
+    begun = said = time.monotonic()
+
+    def report(count: int) -> None:
+        nonlocal said
+        bar.advance(task, count)
+        now = time.monotonic()
+        if bar.disable and now - said >= REPORT_SECONDS:
+            said, done = now, bar.tasks[0].completed
+            rate = done / (now - begun) / 1e6
+            print(f"{verb} {done / total:.0%}, {rate:.1f} MB/s", flush=True)
+
+    with bar:
+        yield report
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,205 @@
+"""Language modelling data: windows of a token stream, as functions of the step.
+
+Shapes: B windows in one batch over all processes, T tokens in each (`context`).
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from haiku_template.data.arrays import Batch, BatchSpec
+from haiku_template.data.errors import DataError
+from haiku_template.data.permutation import permute
+from haiku_template.data.token_stream import TokenStream
+
+LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
+ORDERS = ("random", "epochs")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDataset:
+    """Windows of T + 1 tokens: T inputs, and as labels the token after each.
+
+    Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
+    windows that overlap by the one token that is only a label in the first, and gives
+    each of them once an epoch, in an order that differs between epochs; a batch may
+    hold the end of one epoch and the start of the next. Fewer than T tokens at the end
+    are then left out.
+
+    Attributes:
+      tokens: what to train on.
+      context: T.
+      spec: the size of a batch, the seed, and this process's share.
+      vocab_size: every token is less than this.
+      order: `random` or `epochs`.
+
+    Raises:
+      DataError: a stream shorter than a window, an unknown order, a batch size that
+        the processes cannot share.
+    """
+
+    tokens: TokenStream
+    context: int
+    spec: BatchSpec
+    vocab_size: int
+    order: str = "random"
+
+    def __post_init__(self) -> None:
+        _check_context(self.tokens, self.context, "train on")
+        if self.order not in ORDERS:
+            raise DataError(
+                f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
+            )
+        if self.spec.batch_size % self.spec.process_count:
+            raise DataError(
+                f"a batch of {self.spec.batch_size} windows cannot be shared evenly "
+                f"by {self.spec.process_count} processes"
+            )
+
+    def rows(self, step: int) -> np.ndarray:
+        """Where this process's windows of `step` start: int64 [B / processes]."""
+        size = self.spec.batch_size // self.spec.process_count
+        first = self.spec.process_index * size
+        if self.order == "epochs":
+            start = step * self.spec.batch_size + first
+            return self._epoch_rows(np.arange(start, start + size))
+        rng = np.random.default_rng((self.spec.seed, 0, step))
+        # Drawn for the whole batch, so that shares are parts of the same batch.
+        starts = rng.integers(
+            len(self.tokens) - self.context, size=self.spec.batch_size
+        )
+        return starts[first : first + size]
+
+    def _epoch_rows(self, turns: np.ndarray) -> np.ndarray:
+        """Where the windows start whose turn it is, counted from step 0."""
+        size = _count(self.tokens, self.context)
+        epochs, indices = np.divmod(turns, size)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            seed = (self.spec.seed, 0, int(epoch))
+            indices[now] = permute(indices[now], size, seed)
+        return indices * self.context
+
+    @property
+    def staged_size(self) -> tuple[int, int]:
+        """Rows and bytes of what would be staged."""
+        return len(self.tokens), len(self.tokens) * self.tokens.dtype.itemsize
+
+    def staged(self) -> Batch:
+        """What `gather` reads from: all tokens, looked at once.
+
+        Raises:
+          DataError: a token that is not in the vocabulary; names its place.
+        """
+        whole = self.tokens.whole
+        for start in range(0, len(whole), LOOKED_AT):
+            part = whole[None, start : start + LOOKED_AT]
+            _check_vocabulary(self.tokens, part, np.array([start]), self.vocab_size)
+        return {"tokens": whole}
+
+    def gather(self, arrays: Batch, rows: Any) -> Batch:
+        """The windows that start at `rows`, of NumPy or JAX arrays; see `batch`."""
+        windows = arrays["tokens"][rows[:, None] + np.arange(self.context + 1)]
+        return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
+
+    def batch(self, step: int) -> Batch:
+        """This process's share of the batch of `step`.
+
+        Returns:
+          `inputs` and `labels` [B / processes, T] in the dtype of the files, new.
+
+        Raises:
+          DataError: a token that is not in the vocabulary; names its place.
+        """
+        return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvaluationSet:
+    """Windows in order, which overlap by one token; the last batch may be shorter.
+
+    Attributes:
+      tokens: what to evaluate on.
+      context: T.
+      batch_size: windows in all batches but the last.
+      vocab_size: every token is less than this.
+      num_windows: at most so many, spread evenly; None means all.
+
+    Raises:
+      DataError: a stream shorter than a window, or no windows wanted.
+    """
+
+    tokens: TokenStream
+    context: int
+    batch_size: int
+    vocab_size: int
+    num_windows: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_context(self.tokens, self.context, "evaluate on")
+        if self.num_windows is not None and self.num_windows < 1:
+            raise DataError(
+                f"eval_windows={self.num_windows}; possible is 1 or more, or None for "
+                "all"
+            )
+
+    def rows(self, index: int) -> np.ndarray:
+        """Where the windows of one batch start: int64 [B], fewer in the last."""
+        start = index * self.batch_size
+        turns = np.arange(start, min(start + self.batch_size, self._num_windows))
+        every, some = _count(self.tokens, self.context), self._num_windows
+        # turns * every // some, without leaving 64 bits.
+        spread = turns * (every // some) + turns * (every % some) // some
+        return spread * self.context
+
+    @property
+    def _num_windows(self) -> int:
+        every = _count(self.tokens, self.context)
+        return every if self.num_windows is None else min(every, self.num_windows)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches hold each window once."""
+        return -(-self._num_windows // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """The windows of one batch; see `TokenDataset.batch`."""
+        return _batch(self.tokens, self.rows(index), self.context, self.vocab_size)
+
+
+def _count(tokens: TokenStream, context: int) -> int:
+    """How many windows fit that overlap by one token."""
+    return (len(tokens) - 1) // context
+
+
+def _check_context(tokens: TokenStream, context: int, purpose: str) -> None:
+    if context < 1:
+        raise DataError(f"context={context}; possible is 1 or more")
+    if len(tokens) <= context:
+        raise DataError(
+            f"context={context} needs windows of {context + 1} tokens, and there are "
+            f"{len(tokens)} to {purpose}, from {tokens.locate(0)} on"
+        )
+
+
+def _batch(
+    tokens: TokenStream, rows: np.ndarray, context: int, vocab_size: int
+) -> Batch:
+    windows = tokens.windows(rows, context + 1)
+    _check_vocabulary(tokens, windows, rows, vocab_size)
+    # Two arrays of their own: what changes one must not change the other.
+    return {"inputs": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()}
+
+
+def _check_vocabulary(
+    tokens: TokenStream, windows: np.ndarray, rows: np.ndarray, vocab_size: int
+) -> None:
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or high >= vocab_size:
+        wrong = (windows < 0) | (windows >= vocab_size)
+        row, column = np.argwhere(wrong)[0]
+        raise DataError(
+            f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
+            f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
+        )

@@ -1,0 +1,166 @@
+"""Goes on with a text, as the language model of a run would.
+
+    python -m haiku_template.generate --workdir=runs/gpt_bytes --prompt="def main("
+
+Prints the text as it comes; with --prompt_file, which holds a prompt a line, all texts
+at the end, with a line of dashes between them. Exit codes: 0 done, 64 bad configuration
+or prompt, 69 device not available, 74 checkpoint storage, 130 interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from haiku_template import cli, config
+
+if TYPE_CHECKING:
+    import numpy as np
+    from ml_collections import config_dict
+
+    from haiku_template.generation import Text
+
+DASHES = "-" * 16
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "latest", "Which one: latest, best, or a step."
+)
+_PROMPT = flags.DEFINE_string("prompt", "\n", "The text to go on with.")
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file", None, "A file with a prompt a line, which go on side by side."
+)
+_NUM_TOKENS = flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.8, "Above 1 bolder, below 1 safer; 0 takes the likeliest token."
+)
+_TOP_K = flags.DEFINE_integer(
+    "top_k", None, "Choose among so many of the likeliest tokens; all by default."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the choice: the same gives the same text.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer",
+    None,
+    "bytes, or a tokenizer.json; by default what the run's data set says.",
+)
+flags.mark_flag_as_required("workdir")
+flags.adopt_module_key_flags(cli)
+
+
+class PromptError(ValueError):
+    """Prompts that cannot be read, or nothing to write."""
+
+    exit_code = 64
+
+
+def main() -> None:
+    """Reads prompts and the saved config, restores the parameters, and writes."""
+    prompts = read_prompts()
+    if _NUM_TOKENS.value < 1:
+        raise PromptError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
+    workdir = Path(_WORKDIR.value)
+    saved = config.of_run(workdir)
+    devices = cli.device_manager(num_devices=1)
+    from haiku_template import generation
+
+    text = generation.make_text(_TOKENIZER.value or _tokenizer_of(saved))
+    model = generation.load(saved, devices, workdir, _CHECKPOINT.value)
+    sampling = generation.Sampling(
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        vocabulary=text.size,
+        seed=_SEED.value,
+    )
+    generate = generation.make_generate(devices, model, sampling)
+    tokens = [text.encode(prompt) for prompt in prompts]
+    with devices.explicit_transfers():
+        written = generate(tokens, _NUM_TOKENS.value)
+        _show(prompts, tokens, text, written)
+
+
+def read_prompts() -> list[str]:
+    """What --prompt or --prompt_file gives.
+
+    Raises:
+      PromptError: both were given, the file cannot be read, a prompt is empty, or the
+        text is not UTF-8.
+    """
+    path = _PROMPT_FILE.value
+    if path is None:
+        prompts = [_PROMPT.value]
+    elif _PROMPT.present:
+        raise PromptError("--prompt and --prompt_file were given; give one of the two")
+    else:
+        try:
+            prompts = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"--prompt_file={path} cannot be read: {error}") from None
+    for number, prompt in enumerate(prompts, 1):
+        where = f"line {number} of {path}" if path else "--prompt"
+        if not prompt:
+            raise PromptError(f"{where} is empty; a model goes on with some text")
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise PromptError(f"{where} is not UTF-8")
+    if not prompts:
+        raise PromptError(f"{path} is empty; give a prompt a line")
+    return prompts
+
+
+def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
+    """What the tokens of a run's data set stand for."""
+    from haiku_template.data import DataError
+    from haiku_template.training import experiment
+
+    choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
+    try:
+        text = experiment.make_data(saved).text
+    except DataError as error:
+        raise PromptError(f"{error}; without the data, give {choices}") from error
+    if text is None:
+        raise PromptError(
+            f"the data set {saved.data.name} of the run does not say what its tokens "
+            f"stand for; give {choices}"
+        )
+    return text
+
+
+def _show(
+    prompts: list[str],
+    tokens: list[list[int]],
+    text: "Text",
+    written: "Iterator[np.ndarray]",
+) -> None:
+    """Prints one text as it comes, or several when they are done."""
+    streams = [text.stream() for _ in prompts]
+    for stream, prompt in zip(streams, tokens, strict=True):
+        for token in prompt:
+            stream(token)  # What follows may depend on it; a space, for example.
+    alone = len(prompts) == 1
+    texts = list(prompts)
+    if alone:
+        print(prompts[0], end="", flush=True)
+    for row in written:
+        new = [stream(int(token)) for stream, token in zip(streams, row, strict=True)]
+        texts = [old + more for old, more in zip(texts, new, strict=True)]
+        if alone:
+            print(new[0], end="", flush=True)
+    print("" if alone else f"\n{DASHES}\n".join(texts), flush=True)
+
+
+def guarded() -> None:
+    """`main`, for readers that leave and users who have seen enough."""
+    try:
+        main()
+    except BrokenPipeError:
+        # Python would report it again when it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(flush=True)
+        sys.exit(cli.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    cli.run(guarded)

@@ -1,0 +1,197 @@
+"""A language model that goes on with prompts, a token at a time."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import config_dict
+
+from haiku_template.devices import DeviceManager
+from haiku_template.generation.errors import GenerationError
+from haiku_template.generation.sampling import Sampling, make_steps
+from haiku_template.training import experiment
+from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.precision import Precision
+from haiku_template.training.restoring import restore
+
+logger = logging.getLogger(__name__)
+
+SHORTEST = 16  # Tokens that a prompt is padded to, at least.
+
+
+class LanguageModel(NamedTuple):
+    """A trained model on its device.
+
+    Attributes:
+      step: of the checkpoint.
+      params: averaged where the run averages them, in the compute dtype.
+      model: `forward(tokens, is_training, cache)`, as `models.gpt`.
+      precision: of the computation.
+      vocabulary: tokens are numbers below this.
+      context: tokens that it sees at once.
+    """
+
+    step: int
+    params: hk.Params
+    model: hk.Transformed
+    precision: Precision
+    vocabulary: int
+    context: int
+
+
+def load(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> LanguageModel:
+    """Reads the parameters of a checkpoint, and nothing else, to the device.
+
+    Args:
+      config: as saved in the workdir.
+      devices: one; the run may have used others.
+      workdir: of the run.
+      which: `latest`, `best`, or a step.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      CheckpointError: the checkpoint is damaged, or does not fit.
+      GenerationError: the run's model is not `gpt`, or there are several devices.
+    """
+    if devices.num_devices != 1:
+        raise GenerationError(
+            f"text is generated on one device, and {devices.num_devices} were asked "
+            "for; use --num_devices=1, or name one as in --device=gpu:1"
+        )
+    precision = Precision.create(config.precision, devices.platform)
+    part = "params" if config.ema_decay is None else "ema_params"
+
+    def read(checkpoints: Checkpoints, step: int) -> LanguageModel:
+        saved = checkpoints.saved(step)[part]
+        sizes = [saved.get(f"gpt/{name}") for name in ("embed", "positions")]
+        if None in sizes:
+            raise GenerationError(
+                f"config.model.name={config.model.name} of the run in {workdir} is "
+                "not a language model that text can be generated with; gpt is"
+            )
+        vocabulary, context = (table["embeddings"].shape[0] for table in sizes)
+        model = experiment.make_model(config, vocabulary)
+
+        def init() -> hk.Params:
+            tokens = jnp.zeros((1, 1), jnp.int32)
+            return model.init(jax.random.key(0), tokens, False)
+
+        params = checkpoints.restore_part(step, part, devices.abstract(init))
+        params = devices.init(precision.policy.cast_to_compute, params)
+        return LanguageModel(step, params, model, precision, vocabulary, context)
+
+    return restore(config, workdir, which, read)[1]
+
+
+def make_generate(
+    devices: DeviceManager, model: LanguageModel, sampling: Sampling
+) -> Callable[[Sequence[Sequence[int]], int], Iterator[np.ndarray]]:
+    """Makes `generate(prompts, num_tokens)`, which gives tokens [B] as they come.
+
+    Prompts of different lengths go on side by side, each as it would alone: exactly
+    so, up to rounding, at temperature 0. At others its row is part of the seed. One
+    compilation reads prompts, padded to a power of two, and one goes on by a token.
+
+    The model sees its last `context` tokens and no more. When they are full, it reads
+    their second half anew and goes on from there.
+
+    Args:
+      devices: one.
+      model: see `load`.
+      sampling: how to choose tokens.
+
+    Raises:
+      GenerationError: `sampling` does not fit; or, from `generate`, a prompt is empty
+        or holds a token that the model does not have.
+    """
+    _check(sampling, model.vocabulary)
+    prefill, decode = make_steps(model.model, model.precision, sampling)
+    prefill = devices.compile(prefill, donate_argnums=())
+    decode = devices.compile(decode)
+
+    def generate(
+        prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> Iterator[np.ndarray]:
+        rows = [_fitting(prompt, model) for prompt in prompts]
+        most = max(map(len, rows)) + num_tokens - 1
+        size = model.context
+        if most <= model.context:  # Else all of it will be read at some time.
+            size = _padded(max(map(len, rows)), model.context)
+        return _write(rows, size, num_tokens)
+
+    def _write(
+        rows: list[list[int]], size: int, num_tokens: int
+    ) -> Iterator[np.ndarray]:
+        written, tokens = None, None
+        for count in range(num_tokens):
+            full = max(map(len, rows)) > model.context
+            if written is None or full:
+                kept = max(model.context // 2, 1)
+                rows = [r[-kept:] if len(r) > model.context else r for r in rows]
+                batch = devices.shard(_batch(rows, size, count))
+                written, tokens = prefill(model.params, batch)
+            else:
+                written, tokens = decode(written, (model.params, tokens))
+            new = devices.fetch(tokens)
+            for row, token in zip(rows, new, strict=True):
+                row.append(int(token))
+            yield new
+
+    return generate
+
+
+def _batch(rows: list[list[int]], size: int, count: int) -> dict[str, Any]:
+    """Prompts padded at their ends to `size`, for `prefill`."""
+    tokens = np.zeros((len(rows), size), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    return {
+        "tokens": tokens,
+        "lengths": np.array([len(row) for row in rows], np.int32),
+        "count": np.full(len(rows), count, np.int32),
+    }
+
+
+def _padded(length: int, context: int) -> int:
+    return min(max(SHORTEST, 1 << (length - 1).bit_length()), context)
+
+
+def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
+    """The prompt, or as much of its end as the model sees at once."""
+    if not prompt:
+        raise GenerationError("the prompt is empty; a model goes on with some text")
+    for place, token in enumerate(prompt):
+        if not 0 <= token < model.vocabulary:
+            raise GenerationError(
+                f"token {place} of the prompt is {token}, and the model has "
+                f"{model.vocabulary} tokens, from 0"
+            )
+    if len(prompt) > model.context:
+        logger.warning(
+            "a prompt has %d tokens and the model sees %d at once: it goes on with "
+            "the last %d",
+            *(len(prompt), model.context, model.context),
+        )
+    return list(prompt[-model.context :])
+
+
+def _check(sampling: Sampling, vocabulary: int) -> None:
+    if sampling.vocabulary is not None and sampling.vocabulary > vocabulary:
+        raise GenerationError(
+            f"the tokenizer has {sampling.vocabulary} tokens and the model "
+            f"{vocabulary}; it is the tokenizer of another model"
+        )
+    if not 0 <= sampling.temperature < float("inf"):
+        raise GenerationError(
+            f"--temperature={sampling.temperature}; possible is 0 or more"
+        )
+    most = sampling.vocabulary or vocabulary
+    if sampling.top_k is not None and not 1 <= sampling.top_k <= most:
+        raise GenerationError(f"--top_k={sampling.top_k}; possible is 1 to {most}")

@@ -1,0 +1,166 @@
+"""Language models trained on token files and bytes: whole runs."""
+
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+
+from configs import gpt2_124m, gpt_bytes
+from haiku_template.data import DataError
+from haiku_template.devices import DeviceManager
+from haiku_template.training import experiment, train
+from haiku_template.training.interrupts import Interrupted
+from haiku_template.training.metrics import read
+
+NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.
+MIDDLE = NUM_TOKENS // 2
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory):
+    """A sparse file with tokens at both ends and in the middle."""
+    path = tmp_path_factory.mktemp("tokens") / "train.safetensors"
+    entry = {"dtype": "U16", "shape": [NUM_TOKENS], "data_offsets": [0, 2 * NUM_TOKENS]}
+    header = json.dumps({"tokens": entry}).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        begin = file.tell()
+        file.truncate(begin + 2 * NUM_TOKENS)
+        for position in (0, MIDDLE, NUM_TOKENS - 3):
+            file.seek(begin + 2 * position)
+            file.write(np.array([11, 12, 13], "<u2").tobytes())
+    return path
+
+
+def small(config, context=16, **data):
+    """The config with a model of a few thousand parameters."""
+    config.batch_size, config.accumulate_steps, config.precision = 8, 1, "float32"
+    config.num_steps, config.log_every, config.save_every = 12, 1, 4
+    config.eval_every = None
+    config.optimizer.warmup_steps, config.optimizer.learning_rate = 2, 1e-3
+    config.data.context = config.model.context = context
+    config.data.eval_windows = 16
+    sizes = {"num_layers": 1, "width": 16, "num_heads": 2}
+    for name, size in sizes.items():
+        config.model[name] = size
+    for name, value in ({"validation_fraction": 0.1} | data).items():
+        config.data[name] = value
+    return config
+
+
+def losses(workdir):
+    rows = read(workdir / "metrics.jsonl")
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_file):
+    config = small(gpt2_124m.get_config(), path=str(large_file), vocab_size=256)
+    program = experiment.build(config, DeviceManager.create("cpu", num_devices=1))
+    largest, before = [], jax.live_arrays()
+
+    def train_step(state, batch):
+        known = {id(x) for x in (*before, *jax.tree.leaves(state))}
+        others = [x.nbytes for x in jax.live_arrays() if id(x) not in known]
+        largest.append(max(others))
+        return program.train_step(state, batch)
+
+    train_step.lower = program.train_step.lower
+    train_step.abstract_shared = program.train_step.abstract_shared
+    train(program._replace(train_step=train_step), num_steps=6, workdir=tmp_path)
+    assert len(largest) == 6 and set(largest) == {8 * 16 * 2}  # The batch, as uint16.
+    ends = [program.data.train.tokens.windows(np.array([n]), 3)[0] for n in (0, MIDDLE)]
+    assert np.array_equal(ends, [[11, 12, 13]] * 2)
+
+
+def test_it_cannot_be_staged_and_the_sizes_say_why(large_file):
+    config = small(gpt2_124m.get_config(), path=str(large_file), placement="device")
+    devices = DeviceManager.create("cpu", num_devices=1)
+    with pytest.raises(DataError, match=r"rows \(17.18 GiB\).*2,147,483,647"):
+        experiment.build(config, devices)
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16))
+    return path
+
+
+@pytest.mark.parametrize("order", ["random", "epochs"])
+def test_placements_and_devices_agree(tmp_path, token_file, order):
+    found = {}
+    for placement, num_devices in (("host", 1), ("device", 1), ("device", 4)):
+        config = small(
+            gpt2_124m.get_config(),
+            path=str(token_file),
+            vocab_size=50,
+            order=order,
+            placement=placement,
+        )
+        devices = DeviceManager.create("cpu", num_devices=num_devices)
+        workdir = tmp_path / f"{placement}{num_devices}"
+        train(
+            experiment.build(config, devices),
+            num_steps=12,
+            workdir=workdir,
+            log_every=1,
+        )
+        found[placement, num_devices] = losses(workdir)
+    assert found["device", 1] == found["host", 1]
+    np.testing.assert_allclose(found["device", 4], found["host", 1], rtol=0, atol=1e-5)
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
+    tmp_path, token_file
+):
+    options = {"path": str(token_file), "vocab_size": 50, "order": "epochs"}
+    config = small(gpt2_124m.get_config(), **options)
+    devices = DeviceManager.create("cpu", num_devices=1)
+    program = experiment.build(config, devices)
+    times = {"num_steps": 12, "log_every": 1, "save_every": 4}
+    train(program, workdir=tmp_path / "whole", **times)
+    dataset = program.data.train
+    seen = []
+
+    class Stops:
+        def batch(self, step):
+            if step == 10 and len(seen) < 11:
+                seen.append(None)
+                raise Interrupted("stopped", 75)
+            seen.append(step)
+            return dataset.batch(step)
+
+    stopping = program._replace(data=program.data._replace(train=Stops()))
+    with pytest.raises(Interrupted):
+        train(stopping, workdir=tmp_path / "parts", **times)
+    seen.clear()
+    seen.extend([None] * 11)
+    train(stopping, workdir=tmp_path / "parts", **times)
+    assert seen[11:] == [8, 9, 10, 11]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
+    tmp_path, token_file
+):
+    options = {"path": str(token_file), "vocab_size": 49}
+    devices = DeviceManager.create("cpu", num_devices=1)
+    words = r"tokens.npy, token \d+, is 49; the vocabulary has 49 tokens"
+    with pytest.raises(DataError, match=words):
+        experiment.build(small(gpt2_124m.get_config(), **options), devices)
+    with pytest.raises(DataError, match=words):
+        staged = small(gpt2_124m.get_config(), placement="device", **options)
+        experiment.build(staged, devices)
+
+
+def test_the_default_text_trains_and_reports_bits_per_byte(tmp_path):
+    config = small(gpt_bytes.get_config())
+    program = experiment.build(config, DeviceManager.create("cpu", num_devices=1))
+    result = train(program, num_steps=4, workdir=tmp_path, log_every=1)
+    assert 5 < result.metrics["eval/bits_per_byte"] < 9
+    assert result.metrics["eval/perplexity"] == pytest.approx(
+        np.exp(result.metrics["eval/loss"])
+    )
