@@ -2,7 +2,8 @@
 
     python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best]
 
-Prints one JSON object with `step` and the metrics. Exit codes: 0 done,
+Prints one JSON object with `step` and the metrics; for classes also draws which were
+taken for which, as confusion.png in the workdir. Exit codes: 0 done,
 64 bad configuration or data, 69 device not available, 74 checkpoint storage.
 """
 
@@ -26,9 +27,9 @@ def main() -> None:
     workdir = Path(_WORKDIR.value)
     saved = config.of_run(workdir)
     devices = cli.device_manager()
-    from haiku_template.training import experiment
+    from haiku_template.training import evaluate_run
 
-    step, metrics = experiment.evaluate_checkpoint(
+    step, metrics = evaluate_run.evaluate_checkpoint(
         saved, devices, workdir, _CHECKPOINT.value
     )
     print(json.dumps({"step": step, **metrics}))

@@ -392,7 +392,9 @@ def test_a_model_of_yours_in_a_config_file_trains_and_is_evaluated(tmp_path):
     assert done.returncode == 0, done.stderr
     done = run("evaluate", f"--workdir={workdir}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["eval/accuracy"] > 0.8
+    metrics = json.loads(done.stdout)
+    assert metrics["eval/accuracy"] > 0.8 and metrics["eval/macro_f1"] > 0.8
+    assert (workdir / "confusion.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_script_of_at_most_thirty_lines_trains_a_model_of_yours(tmp_path):

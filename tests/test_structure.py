@@ -104,7 +104,7 @@ def test_importing_starts_no_backend():
 
 
 NO_JAX = ["", ".config", ".cli", ".diagnosis", ".data.tokenize", ".train"]
-NO_JAX += [".evaluate", ".generate", ".doctor"]
+NO_JAX += [".evaluate", ".export", ".generate", ".doctor"]
 
 
 @pytest.mark.parametrize("module", NO_JAX)

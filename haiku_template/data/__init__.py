@@ -7,6 +7,7 @@ from haiku_template.data.arrays import (
     Dataset,
     EvaluationSet,
     GrainDataset,
+    each_shape,
 )
 from haiku_template.data.datasets import DATASETS, digits, from_split
 from haiku_template.data.errors import DataError
@@ -26,5 +27,6 @@ __all__ = [
     "TokenDataset",
     "TokenEvaluationSet",
     "digits",
+    "each_shape",
     "from_split",
 ]

@@ -54,6 +54,8 @@ class Data(NamedTuple):
       preprocess: run on the inputs on the device, so that bytes travel and not floats.
       text: what tokens stand for: `bytes` of UTF-8, or the path of a tokenizer.json;
         None where they are not known, or there are none.
+      class_names: of the classes, in their order; none where they are only numbers.
+      vocab_size: tokens that inputs may hold; 0 where they hold none.
     """
 
     train: Dataset
@@ -61,6 +63,51 @@ class Data(NamedTuple):
     num_outputs: int
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
     text: str | None = None
+    class_names: tuple[str, ...] = ()
+    vocab_size: int = 0
+
+
+def each_shape(dataset: Dataset) -> list[Batch]:
+    """A batch of each shape that `dataset` gives, the largest first.
+
+    A data set of several shapes says so by a method `each_shape`.
+    """
+    several = getattr(dataset, "each_shape", None)
+    return several() if several else [dataset.batch(0)]
+
+
+def share(spec: BatchSpec) -> slice:
+    """The rows of a batch that this process reads.
+
+    Raises:
+      DataError: the processes cannot share a batch evenly.
+    """
+    if spec.batch_size % spec.process_count:
+        raise DataError(
+            f"a batch of {spec.batch_size} examples cannot be shared evenly by "
+            f"{spec.process_count} processes"
+        )
+    size = spec.batch_size // spec.process_count
+    return slice(spec.process_index * size, (spec.process_index + 1) * size)
+
+
+def drawn(size: int, seed: int, start: int, stop: int) -> np.ndarray:
+    """Places `start` to `stop` in an endless row of epochs: int64 [stop - start].
+
+    Each epoch is a permutation of all examples, and the next one follows without a gap.
+
+    Args:
+      size: N.
+      seed: chooses the permutations.
+      start: the first place.
+      stop: the one after the last.
+    """
+    parts = []
+    for epoch in range(start // size, (stop - 1) // size + 1):
+        first, last = start - epoch * size, stop - epoch * size
+        order = _permutation(size, seed, epoch)
+        parts.append(order[max(first, 0) : min(last, size)])
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +135,7 @@ class ArrayDataset:
 
     def __post_init__(self) -> None:
         check_examples(self.inputs, self.labels)
-        if self.spec.batch_size % self.spec.process_count:
-            raise DataError(
-                f"a batch of {self.spec.batch_size} examples cannot be shared evenly "
-                f"by {self.spec.process_count} processes"
-            )
+        share(self.spec)
 
     @property
     def staged_size(self) -> tuple[int, int] | None:
@@ -107,9 +150,7 @@ class ArrayDataset:
 
     def rows(self, step: int) -> np.ndarray:
         """The examples in this process's share of a batch: int64 [B / processes]."""
-        size = self.spec.batch_size // self.spec.process_count
-        first = self.spec.process_index * size
-        return self._rows(step)[first : first + size]
+        return self._rows(step)[share(self.spec)]
 
     def gather(self, arrays: Batch, rows: Any) -> Batch:
         """The batch that `rows` of `staged` make; for NumPy and for JAX."""
@@ -117,29 +158,20 @@ class ArrayDataset:
 
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""
-        rows = self._rows(step)
-        size = self.spec.batch_size // self.spec.process_count
-        first = self.spec.process_index * size
-        share = slice(first, first + size)
+        rows, own = self._rows(step), share(self.spec)
         if self.augment is None:
-            inputs = self.inputs[rows[share]]
+            inputs = self.inputs[rows[own]]
         else:
             # Drawn for the whole batch, so that shares do not change what is drawn.
             rng = np.random.default_rng((self.spec.seed, 1, step))
-            inputs = self.augment(self.inputs[rows], rng)[share]
-        return {"inputs": inputs, "labels": self.labels[rows[share]]}
+            inputs = self.augment(self.inputs[rows], rng)[own]
+        return {"inputs": inputs, "labels": self.labels[rows[own]]}
 
     def _rows(self, step: int) -> np.ndarray:
         """The examples in the batch of `step`: int64 [B]."""
-        size = len(self.inputs)
-        start = step * self.spec.batch_size
-        stop = start + self.spec.batch_size
-        parts = []
-        for epoch in range(start // size, (stop - 1) // size + 1):
-            first, last = start - epoch * size, stop - epoch * size
-            order = _permutation(size, self.spec.seed, epoch)
-            parts.append(order[max(first, 0) : min(last, size)])
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        size = self.spec.batch_size
+        start = step * size
+        return drawn(len(self.inputs), self.spec.seed, start, start + size)
 
 
 @functools.lru_cache(maxsize=4)

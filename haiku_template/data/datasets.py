@@ -23,6 +23,7 @@ from haiku_template.data.checks import (
     count_classes,
 )
 from haiku_template.data.errors import DataError
+from haiku_template.data.examples import jsonl
 
 
 def from_split(
@@ -166,6 +167,7 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "npy": npy,
     "mnist": mnist,
     "cifar10": cifar10,
+    "jsonl": jsonl,
     "tokens": language.tokens,
     "bytes": language.byte_text,
 }

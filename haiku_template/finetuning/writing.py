@@ -3,9 +3,10 @@
 It is there whole, or not at all; nothing is overwritten.
 """
 
+import contextlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,17 +49,35 @@ def write_folder(
       PretrainedError: `folder` exists.
       StorageError: it cannot be written; nothing of it is left.
     """
+    with new_folder(folder) as partial:
+        _fill(partial, shards, others, located, metadata)
+
+
+def check_new(folder: Path) -> None:
+    """Raises `PretrainedError` if `folder` exists."""
     if folder.exists():
         raise PretrainedError(
             f"{folder} exists, and nothing is overwritten; name a folder that does not"
         )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to fill, which gets the name `folder` if nothing goes wrong.
+
+    Raises:
+      PretrainedError: `folder` exists.
+      StorageError: it cannot be written; nothing of it is left.
+    """
+    check_new(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=f".{folder.name}.", dir=folder.parent
         ) as temporary:
             partial = Path(temporary) / folder.name
-            _fill(partial, shards, others, located, metadata)
+            partial.mkdir()
+            yield partial
             partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{folder} cannot be written: {error}") from error
@@ -71,7 +90,6 @@ def _fill(
     located: str,
     metadata: dict[str, Any],
 ) -> None:
-    folder.mkdir()
     for name, content in others.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

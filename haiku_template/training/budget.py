@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.table import Table
 
+from haiku_template.data import each_shape
 from haiku_template.training.program import Program
 
 WAITING_BATCHES = 3  # Two in the prefetch queue, one in the thread's hands.
@@ -54,7 +55,7 @@ class Budget(NamedTuple):
 
 
 def memory_budget(program: Program, limit: int | None = None) -> Budget:
-    """Compiles the train step from shapes and reads what it needs.
+    """Compiles the train step for the largest batches and reads what it needs.
 
     Args:
       program: see `make_program`.
@@ -62,7 +63,7 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
     """
     devices = program.devices
     state = devices.abstract(program.init)
-    batch = devices.abstract_batch(program.data.train.batch(0))
+    batch = devices.abstract_batch(each_shape(program.data.train)[0])
     # On several devices the compiled program, and what it says, is one device's.
     analysis = program.train_step.lower(state, batch).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices

@@ -1,6 +1,6 @@
 """Exact evaluation: each example counts once, on any number of devices."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -40,27 +40,36 @@ def evaluate(
     dataset: Any,
     derive: Derive = nothing_more,
 ) -> dict[str, float]:
-    """Averages the values of the task over a whole set.
+    """Averages the values of the task over a whole set; see `add_up`, `summarise`."""
+    return summarise(add_up(devices, eval_step, state, dataset), derive)[0]
+
+
+def add_up(
+    devices: DeviceManager,
+    eval_step: Callable[[Any, Any], dict[str, Any]],
+    state: TrainState,
+    dataset: Any,
+) -> dict[str, np.ndarray]:
+    """Adds up what `eval_step` returns over a whole set.
 
     Args:
       devices: where `state` is.
       eval_step: from `steps.make_eval_step`, compiled without donation.
       state: whole on every device.
-      dataset: gives `num_batches` batches; none is larger than the first.
-      derive: makes further metrics of the averages.
+      dataset: gives `num_batches` batches; none has more rows than the first.
 
     Returns:
-      `eval/NAME` for each value of the task, and for what is derived of them. Sums are
-      float32 within a batch and float64 between batches.
+      float64; sums are float32 within a batch and float64 between batches, so that
+      counts are exact.
     """
     rows = len(dataset.batch(0)["labels"])
     size = -(-rows // devices.num_devices) * devices.num_devices
-    sums: Counter[str] = Counter()
+    sums: dict[str, np.ndarray] = {}
     running: deque[dict[str, Any]] = deque()
 
     def finish_oldest() -> None:
         for name, value in devices.fetch(running.popleft()).items():
-            sums[name] += float(value)
+            sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
 
     def make(index: int) -> Any:
         return devices.shard(pad(dataset.batch(index), size))
@@ -72,7 +81,32 @@ def evaluate(
                 finish_oldest()
     while running:
         finish_oldest()
-    count = sums.pop("examples")
-    averages = {name: value / count for name, value in sums.items()}
+    return sums
+
+
+def summarise(
+    sums: dict[str, np.ndarray],
+    derive: Derive = nothing_more,
+    derive_of_counts: Callable[[dict[str, np.ndarray]], dict[str, float]] | None = None,
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Metrics of what `add_up` gives, and the counts among it.
+
+    Args:
+      sums: of single numbers, and counts, which have dimensions.
+      derive: makes further metrics of the averages.
+      derive_of_counts: makes further metrics of the counts.
+
+    Returns:
+      `eval/NAME` for each value of the task and for what is derived; counts by name.
+    """
+    counts = {name: value for name, value in sums.items() if np.ndim(value)}
+    examples = float(sums["examples"])
+    averages = {
+        name: float(value) / examples
+        for name, value in sums.items()
+        if name not in counts and name != "examples"
+    }
     averages |= derive(averages)
-    return {f"eval/{name}": value for name, value in averages.items()}
+    if derive_of_counts is not None:
+        averages |= derive_of_counts(counts)
+    return {f"eval/{name}": value for name, value in averages.items()}, counts

@@ -1,5 +1,6 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.loop import train
-from haiku_template.training.named import make, make_task
+from haiku_template.training.named import make, make_task, resolve
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.restoring import restore
 from haiku_template.training.sources import make_source, with_sizes
-from haiku_template.training.starting import place_base
+from haiku_template.training.tally import NO_TALLY, TALLIES
 from haiku_template.training.tasks import DERIVED, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
@@ -63,6 +63,7 @@ def build(
         source = make_source(config.init_from, config.model.name, devices)
     data = make_data(config)
     model = make_model(config, data.num_outputs, devices.axis_name)
+    _check_vocabulary(config, data)
     values = config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
     try:
@@ -90,6 +91,7 @@ def build(
         ema_decay=config.ema_decay,
         seed=config.seed,
         derive=DERIVED.get(config.task.name, nothing_more),
+        tally=TALLIES.get(config.task.name, NO_TALLY),
         work=_work(config, data),
         tuning=make_tuning(config),
         source=source,
@@ -124,7 +126,7 @@ def make_model(
       ConfigError: an unknown name or key, or a value that does not fit.
     """
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
-    return make("model", _model_keys(config), MODELS, **facts)
+    return make("model", model_keys(config), MODELS, **facts)
 
 
 def make_tuning(config: config_dict.ConfigDict) -> Tuning:
@@ -134,15 +136,35 @@ def make_tuning(config: config_dict.ConfigDict) -> Tuning:
     return Tuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
 
 
-def _model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
+def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """The keys of `config.model`, with the sizes of the model that it starts from."""
     return with_sizes(config.model.to_dict(), config.init_from)
+
+
+def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
+    """Asserts that an encoder has all tokens of its inputs.
+
+    A language model gets its vocabulary from the data, as `num_outputs`.
+    """
+    values = model_keys(config)
+    function = resolve("model", values["name"], MODELS)
+    known = inspect.signature(function).parameters.get("vocab_size")
+    size = values.get("vocab_size", known and known.default)
+    if isinstance(size, int) and size < data.vocab_size:
+        raise ConfigError(
+            f"the data has tokens up to {data.vocab_size - 1}, and "
+            f"config.model.vocab_size={size}; {data.vocab_size} or more is needed"
+        )
 
 
 def _work(config: config_dict.ConfigDict, data: Data) -> Work:
     if config.task.name != "language_model":
         return UNKNOWN
-    tokens = data.train.batch(0)["labels"].shape[1]
-    values = _model_keys(config)
+    batch = data.train.batch(0)
+    if "loss_mask" in batch:
+        return UNKNOWN  # What is learned from differs between examples.
+    tokens = batch["labels"].shape[1]
+    values = model_keys(config)
     flops = FLOPS_PER_TOKEN.get(values.pop("name"))
     if flops is None:
         return Work(tokens)
@@ -178,36 +200,3 @@ def run(
     loop = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
     train(program, workdir=workdir, config=saved, **how, **loop)
-
-
-def evaluate_checkpoint(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[int, dict[str, float]]:
-    """The step and the metrics of one checkpoint of a run.
-
-    Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
-
-    Raises:
-      ConfigError: no such checkpoint, or nothing to evaluate on.
-      CheckpointError: the checkpoint is damaged.
-      PretrainedError: the base is not that of the run.
-    """
-    config.data.placement = "host"
-    # Rows of padding make up for a batch that does not split over these devices.
-    config.batch_size += -config.batch_size % (
-        devices.num_devices * config.accumulate_steps
-    )
-    program = build(config, devices)
-    if program.data.evaluation is None:
-        raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
-    abstract = devices.abstract(program.init)
-    step, state = restore(
-        config, workdir, which, lambda saved, step: saved.restore(step, abstract)
-    )
-    place_base(devices, program.start, workdir)
-    with devices.explicit_transfers():
-        return step, program.evaluate(state)

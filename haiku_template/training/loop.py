@@ -22,7 +22,7 @@ from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
 from haiku_template.training.profiling import Profiler
-from haiku_template.training.program import Program, batch_maker
+from haiku_template.training.program import Program, batch_maker, compile_ahead
 from haiku_template.training.progress import Display, first_lines, memory_text
 from haiku_template.training.starting import place_base
 from haiku_template.training.state import TrainState
@@ -128,6 +128,7 @@ def train(
             stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
         )
+        compile_ahead(program)  # Compilation is no throughput.
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()

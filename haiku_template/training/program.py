@@ -9,18 +9,19 @@ import jax
 import numpy as np
 import optax
 
-from haiku_template.data import Data
+from haiku_template.data import Data, each_shape
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, Shared
 from haiku_template.finetuning.freezing import scale_updates
 from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import Model
 from haiku_template.training import steps
-from haiku_template.training.evaluation import evaluate
+from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.starting import Source, Start, make_start
 from haiku_template.training.state import TrainState, make_init, make_model_init
+from haiku_template.training.tally import NO_TALLY, Tally
 from haiku_template.training.tasks import Derive, Task, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 
@@ -44,6 +45,7 @@ class Program(NamedTuple):
       train_step: (state, batch on devices) to (state, scalars); donates the state.
       eval_step: ((params, net_state), batch on devices) to sums.
       derive: metrics that are no averages, of the averages.
+      tally: what is counted when evaluating.
       placement: where the training data lives, in words.
       work: what an example amounts to.
       parts: the arguments of `make_program`.
@@ -58,6 +60,7 @@ class Program(NamedTuple):
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: Callable[[Any, Any], dict[str, jax.Array]]
     derive: Derive
+    tally: Tally
     placement: str
     work: Work
     parts: dict[str, Any]
@@ -74,8 +77,14 @@ class Program(NamedTuple):
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics of the evaluation set; see `evaluation.evaluate`."""
-        data = self.data.evaluation
-        return evaluate(self.devices, self.eval_step, state, data, self.derive)
+        return self.measure(state)[0]
+
+    def measure(
+        self, state: TrainState
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """As `evaluate`, and the counts of the tally over the whole set."""
+        sums = add_up(self.devices, self.eval_step, state, self.data.evaluation)
+        return summarise(sums, self.derive, self.tally.derive)
 
     def with_parts(self, **parts: Any) -> "Program":
         """The same program with some arguments of `make_program` changed."""
@@ -95,6 +104,7 @@ def make_program(
     ema_decay: float | None = None,
     seed: int = 0,
     derive: Derive = nothing_more,
+    tally: Tally = NO_TALLY,
     placement: str = "host",
     work: Work = UNKNOWN,
     tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
@@ -114,6 +124,7 @@ def make_program(
       ema_decay: evaluate an average of the parameters with this decay.
       seed: of the initial parameters and of dropout.
       derive: makes further metrics of the task's averages, such as `perplexity`.
+      tally: what is counted over the evaluation set, such as confusions of classes.
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
       work: what an example amounts to, for what is reported of the run's speed.
@@ -129,8 +140,8 @@ def make_program(
       ValueError: an unknown precision.
     """
     parts = dict(locals())
-    model = _with_state(model)
-    example = data.train.batch(0)
+    model = with_state(model)
+    example = each_shape(data.train)[0]
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
     policy = Precision.create(precision, devices.platform)
@@ -156,7 +167,7 @@ def make_program(
     train_step = steps.make_train_step(
         schedule=schedule, accumulate_steps=accumulate_steps, **training, **computing
     )
-    eval_step = steps.make_eval_step(**computing)
+    eval_step = steps.make_eval_step(tally=tally, **computing)
     shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
@@ -172,13 +183,19 @@ def make_program(
         train_step=devices.compile(train_step, shared=shared),
         eval_step=devices.compile(eval_step, donate_argnums=(), shared=[start.base]),
         derive=derive,
+        tally=tally,
         placement=words,
         work=work,
         parts=parts,
     )
 
 
-def _with_state(model: Any) -> hk.TransformedWithState:
+def with_state(model: Any) -> hk.TransformedWithState:
+    """The model, with an empty state if it has none.
+
+    Raises:
+      ProgramError: it is not transformed.
+    """
     if isinstance(model, hk.Transformed):
         return hk.with_empty_state(model)
     if not isinstance(model, hk.TransformedWithState):
@@ -187,6 +204,14 @@ def _with_state(model: Any) -> hk.TransformedWithState:
             "hk.transform_with_state makes of forward(inputs, is_training)"
         )
     return model
+
+
+def compile_ahead(program: Program) -> None:
+    """Compiles the train step for each shape of batches; steps find it done."""
+    state = program.devices.abstract(program.init)
+    for batch in each_shape(program.data.train):
+        shapes = program.devices.abstract_batch(batch)
+        program.train_step.lower(state, shapes).compile()
 
 
 def batch_maker(program: Program) -> Callable[[int], Any]:

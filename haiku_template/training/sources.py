@@ -39,7 +39,7 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
             f"config.init_from={init_from} is not there; possible are a workdir, a "
             "Hugging Face folder and a safetensors file"
         )
-    if _is_workdir(path):
+    if is_workdir(path):
         return _of_workdir(path, devices)
     if path.is_dir():
         describe(path, model)
@@ -65,7 +65,7 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
       PretrainedError: see `describe`.
     """
     path = Path(init_from or "")
-    if init_from is None or not path.is_dir() or _is_workdir(path):
+    if init_from is None or not path.is_dir() or is_workdir(path):
         return values
     known = describe(path, values["name"]).arguments
     known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
@@ -78,7 +78,8 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
     return values | known
 
 
-def _is_workdir(path: Path) -> bool:
+def is_workdir(path: Path) -> bool:
+    """Whether a run has written here."""
     return (path / CHECKPOINTS).is_dir()
 
 

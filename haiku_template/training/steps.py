@@ -24,6 +24,7 @@ from haiku_template.devices import mean_over, sum_over
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState
+from haiku_template.training.tally import NO_TALLY, Tally
 from haiku_template.training.tasks import Task, TaskError
 
 Batch = dict[str, Any]
@@ -115,6 +116,29 @@ def make_train_step(
     return train_step
 
 
+def make_forward(
+    *,
+    model: hk.TransformedWithState,
+    preprocess: Callable[[Any], Any],
+    precision: Precision,
+    combine: Combine,
+) -> Callable[[tuple[hk.Params, hk.State], Any, hk.Params], Any]:
+    """Makes `forward((params, net_state), inputs, base)`: outputs, not of training."""
+
+    def forward(
+        variables: tuple[hk.Params, hk.State], inputs: Any, base: hk.Params
+    ) -> Any:
+        policy = precision.policy
+        params, net_state = variables
+        params = combine(*policy.cast_to_compute((params, base)))
+        inputs = policy.cast_to_compute(preprocess(inputs))
+        with precision.norms_in_float32():
+            outputs, _ = model.apply(params, net_state, None, inputs, False)
+        return precision.cast_outputs(outputs)
+
+    return forward
+
+
 def make_eval_step(
     *,
     model: hk.TransformedWithState,
@@ -123,29 +147,28 @@ def make_eval_step(
     precision: Precision,
     axis_name: str | None,
     combine: Combine,
+    tally: Tally = NO_TALLY,
 ) -> Callable[[tuple[hk.Params, hk.State], Batch, hk.Params], Scalars]:
     """Makes `eval_step((params, net_state), batch, base)`: sums over one batch.
 
     `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
-    Returns each value of the task, summed over the examples on all devices, and
-    `examples`, their number.
+    Returns each value of the task, summed over the examples on all devices;
+    `examples`, their number; and the counts of the tally.
     """
+    forward = make_forward(
+        model=model, preprocess=preprocess, precision=precision, combine=combine
+    )
 
     def eval_step(
         variables: tuple[hk.Params, hk.State], batch: Batch, base: hk.Params
     ) -> Scalars:
-        policy = precision.policy
-        params, net_state = variables
-        params = combine(*policy.cast_to_compute((params, base)))
-        inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
-        with precision.norms_in_float32():
-            outputs, _ = model.apply(params, net_state, None, inputs, False)
-        values = _per_example(task, precision.cast_outputs(outputs), batch)
+        outputs = forward(variables, batch["inputs"], base)
+        values = _per_example(task, outputs, batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]
         sums = {k: jnp.sum(jnp.where(mask, v, 0)) for k, v in values.items()}
         sums["examples"] = jnp.sum(mask.astype(jnp.float32))
-        return sum_over(axis_name, sums)
+        return sum_over(axis_name, sums | tally.count(outputs, batch))
 
     return eval_step
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
-PROFILE, BASE = "profile", "base.json"
+PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK = ".lock"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 

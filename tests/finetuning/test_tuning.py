@@ -72,8 +72,8 @@ def losses_in(workdir):
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
-def test_without_tuning_everything_trains_and_the_base_is_empty(devices):
-    program = made(devices, Tuning())
+def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
+    program = made(one_device, Tuning())
     whole = program.first_state().params
     assert program.start.base.arrays() == {}
     assert not program.start.plan.frozen
@@ -81,30 +81,30 @@ def test_without_tuning_everything_trains_and_the_base_is_empty(devices):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rank_0_is_the_base_bitwise(devices, dtype):
+def test_rank_0_is_the_base_bitwise(one_device, dtype):
     options = {"precision": dtype}
-    plain = made(devices, Tuning(), **options)
-    frozen = made(devices, Tuning(lora=Lora(rank=0), base_dtype=dtype), **options)
+    plain = made(one_device, Tuning(), **options)
+    frozen = made(one_device, Tuning(lora=Lora(rank=0), base_dtype=dtype), **options)
     state, (loss, _) = run(frozen, 2)
     assert state.params == {}
     assert loss == run(plain, 1)[1][0]
     assert frozen.evaluate(state) == plain.evaluate(plain.first_state())
 
 
-def test_adapters_are_no_change_at_first(devices):
-    plain, adapted = made(devices, Tuning()), made(devices)
+def test_adapters_are_no_change_at_first(one_device):
+    plain, adapted = made(one_device, Tuning()), made(one_device)
     before = plain.evaluate(plain.first_state())
     assert adapted.evaluate(adapted.first_state()) == pytest.approx(before, abs=1e-6)
 
 
 @pytest.mark.parametrize("tuning", [LORA, BOTH], ids=["lora", "lora and head"])
-def test_merged_equals_unmerged(devices, tuning):
-    program = made(devices, tuning)
+def test_merged_equals_unmerged(one_device, tuning):
+    program = made(one_device, tuning)
     state, losses = run(program, 30)
     assert losses[-1] < 0.8 * losses[0]
     base = program.start.base.arrays()
-    merged = devices.init(program.start.plan.merge, state.params, base)
-    plain = made(devices, Tuning())
+    merged = one_device.init(program.start.plan.merge, state.params, base)
+    plain = made(one_device, Tuning())
     whole = plain.first_state()
     assert jax.tree.structure(merged) == jax.tree.structure(whole.params)
     expected = program.evaluate(state)
@@ -112,9 +112,9 @@ def test_merged_equals_unmerged(devices, tuning):
     assert plain.evaluate(whole) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("tuning", [LORA, Tuning(train=HEAD), BOTH])
-def test_what_is_frozen_does_not_change(devices, tuning):
-    program = made(devices, tuning, accumulate_steps=2)
+@pytest.mark.parametrize("tuning", [Tuning(train=HEAD), BOTH])
+def test_what_is_frozen_does_not_change(one_device, tuning):
+    program = made(one_device, tuning, accumulate_steps=2)
     before = jax.device_get(program.start.base.arrays())
     first = jax.device_get(program.first_state().params)
     state, _ = run(program, 100)
@@ -125,8 +125,8 @@ def test_what_is_frozen_does_not_change(devices, tuning):
 
 
 @pytest.mark.parametrize("tuning", [LORA, BOTH])
-def test_optimizer_state_is_only_of_what_trains(devices, tuning):
-    program = made(devices, tuning)
+def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
+    program = made(one_device, tuning)
     state = program.first_state()
     matrices = [(64, WIDTH), (WIDTH, WIDTH), (WIDTH, 3)]
     if tuning is BOTH:
@@ -136,16 +136,16 @@ def test_optimizer_state_is_only_of_what_trains(devices, tuning):
     assert num_bytes(state.params) == 4 * trains
     assert num_bytes(state.opt_state) == 2 * 4 * trains + 4  # And Adam's count.
     budget = memory_budget(program)
-    whole = memory_budget(made(devices, Tuning()))
+    whole = memory_budget(made(one_device, Tuning()))
     head = (WIDTH * 3 + 3) * (tuning is BOTH)
     assert budget.opt_state == 2 * 4 * trains + 4
     assert budget.base == whole.params - 4 * head
     assert whole.base == 0
 
 
-def test_a_base_in_bfloat16_is_never_copied_to_float32(devices):
+def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     tuning = LORA._replace(base_dtype="bfloat16")
-    program = made(devices, tuning, precision="bfloat16")
+    program = made(one_device, tuning, precision="bfloat16")
     state, losses = run(program, 30)
     assert losses[-1] < 0.8 * losses[0]
     base = program.start.base.arrays()
@@ -153,11 +153,11 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(devices):
     adam = state.opt_state[0]
     trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
     assert {str(x.dtype) for x in trained} == {"float32"}
-    batch = devices.abstract_batch(DATA.train.batch(0))
-    text = program.train_step.lower(devices.abstract(program.init), batch).as_text()
+    batch = one_device.abstract_batch(DATA.train.batch(0))
+    text = program.train_step.lower(one_device.abstract(program.init), batch).as_text()
     assert f"tensor<64x{WIDTH}xbf16>" in text
     assert f"tensor<64x{WIDTH}xf32>" not in text
-    budget, float32 = memory_budget(program), memory_budget(made(devices))
+    budget, float32 = memory_budget(program), memory_budget(made(one_device))
     assert 2 * budget.base == float32.base
     assert budget.opt_state == float32.opt_state
 
@@ -166,12 +166,13 @@ def test_one_device_and_four_agree(one_device, four_devices):
     results = []
     for devices in (one_device, four_devices):
         state, losses = run(made(devices, BOTH, ema_decay=0.9), 10)
+        check_replicas(state)
         results.append((devices.fetch(state.params), losses))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *results)
 
 
-def test_staged_data_and_a_base_go_together(tmp_path, devices):
-    program = made(devices)
+def test_staged_data_and_a_base_go_together(tmp_path, four_devices):
+    program = made(four_devices)
     options = {"num_steps": 4, "log_every": 1}
     train(program, workdir=tmp_path / "host", **options)
     staged = place_data(program, "device")
@@ -182,8 +183,8 @@ def test_staged_data_and_a_base_go_together(tmp_path, devices):
     assert budget.base == memory_budget(program).base
 
 
-def test_a_run_goes_on_with_its_adapters(tmp_path, devices, capsys):
-    program = made(devices, BOTH)
+def test_a_run_goes_on_with_its_adapters(tmp_path, one_device, capsys):
+    program = made(one_device, BOTH)
     options = {"log_every": 1, "save_every": 3}
     whole = train(program, workdir=tmp_path / "whole", num_steps=6, **options)
     train(program, workdir=tmp_path / "parts", num_steps=3, **options)
@@ -203,13 +204,13 @@ def test_a_run_goes_on_with_its_adapters(tmp_path, devices, capsys):
     assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
 
 
-def test_multipliers_scale_the_updates(devices):
+def test_multipliers_scale_the_updates(one_device):
     multipliers = (("*/linear_0/*", 0.25), ("*/b", 0.5))
     rates = []
     for tuning in (Tuning(), Tuning(multipliers=multipliers)):
-        program = made(devices, tuning, optimizer=optax.sgd(0.1))
-        first = flatten(devices.fetch(program.first_state().params))
-        after = flatten(devices.fetch(run(program, 1)[0].params))
+        program = made(one_device, tuning, optimizer=optax.sgd(0.1))
+        first = flatten(one_device.fetch(program.first_state().params))
+        after = flatten(one_device.fetch(run(program, 1)[0].params))
         rates.append({path: after[path] - first[path] for path in first})
     for path, plain in rates[0].items():
         factor = 0.25 if "linear_0" in path else 0.5 if path.endswith("/b") else 1.0

@@ -1,0 +1,235 @@
+"""Texts of different lengths, in batches of few lengths.
+
+Shapes: N examples in the set, B of them in one batch over all processes, T tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from haiku_template.data.arrays import Batch, BatchSpec, drawn, share
+from haiku_template.data.errors import DataError
+
+MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
+
+
+class Examples(Protocol):
+    """Tokenised examples; see `Texts` and `Completions`."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The tokens of each example's inputs: int64 [N]."""
+        ...
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """The examples `rows` (int64 [B]), padded to T = `length`."""
+        ...
+
+
+class Tokens(NamedTuple):
+    """The tokens of many texts, one text after another.
+
+    Attributes:
+      flat: of all texts: int32.
+      starts: where each text begins, and where the last ends: int64 [N + 1].
+    """
+
+    flat: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def create(cls, texts: Sequence[Sequence[int]]) -> "Tokens":
+        """Joins texts; each has one token or more."""
+        starts = np.cumsum([0, *map(len, texts)])
+        flat = [np.asarray(text, np.int32) for text in texts]
+        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), starts)
+
+    def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Some texts with zeros behind them, and which tokens are theirs.
+
+        Args:
+          rows: which: int64 [B].
+          length: T; none of them is longer.
+
+        Returns:
+          int32 [B, T] and bool [B, T].
+        """
+        sizes = self.starts[rows + 1] - self.starts[rows]
+        mask = np.arange(length) < sizes[:, None]
+        at = self.starts[rows][:, None] + np.arange(length)
+        return np.where(mask, self.flat.take(at, mode="clip"), 0), mask
+
+
+class Texts(NamedTuple):
+    """Texts with a class each, for an encoder.
+
+    Attributes:
+      tokens: of the texts.
+      labels: their classes: int32 [N].
+    """
+
+    tokens: Tokens
+    labels: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The tokens of each text: int64 [N]."""
+        return np.diff(self.tokens.starts)
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """Inputs `tokens` and `mask`, int32 [B, T]; labels int32 [B]."""
+        tokens, mask = self.tokens.padded(rows, length)
+        inputs = {"tokens": tokens, "mask": mask.astype(np.int32)}
+        return {"inputs": inputs, "labels": self.labels[rows]}
+
+
+class Completions(NamedTuple):
+    """Prompts and what follows them, for a language model.
+
+    Attributes:
+      tokens: of prompt and completion together; two or more of each.
+      prompts: how many of them are the prompt's: int64 [N].
+    """
+
+    tokens: Tokens
+    prompts: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The tokens of each input: all but the last, which is only predicted."""
+        return np.diff(self.tokens.starts) - 1
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """Inputs and labels int32 [B, T], one token apart; `loss_mask` bool [B, T]."""
+        tokens, mask = self.tokens.padded(rows, length + 1)
+        follows = np.arange(length + 1) >= self.prompts[rows][:, None]
+        return {
+            "inputs": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": (mask & follows)[:, 1:],
+        }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketedDataset:
+    """Shuffled batches, each padded to one of few lengths.
+
+    Epochs are permutations of all examples, one after another without a gap. They are
+    worked through in blocks of as many whole batches as an epoch has: the examples of a
+    block are put in order of their buckets, cut into batches, and the batches shuffled.
+    So no example is dropped, every batch is full, and where a bucket does not fill its
+    last batch, the next longer one does.
+
+    Attributes:
+      examples: what batches are made of.
+      lengths: of the buckets, rising; none of the examples is longer than the last.
+      spec: the size of a batch, the seed, and this process's share.
+
+    Raises:
+      DataError: a batch that the processes cannot share.
+    """
+
+    examples: Examples
+    lengths: tuple[int, ...]
+    spec: BatchSpec
+
+    def __post_init__(self) -> None:
+        share(self.spec)
+
+    def batch(self, step: int) -> Batch:
+        """This process's share of the batch of `step`: arrays [B / processes, ...]."""
+        count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
+        rows, lengths = _block(self, step // count, count)
+        own = rows[step % count][share(self.spec)]
+        return self.examples.batch(own, lengths[step % count])
+
+    def each_shape(self) -> list[Batch]:
+        """A batch of each length, the longest first."""
+        rows = np.zeros(len(range(self.spec.batch_size)[share(self.spec)]), np.int64)
+        return [_empty(self.examples.batch(rows, n)) for n in reversed(self.lengths)]
+
+
+def _empty(batch: Batch) -> Batch:
+    """Zeros in the place of examples that may be longer than the batch."""
+    return {
+        name: _empty(part) if isinstance(part, dict) else np.zeros_like(part)
+        for name, part in batch.items()
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def _block(
+    dataset: BucketedDataset, index: int, count: int
+) -> tuple[np.ndarray, list[int]]:
+    """The rows of a block's batches, int64 [count, B], and the length of each."""
+    spec, size = dataset.spec, count * dataset.spec.batch_size
+    sizes = dataset.examples.sizes
+    rows = drawn(len(sizes), spec.seed, index * size, (index + 1) * size)
+    buckets = np.searchsorted(dataset.lengths, sizes[rows])
+    order = np.argsort(buckets, kind="stable")  # Within a bucket as they were drawn.
+    shuffled = np.random.default_rng((spec.seed, 2, index)).permutation(count)
+    rows = rows[order].reshape(count, -1)[shuffled]
+    longest = buckets[order].reshape(count, -1)[shuffled, -1]
+    return rows, [dataset.lengths[bucket] for bucket in longest]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketedEvaluationSet:
+    """Every example once, short ones first; only the last batch may have fewer rows.
+
+    Attributes:
+      examples: what batches are made of.
+      lengths: of the buckets, rising; none of the examples is longer than the last.
+      batch_size: rows of all batches but the last.
+    """
+
+    examples: Examples
+    lengths: tuple[int, ...]
+    batch_size: int
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches hold each example once."""
+        return -(-len(self._order[0]) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """The arrays of one batch, padded to the bucket of its longest example."""
+        rows, buckets = self._order
+        own = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return self.examples.batch(rows[own], self.lengths[buckets[own][-1]])
+
+    @functools.cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """The examples by their buckets, and these: int64 [N] each."""
+        buckets = np.searchsorted(self.lengths, self.examples.sizes)
+        rows = np.argsort(buckets, kind="stable")
+        return rows, buckets[rows]
+
+
+def choose_lengths(
+    sizes: np.ndarray, count: int, most: int, longest: int
+) -> tuple[int, ...]:
+    """Lengths of buckets that hold about as many examples each.
+
+    Args:
+      sizes: of the examples to train on: int64 [N].
+      count: buckets, at most.
+      most: the longest that is possible.
+      longest: of all examples; the last bucket is for it.
+
+    Returns:
+      Rising multiples of 8, or `most`.
+
+    Raises:
+      DataError: fewer than one bucket.
+    """
+    if count < 1:
+        raise DataError(f"num_buckets={count}; possible is 1 or more")
+    shares = np.arange(1, count) / count
+    edges = [*np.quantile(sizes, shares, method="higher"), longest]
+    return tuple(
+        sorted({min(int(-(-edge // MULTIPLE) * MULTIPLE), most) for edge in edges})
+    )

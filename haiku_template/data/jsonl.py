@@ -1,0 +1,169 @@
+"""JSON-lines: one object a line, of one kind in a file; and a part held out of them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from haiku_template.data.errors import DataError
+
+# Of the keys, by task; other keys of a line are not read.
+KINDS = {
+    "classification": ("text", "label"),
+    "language_model": ("prompt", "completion"),
+}
+
+
+class Line(NamedTuple):
+    """One example.
+
+    Attributes:
+      where: the file and the number of the line, for errors.
+      text: the text, or the prompt.
+      target: the label, or the completion.
+    """
+
+    where: str
+    text: str
+    target: Any
+
+
+def read_lines(path: Path, task: str) -> list[Line]:
+    """The examples of a file; empty lines are left out.
+
+    Args:
+      path: UTF-8 text.
+      task: a key of `KINDS`.
+
+    Raises:
+      DataError: the file is missing, not UTF-8 or empty, the task needs other data, or
+        a line is no such example; the message names the first.
+    """
+    if task not in KINDS:
+        raise DataError(
+            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
+            f"is {task}"
+        )
+    lines = [
+        _line(f"line {number} of {path}", text, task)
+        for number, text in enumerate(_text(path).split("\n"), 1)
+        if text.strip()
+    ]
+    if not lines:
+        raise DataError(f"{path} is empty; at least one example is needed")
+    return lines
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"the data file {path} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _line(where: str, text: str, task: str) -> Line:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        words = getattr(error, "msg", "it is nested too deeply")
+        raise DataError(f"{where} is no JSON: {words}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{where} is no JSON object but {text.strip()[:40]}")
+    keys = KINDS[task]
+    missing = [key for key in keys if key not in values]
+    if missing:
+        other = next((k for k, v in KINDS.items() if set(v) <= values.keys()), None)
+        hint = f"; it is of the kind for config.task.name={other}" if other else ""
+        raise DataError(
+            f"{where} has no {' and no '.join(missing)}, only "
+            f"{', '.join(values) or 'an empty object'}; the task {task} needs "
+            f"{' and '.join(keys)}{hint}"
+        )
+    example = Line(where, *(values[key] for key in keys))
+    possible = (str,) if task == "language_model" else (str, int)
+    for key, value, kinds in zip(keys, example[1:], ((str,), possible), strict=True):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            words = "text" if kinds == (str,) else "text or a whole number"
+            raise DataError(f"{where} has {key}={json.dumps(value)}; {words} is needed")
+    return example
+
+
+def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+    """Parts the lines by a hash of their text, or prompt.
+
+    Whether one is held out does not depend on the others, and the same text is never on
+    both sides; only where none or all would be, one text makes the difference.
+
+    Args:
+      lines: all of them.
+      fraction: of the texts, about; 0 for none.
+
+    Returns:
+      The lines to train on and those held out, in their order.
+
+    Raises:
+      DataError: a fraction outside [0, 1), or a single text to divide.
+    """
+    if not 0 <= fraction < 1:
+        raise DataError(
+            f"validation_fraction={fraction}; possible is from 0 to below 1"
+        )
+    if fraction == 0:
+        return lines, []
+    ranks = sorted({_rank(line.text) for line in lines})
+    if len(ranks) < 2:
+        raise DataError(
+            f"{lines[0].where} and all others have the same text, so that nothing can "
+            "be held out; give several, or validation_fraction=0"
+        )
+    edge = min(max(fraction, ranks[1]), ranks[-1])  # One rank at least on each side.
+    held_out = [_rank(line.text) < edge for line in lines]
+    return (
+        [line for line, out in zip(lines, held_out, strict=True) if not out],
+        [line for line, out in zip(lines, held_out, strict=True) if out],
+    )
+
+
+def _rank(text: str) -> float:
+    """A number in [0, 1) for a text, the same everywhere."""
+    # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def class_names(lines: list[Line]) -> dict[Any, int]:
+    """The number of each label, in the order of the labels.
+
+    Raises:
+      DataError: labels of two kinds.
+    """
+    first = lines[0]
+    for line in lines:
+        if type(line.target) is not type(first.target):
+            raise DataError(
+                f"{line.where} has the label {line.target!r} and {first.where} the "
+                f"label {first.target!r}; all are text, or all whole numbers"
+            )
+    return {label: i for i, label in enumerate(sorted({x.target for x in lines}))}
+
+
+def classes_of(lines: list[Line], names: dict[Any, int]) -> list[int]:
+    """The number of each line's label.
+
+    Raises:
+      DataError: a label that was not found in the lines to train on.
+    """
+    for line in lines:
+        if line.target not in names:
+            raise DataError(
+                f"{line.where} has the label {line.target!r}, which no example to "
+                f"train on has; those have {', '.join(map(str, list(names)[:20]))}"
+            )
+    return [names[line.target] for line in lines]

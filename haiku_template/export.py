@@ -1,0 +1,48 @@
+"""Exports a checkpoint of a run, for other software.
+
+    python -m haiku_template.export --workdir=runs/digits --format=stablehlo \
+        --output=exported/digits
+
+safetensors: parameters, in Hugging Face's names where the model has them. stablehlo:
+the forward pass with its parameters, for a batch of any size, which JAX runs without
+Haiku. Writes a folder, which must not exist. Exit codes: 0 done, 64 bad configuration
+or data, 69 device not available, 74 the checkpoint or the folder cannot be read or
+written.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from haiku_template import cli, config
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "latest", "Which one: latest, best, or a step."
+)
+_FORMAT = flags.DEFINE_enum(
+    "format", None, ["safetensors", "stablehlo"], "What to write."
+)
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.")
+flags.mark_flags_as_required(["workdir", "format", "output"])
+flags.adopt_module_key_flags(cli)
+
+
+def main() -> None:
+    """Reads the saved config, restores the checkpoint and writes it."""
+    workdir = Path(_WORKDIR.value)
+    saved = config.of_run(workdir)
+    devices = cli.device_manager()
+    from haiku_template.training import exporting, portable
+
+    write = {
+        "safetensors": exporting.export_safetensors,
+        "stablehlo": portable.export_stablehlo,
+    }[_FORMAT.value]
+    output = Path(_OUTPUT.value)
+    step = write(saved, devices, workdir, _CHECKPOINT.value, output)
+    print(f"{output}: step {step} of {workdir}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,76 @@
+"""Evaluates a checkpoint of a run, from what its workdir holds."""
+
+from pathlib import Path
+
+from ml_collections import config_dict
+
+from haiku_template.config import ConfigError
+from haiku_template.devices import DeviceManager
+from haiku_template.training import report
+from haiku_template.training.experiment import build
+from haiku_template.training.program import Program
+from haiku_template.training.restoring import restore
+from haiku_template.training.starting import place_base
+from haiku_template.training.state import TrainState
+
+
+def evaluate_checkpoint(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> tuple[int, dict[str, float]]:
+    """The step and the metrics of one checkpoint of a run.
+
+    Where classes are told apart, confusion.png in `workdir` shows which are not.
+
+    Args:
+      config: as saved in the workdir.
+      devices: any; the run may have used others.
+      workdir: of the run.
+      which: `latest`, `best`, or a step.
+
+    Raises:
+      ConfigError: no such checkpoint, or nothing to evaluate on.
+      CheckpointError: the checkpoint is damaged.
+      PretrainedError: the base is not that of the run.
+    """
+    program, step, state = restore_run(config, devices, workdir, which)
+    if program.data.evaluation is None:
+        raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
+    with devices.explicit_transfers():
+        metrics, counts = program.measure(state)
+    if "confusion" in counts:
+        names = program.data.class_names or range(program.data.num_outputs)
+        title = f"{workdir.name}, step {step}"
+        report.write_confusion(
+            workdir, counts["confusion"], tuple(map(str, names)), title
+        )
+    return step, metrics
+
+
+def restore_run(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> tuple[Program, int, TrainState]:
+    """The program of a run, and the step and the state of one of its checkpoints.
+
+    Args:
+      config: as saved in the workdir.
+      devices: any; the run may have used others.
+      workdir: of the run.
+      which: `latest`, `best`, or a step.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      CheckpointError: the checkpoint is damaged.
+      PretrainedError: the base is not that of the run.
+    """
+    config.data.placement = "host"
+    # Rows of padding make up for a batch that does not split over these devices.
+    config.batch_size += -config.batch_size % (
+        devices.num_devices * config.accumulate_steps
+    )
+    program = build(config, devices)
+    abstract = devices.abstract(program.init)
+    step, state = restore(
+        config, workdir, which, lambda saved, step: saved.restore(step, abstract)
+    )
+    place_base(devices, program.start, workdir)
+    return program, step, state

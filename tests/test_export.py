@@ -1,0 +1,277 @@
+"""Exports, used as other software would: files, and a process without Haiku."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import haiku as hk
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+from haiku_template.config import ConfigError, default_config
+from haiku_template.finetuning import describe
+from haiku_template.finetuning.errors import PretrainedError
+from haiku_template.models import mlp, multiply_out
+from haiku_template.training import exporting
+from haiku_template.training.evaluate_run import restore_run
+from haiku_template.training.evaluation import variables
+from haiku_template.training.experiment import run
+from haiku_template.training.exporting import export_safetensors
+from haiku_template.training.portable import (
+    ExportError,
+    export_forward,
+    export_stablehlo,
+)
+from haiku_template.training.precision import Precision
+from haiku_template.training.program import with_state
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
+SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
+BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES
+# Runs what was exported, without this package or Haiku.
+CHILD = """
+import sys, jax, numpy as np
+forward = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+for name in sys.argv[2:]:
+    with np.load(name) as arrays:
+        inputs = dict(arrays)
+    outputs = forward.call(inputs.get("inputs", inputs))
+    np.save(name + ".out", np.asarray(outputs))
+loaded = {module.split(".")[0] for module in sys.modules}
+assert not loaded & {"haiku", "optax", "haiku_template"}, loaded
+"""
+
+
+def experiment(tmp_path, name):
+    """A run of one step, of a model of each kind: its config and its workdir."""
+    config = default_config()
+    config.num_steps = 1
+    config.batch_size = 8
+    if name in ("bert", "gpt"):
+        keys, config.task.name = ("text", "label"), "classification"
+        if name == "gpt":
+            keys, config.task.name = ("prompt", "completion"), "language_model"
+        rows = [("a fine film", "good"), ("so so", "bad")]
+        lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(lines))
+        config.data = {"name": "jsonl", "path": str(path), "context": 16}
+        config.data.validation_fraction = 0.0
+    config.model = {
+        "mlp": {"name": "mlp", "width": 8},
+        "resnet": {"name": "resnet", "channels": (4,), "blocks": 1},
+        "bert": BERT,
+        "gpt": {"name": "gpt"} | SIZES,
+    }[name]
+    return config, tmp_path / "run"
+
+
+def trained(tmp_path, devices, name, **keys):
+    config, workdir = experiment(tmp_path, name)
+    config.update(keys)
+    run(config, devices, str(workdir))
+    return config, workdir
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("mlp", "float32"),
+        ("resnet", "bfloat16"),
+        ("bert", "float32"),
+        ("gpt", "float32"),
+    ],
+)
+def test_a_process_without_haiku_computes_the_same(
+    tmp_path, one_device, name, precision
+):
+    pytest.importorskip("flatbuffers")
+    keys = {"precision": precision, "ema_decay": 0.5}
+    config, workdir = trained(tmp_path, one_device, name, **keys)
+    output = tmp_path / "exported"
+    assert export_stablehlo(config, one_device, workdir, "latest", output) == 1
+    described = json.loads((output / "forward.json").read_text())
+    assert described["platforms"] == ["cpu", "cuda"]
+
+    program, _, state = restore_run(config, one_device, workdir, "latest")
+    batch = program.data.train.batch(0)["inputs"]
+    files, expected = [], []
+    for size in (1, 3):
+        inputs = jax.tree.map(lambda x, size=size: x[:size], batch)
+        files.append(str(tmp_path / f"{size}.npz"))
+        np.savez(
+            files[-1], **(inputs if isinstance(inputs, dict) else {"inputs": inputs})
+        )
+        expected.append(outputs_of(program, config, state, inputs))
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(output / "forward.stablehlo"), *files],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for file, wanted in zip(files, expected, strict=True):
+        np.testing.assert_allclose(
+            np.load(f"{file}.out.npy"), wanted, rtol=0, atol=1e-6
+        )
+
+
+def outputs_of(program, config, state, inputs):
+    """What the model gives for the averaged parameters, by `hk.transform` alone."""
+    params, net_state = variables(state)
+    assert params is state.ema_params
+    model = with_state(program.parts["model"])
+    precision = Precision.create(config.precision)
+
+    def apply(params, inputs):
+        cast = precision.policy.cast_to_compute
+        with precision.norms_in_float32():
+            outputs, _ = model.apply(cast(params), net_state, None, cast(inputs), False)
+        return multiply_out(precision.cast_outputs(outputs))
+
+    return np.asarray(jax.jit(apply)(params, inputs))
+
+
+def test_the_description_names_inputs_and_classes(tmp_path, one_device):
+    pytest.importorskip("flatbuffers")
+    config, workdir = trained(tmp_path, one_device, "bert")
+    export_stablehlo(config, one_device, workdir, "1", tmp_path / "out")
+    described = json.loads((tmp_path / "out" / "forward.json").read_text())
+    entry = {"shape": ["b", 16], "dtype": "int32"}
+    assert described["inputs"] == {"tokens": entry, "mask": entry}
+    assert list(described["outputs"].values()) == [
+        {"shape": ["b", 2], "dtype": "float32"}
+    ]
+    assert described["class_names"] == ["bad", "good"] and described["step"] == 1
+
+
+def test_a_model_of_one_batch_size_is_refused():
+    def forward(inputs):
+        return inputs.reshape(3, -1)
+
+    with pytest.raises(ExportError, match="a batch of any size, on cpu and"):
+        export_forward(forward, np.zeros((3, 5), np.float32))
+
+
+def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device):
+    config, workdir = trained(tmp_path, one_device, "bert")
+    output = tmp_path / "out"
+    assert export_safetensors(config, one_device, workdir, "latest", output) == 1
+    found = describe(output, "bert")
+    assert found.config["id2label"] == {"0": "bad", "1": "good"}
+    assert found.config["architectures"] == ["BertForSequenceClassification"]
+    assert {k: found.arguments[k] for k in SIZES} == SIZES
+    tensors = load_file(output / "model.safetensors")
+    _, _, state = restore_run(config, one_device, workdir, "latest")
+    head = np.asarray(state.params["bert/head"]["w"])
+    np.testing.assert_array_equal(tensors["classifier.weight"], head.T)
+    assert "bert.encoder.layer.0.attention.self.query.weight" in tensors
+
+
+def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
+    monkeypatch.setitem(
+        exporting.PRESETS, "124M", exporting.PRESETS["124M"]._replace(**SIZES)
+    )
+    config, workdir = experiment(tmp_path, "gpt")
+    config.model = {"name": "gpt", "preset": "124M"}
+    run(config, one_device, str(workdir))
+    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    arguments = describe(tmp_path / "out", "gpt").arguments
+    assert {k: arguments[k] for k in SIZES} == SIZES
+    assert arguments["num_outputs"] == 256
+
+
+def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
+    config, workdir = trained(tmp_path, devices, "resnet", ema_decay=0.5)
+    output = tmp_path / "out"
+    export_safetensors(config, devices, workdir, "latest", output)
+    _, _, state = restore_run(config, devices, workdir, "latest")
+    for file, tree in (("model", state.ema_params), ("state", state.net_state)):
+        tensors = load_file(output / f"{file}.safetensors")
+        expected = {
+            f"{module}/{name}": np.asarray(x)
+            for module, name, x in hk.data_structures.traverse(devices.fetch(tree))
+        }
+        assert tensors.keys() == expected.keys() and tensors
+        for name, value in expected.items():
+            np.testing.assert_array_equal(tensors[name], value)
+    assert json.loads((output / "config.json").read_text())["model"]["name"] == "resnet"
+
+
+def test_adapters_are_merged(tmp_path, one_device):
+    lora = {"finetuning.lora.rank": 2, "finetuning.train": ("mlp/~/linear_1/*",)}
+    config, workdir = experiment(tmp_path, "mlp")
+    config.update_from_flattened_dict(lora)
+    config.num_steps = 5
+    run(config, one_device, str(workdir))
+    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    program, _, state = restore_run(config, one_device, workdir, "latest")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    params = {}
+    for path, value in tensors.items():
+        module, _, name = path.rpartition("/")
+        params.setdefault(module, {})[name] = value
+    held_out = program.data.evaluation
+    inputs = np.concatenate([held_out.batch(i)["inputs"] for i in range(45)])
+    labels = np.concatenate([held_out.batch(i)["labels"] for i in range(45)])
+    logits = mlp(10, width=8).apply(params, None, inputs, False)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    assert float(loss) == pytest.approx(program.evaluate(state)["eval/loss"], abs=1e-5)
+    first = program.start.base.arrays()["mlp/~/linear_0"]["w"]
+    assert np.abs(params["mlp/~/linear_0"]["w"] - first).max() > 1e-4
+
+
+@pytest.mark.parametrize("write", [export_safetensors, export_stablehlo])
+def test_what_is_there_is_left_alone(tmp_path, one_device, write):
+    config, workdir = experiment(tmp_path, "mlp")
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(
+        PretrainedError, match="file exists, and nothing is overwritten"
+    ):
+        write(config, one_device, workdir, "latest", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_step_that_is_not_there_is_refused_and_nothing_is_left(tmp_path, one_device):
+    config, workdir = trained(tmp_path, one_device, "mlp")
+    with pytest.raises(ConfigError, match="--checkpoint=7 is not in .*steps .1"):
+        export_safetensors(config, one_device, workdir, "7", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_writes_and_says_mistakes_in_one_sentence(tmp_path, one_device):
+    _, workdir = trained(tmp_path, one_device, "mlp")
+
+    def command(*flags):
+        return subprocess.run(
+            [sys.executable, "-m", f"{PACKAGE}.export", *flags],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            timeout=120,
+            check=False,
+        )
+
+    flags = [f"--workdir={workdir}", f"--output={tmp_path / 'out'}"]
+    done = command(*flags, "--format=safetensors")
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'out'}: step 1 of {workdir}" in done.stdout
+    for more, words in (
+        (["--format=safetensors"], "exists, and nothing is overwritten"),
+        (["--format=onnx"], "safetensors|stablehlo"),
+        ([], "--format is needed"),
+    ):
+        done = command(*flags, *more)
+        assert done.returncode == 64, done.stderr
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1 and words in lines[0], done.stderr

@@ -1,0 +1,80 @@
+"""Which classes are taken for which: exact counts, and the metrics that they give."""
+
+import sys
+
+import numpy as np
+import optax
+import pytest
+from sklearn.metrics import confusion_matrix, f1_score
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.models import mlp
+from haiku_template.training import classification, make_program, report
+from haiku_template.training.tally import TALLIES, confusion, macro_f1
+
+RNG = np.random.default_rng(0)
+
+
+def example():
+    """43 examples of 4 classes, of which the last has none to evaluate on."""
+    inputs = RNG.normal(size=(43, 5)).astype(np.float32)
+    labels = RNG.integers(0, 3, 43).astype(np.int32)
+    train = ArrayDataset(inputs, labels, BatchSpec(8))
+    return Data(train, EvaluationSet(inputs, labels, 16), 4)
+
+
+def test_counts_are_those_of_scikit_learn_on_any_number_of_devices(devices):
+    data = example()
+    model = mlp(4, width=8)
+    program = make_program(
+        devices=devices,
+        model=model,
+        task=classification,
+        data=data,
+        optimizer=optax.sgd(0.1),
+        tally=TALLIES["classification"],
+    )
+    state = devices.init(program.init)
+    with devices.explicit_transfers():
+        metrics, counts = program.measure(state)
+    inputs, labels = data.evaluation.inputs, data.evaluation.labels
+    logits = model.apply(devices.fetch(state.params), None, inputs, False)
+    predicted = np.argmax(np.asarray(logits), axis=1)
+    expected = confusion_matrix(labels, predicted, labels=range(4))
+    np.testing.assert_array_equal(counts["confusion"], expected)
+    assert expected.sum() == 43 and len(set(predicted)) > 1
+    wanted = f1_score(labels, predicted, average="macro")
+    assert metrics["eval/macro_f1"] == pytest.approx(wanted, abs=1e-12)
+    assert metrics == program.evaluate(state)
+
+
+def test_classes_that_never_occur_do_not_count():
+    matrix = np.array([[3, 0, 0], [1, 2, 0], [0, 0, 0]])
+    expected = (2 * 3 / 7 + 2 * 2 / 5) / 2
+    assert macro_f1({"confusion": matrix})["macro_f1"] == pytest.approx(expected)
+
+
+def test_very_many_classes_are_not_counted():
+    batch = {"labels": np.zeros(2, np.int32), "mask": np.ones(2, bool)}
+    counts = confusion(np.zeros((2, 1001), np.float32), batch)
+    assert counts == {} and macro_f1(counts) == {}
+
+
+def test_the_picture_is_replaced_and_nothing_else_is_left(tmp_path):
+    matrix = np.array([[3.0, 0], [1, 2]])
+    for classes in (["costs $5", "free"], ["a", "b"]):
+        path = report.write_confusion(tmp_path, matrix, classes, "step 1")
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [tmp_path / "confusion.png"]
+
+
+def test_without_matplotlib_or_a_place_there_is_a_warning(
+    tmp_path, monkeypatch, caplog
+):
+    matrix = np.eye(2)
+    assert report.write_confusion(tmp_path / "none", matrix, "ab", "") is None
+    assert "no " in caplog.text and "confusion.png: " in caplog.text
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.write_confusion(tmp_path, matrix, "ab", "") is None
+    assert "no confusion.png: matplotlib is not installed" in caplog.text
+    assert not list(tmp_path.iterdir())
