@@ -16,6 +16,8 @@ from haiku_template.generation.errors import GenerationError
 from haiku_template.generation.sampling import Sampling, make_steps
 from haiku_template.training import experiment
 from haiku_template.training.checkpoint import Checkpoints
+from haiku_template.training.evaluate_run import restore_run
+from haiku_template.training.exporting import whole_model
 from haiku_template.training.precision import Precision
 from haiku_template.training.restoring import restore
 
@@ -65,6 +67,8 @@ def load(
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
+    if config.finetuning.train or config.finetuning.lora.rank is not None:
+        return _load_tuned(config, devices, workdir, which)
     precision = Precision.create(config.precision, devices.platform)
     part = "params" if config.ema_decay is None else "ema_params"
 
@@ -72,10 +76,7 @@ def load(
         saved = checkpoints.saved(step)[part]
         sizes = [saved.get(f"gpt/{name}") for name in ("embed", "positions")]
         if None in sizes:
-            raise GenerationError(
-                f"config.model.name={config.model.name} of the run in {workdir} is "
-                "not a language model that text can be generated with; gpt is"
-            )
+            raise GenerationError(_no_language_model(config, workdir))
         vocabulary, context = (table["embeddings"].shape[0] for table in sizes)
         model = experiment.make_model(config, vocabulary)
 
@@ -88,6 +89,29 @@ def load(
         return LanguageModel(step, params, model, precision, vocabulary, context)
 
     return restore(config, workdir, which, read)[1]
+
+
+def _load_tuned(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> LanguageModel:
+    """The same of a run whose checkpoints hold only what was trained."""
+    program, step, state = restore_run(config, devices, workdir, which)
+    params, _ = whole_model(program, state)
+    tables = [params.get(f"gpt/{name}") for name in ("embed", "positions")]
+    if None in tables:
+        raise GenerationError(_no_language_model(config, workdir))
+    vocabulary, context = (len(table["embeddings"]) for table in tables)
+    precision = Precision.create(config.precision, devices.platform)
+    params = devices.init(precision.policy.cast_to_compute, params)
+    model = program.parts["model"]
+    return LanguageModel(step, params, model, precision, vocabulary, context)
+
+
+def _no_language_model(config: config_dict.ConfigDict, workdir: Path) -> str:
+    return (
+        f"config.model.name={config.model.name} of the run in {workdir} is not a "
+        "language model that text can be generated with; gpt is"
+    )
 
 
 def make_generate(

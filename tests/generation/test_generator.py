@@ -174,3 +174,16 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices)
         load(config, four_devices, workdir, "latest")
     with pytest.raises(ConfigError, match="holds no checkpoints"):
         load(config, DEVICES, workdir.parent, "latest")
+
+
+def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):
+    config, base = trained
+    tuned = make_config(num_steps=5, ema_decay=None, init_from=str(base))
+    tuned.finetuning.lora.rank = 2
+    experiment.run(tuned, DEVICES, str(tmp_path / "run"))
+    model = load(tuned, DEVICES, tmp_path / "run", "latest")
+    plain = load(config, DEVICES, base, "best")
+    same = jax.tree.map(lambda x, y: bool((x == y).all()), model.params, plain.params)
+    assert not all(jax.tree.leaves(same)), "the adapters changed nothing"
+    assert all(jax.tree.leaves(same["gpt/embed"]))
+    assert written(model, ["the "], 5) == [likeliest(model, "the ", 5)]
