@@ -14,6 +14,7 @@ VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
@@ -25,7 +26,8 @@ train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not long and not pretrained and not cuda_wheels"
+	$(BIN)/python -m pytest -m "not long and not pretrained and not cuda_wheels" \
+		--numprocesses=$(WORKERS) --dist=loadfile
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long --timeout=1800

@@ -101,7 +101,7 @@ def test_a_run_shows_devices_parameters_batch_and_progress(finished):
         "cpu:0-3 whole on each",
         "128 examples, 32 on each device",
         "step     40/40  loss",
-        "examples/s  ETA 0:00  memory",
+        "examples/s  ETA 0:00  bound by ",
         "step     40/40  eval loss",
         "report.png",
     ):
