@@ -22,8 +22,8 @@ MADE = ".git .venv* runs build dist *.egg-info __pycache__ .*_cache"
 # As they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
 jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
-orbax_checkpoint pip pytest pytest_timeout rich ruff safetensors scikit_learn
-setuptools sklearn tensorboardx tokenizers
+orbax_checkpoint pip pytest pytest_timeout pytest_xdist rich ruff safetensors
+scikit_learn setuptools sklearn tensorboardx tokenizers xdist
 """
 
 
