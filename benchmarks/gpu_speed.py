@@ -166,8 +166,8 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
         }
         # The arguments are there already, and donated ones become results.
         growth = found["temp, bytes"] + found["output, bytes"] - found["alias, bytes"]
-        state, _ = jax.block_until_ready(compiled(state, batch))
-        measured = _peak_growth(devices, compiled, state, batch)
+        state, _ = jax.block_until_ready(program.train_step(state, batch))
+        measured = _peak_growth(devices, program.train_step, state, batch)
         found["predicted growth, bytes"] = growth
         found["measured growth, bytes"] = NOT_ON_CPU if measured is None else measured
         if measured is not None:

@@ -16,6 +16,8 @@ from haiku_template.devices import DeviceManager
 from haiku_template.finetuning.errors import PretrainedError
 from haiku_template.finetuning.pretrained import flatten
 from haiku_template.training import experiment
+from haiku_template.training.evaluate_run import evaluate_checkpoint
+from haiku_template.training.restoring import restore
 from haiku_template.training.sources import make_source, with_sizes
 
 REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
@@ -46,7 +48,7 @@ def pretrained(cpu, tmp_path_factory):
 
 
 def evaluated(values, devices, workdir):
-    return experiment.evaluate_checkpoint(values, devices, workdir, "latest")[1]
+    return evaluate_checkpoint(values, devices, workdir, "latest")[1]
 
 
 def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
@@ -93,7 +95,7 @@ def test_all_of_a_run_can_train_on(cpu, pretrained):
     saved = configs.load(pretrained / "config.json")
     program = experiment.build(saved, cpu)
     abstract = cpu.abstract(program.init)
-    _, before = experiment.restore(
+    _, before = restore(
         saved, pretrained, "best", lambda found, step: found.restore(step, abstract)
     )
     for a, b, c in zip(
