@@ -5,6 +5,7 @@
         --workdir=runs/help --config.init_from=runs/bytes
 
 The text is that of Python's `help()` topics (pydoc_data.topics); nothing is downloaded.
+Lab record: none yet; it has only been started.
 """
 
 from ml_collections import config_dict

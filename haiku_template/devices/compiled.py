@@ -9,7 +9,7 @@ import jax
 
 from haiku_template.devices.audit import astray
 from haiku_template.devices.errors import PlacementError
-from haiku_template.devices.leaks import leaks_named
+from haiku_template.devices.leaks import leak_error, leaks_named
 from haiku_template.devices.ledger import Ledger
 
 # What JAX says when an argument is not where the computation runs.
@@ -90,8 +90,9 @@ class CompiledStep:
         more = [shared.arrays() for shared in self._shared]
         begun = time.perf_counter()
         try:
-            with leaks_named():
-                return self._jitted(state, batch, *more)
+            return self._jitted(state, batch, *more)
+        except jax.errors.UnexpectedTracerError as error:
+            raise leak_error(error) from error
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
                 self._name_leaf(error, state, batch)

@@ -31,16 +31,23 @@ def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
-        places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
-        kind = re.search(r"with type (\S+)", str(error))
-        leaves = _leaked_leaves(make) if make is not None else []
-        raise PlacementError(
-            f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
-            f"of type {kind[1] if kind else 'unknown'} made at "
-            f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
-            f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
-            "attribute or a global"
-        ) from error
+        raise leak_error(error, make) from error
+
+
+def leak_error(
+    error: jax.errors.UnexpectedTracerError, make: Callable[[], Any] | None = None
+) -> PlacementError:
+    """What `leaks_named` raises for JAX's error."""
+    places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
+    kind = re.search(r"with type (\S+)", str(error))
+    leaves = _leaked_leaves(make) if make is not None else []
+    return PlacementError(
+        f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
+        f"of type {kind[1] if kind else 'unknown'} made at "
+        f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
+        f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
+        "attribute or a global"
+    )
 
 
 def _leaked_leaves(make: Callable[[], Any]) -> list[str]:
