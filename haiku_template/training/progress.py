@@ -19,7 +19,7 @@ from haiku_template.training.clock import bound_text
 from haiku_template.training.program import Program
 from haiku_template.training.starting import Start
 from haiku_template.training.state import TrainState
-from haiku_template.training.throughput import rate_text
+from haiku_template.training.throughput import rate_text, speed_text
 
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
@@ -80,11 +80,15 @@ class Display:
         """Reports training metrics: in the bar, or as a line."""
         left = (self.num_steps - step) / metrics["perf/steps_per_second"]
         numbers = f"{_numbers(metrics, 'train/')}  {rate_text(metrics)}"
-        line = f"{numbers}  ETA {_clock(left)}  {bound_text(metrics)}  memory {memory}"
+        time_left, bound = f"ETA {_clock(left)}", bound_text(metrics)
+        line = f"{numbers}  {time_left}  {bound}  memory {memory}"
         full = f"step {step:>6}/{self.num_steps}  {line}"
         if self._bar.disable:
             self._screen.print(full)
-        self._bar.update(self._task, completed=step, description=line, refresh=True)
+        # What 80 columns have room for comes first.
+        loss = f"loss {metrics['train/loss']:.4g}"
+        brief = "  ".join((loss, speed_text(metrics), time_left, memory, bound))
+        self._bar.update(self._task, completed=step, description=brief, refresh=True)
         self._log.print(full)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

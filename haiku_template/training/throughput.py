@@ -39,9 +39,14 @@ def rates(
     return metrics
 
 
-def rate_text(metrics: dict[str, float]) -> str:
-    """`1,234 tokens/s (31% of matmul peak)`, or `1,234 examples/s`."""
+def speed_text(metrics: dict[str, float]) -> str:
+    """`1,234 tokens/s`, or `1,234 examples/s`."""
     unit = "tokens" if "perf/tokens_per_second" in metrics else "examples"
-    text = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+    return f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+
+
+def rate_text(metrics: dict[str, float]) -> str:
+    """The same, and what is known of it: `1,234 tokens/s (31% of matmul peak)`."""
+    text = speed_text(metrics)
     share = metrics.get("perf/utilisation")
     return text if share is None else f"{text} ({share:.0%} of matmul peak)"
