@@ -470,6 +470,7 @@ def test_data_that_is_missing_or_damaged_is_named(tmp_path, mnist):
     refused("is empty", "at least one example is needed")
 
 
+@pytest.mark.long
 def test_cifar10_files_train(tmp_path):
     rng = np.random.default_rng(0)
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:

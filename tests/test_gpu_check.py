@@ -80,6 +80,7 @@ def test_flags_that_make_no_sense_are_refused(flag):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_every_check_runs_small_on_the_cpu(tmp_path):
     output = tmp_path / "made" / "found.json"
     flags = ["--device=cpu", "--quick", f"--output={output}"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # One tensor of 307 MB, and twenty of 34 MB that are transposed.
@@ -53,6 +54,7 @@ def write_large(path):
             first -= file.write(block[:first])
 
 
+@pytest.mark.long
 def test_a_gigabyte_is_read_with_little_more_than_its_parameters(tmp_path):
     path = tmp_path / "model.safetensors"
     write_large(path)

@@ -121,7 +121,9 @@ def test_an_unknown_precision_lists_the_known():
         Precision.create("fp16")
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)]
+)
 def test_evaluation_in_half_precision_follows_float32(one_device, precision):
     config = digits_resnet.get_config()
     results = []

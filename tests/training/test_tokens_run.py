@@ -88,7 +88,9 @@ def token_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("order", ["random", "epochs"])
+@pytest.mark.parametrize(
+    "order", [pytest.param("random", marks=pytest.mark.long), "epochs"]
+)
 def test_placements_and_devices_agree(tmp_path, token_file, order):
     found = {}
     for placement, num_devices in (("host", 1), ("device", 1), ("device", 4)):
