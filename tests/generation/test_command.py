@@ -49,11 +49,20 @@ def test_prompts_of_a_file_go_on_side_by_side(trained, tmp_path):
     assert second == "a café by night. my dog ra"
 
 
+# What runs in the background of a script ignores SIGINT, and so do its children.
+HEARS_SIGINT = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("haiku_template.generate", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("ending", ["reader leaves", "interrupt"])
 def test_it_stops_without_a_word_when_nobody_wants_more(trained, ending):
     _, workdir = trained
+    flags = (f"--workdir={workdir}", "--prompt=my ", "--num_tokens=1000000")
     process = subprocess.Popen(
-        [*COMMAND, f"--workdir={workdir}", "--prompt=my ", "--num_tokens=1000000"],
+        [sys.executable, "-c", HEARS_SIGINT, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRON,
