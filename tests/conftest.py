@@ -1,5 +1,16 @@
-import jax
-import pytest
+import os
+import tempfile
+
+# Tests compile many programs that others have compiled: of one model, say, the same
+# first parameters, and in each process again. JAX keeps them, for this process and for
+# those that it starts. Another worker has a folder of its own: JAX does not write its
+# entries at once, and who reads half of one is warned.
+COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Before any backend exists: the tests' devices are CPUs that look like eight.
 jax.config.update("jax_platforms", "cpu")
