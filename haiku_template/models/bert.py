@@ -45,6 +45,7 @@ def bert(
     token_types: int = 2,
     dropout: float = 0.1,
     norm_eps: float = 1e-12,
+    remat: bool = False,
 ) -> hk.Transformed:
     """A text classifier, or a sentence encoder: texts to [B, K] or to [B, D].
 
@@ -64,6 +65,8 @@ def bert(
       token_types: kinds of text that tokens may belong to.
       dropout: share of units dropped in training, in [0, 1); none of the attention's.
       norm_eps: added to variances.
+      remat: compute each block again in the backward pass, instead of keeping what it
+        computed: a third more work for much less memory.
 
     Raises:
       ValueError: a pooling that is not known, or a value out of its range.
@@ -93,7 +96,7 @@ def bert(
     def forward(inputs: dict[str, jax.Array], is_training: bool) -> jax.Array:
         with hk.name_scope("bert"):
             rate = dropout if is_training else 0.0
-            hidden = encode(inputs, sizes, rate)
+            hidden = encode(inputs, sizes, rate, remat)
             pooled = POOLINGS[pooling](hidden, inputs["mask"])
             if num_outputs is None:
                 return _normalized(pooled)
@@ -102,13 +105,16 @@ def bert(
     return hk.transform(forward)
 
 
-def encode(inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0) -> jax.Array:
+def encode(
+    inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0, remat: bool = False
+) -> jax.Array:
     """The last hidden states [B, T, D] of `bert`'s inputs; padding's mean nothing.
 
     Args:
       inputs: see `bert`.
       sizes: of the encoder.
       rate: share of units dropped.
+      remat: see `bert`.
 
     Raises:
       ModelError: a text is longer than the model has positions for.
@@ -125,11 +131,16 @@ def encode(inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0) -> jax
     x += look_up(table(sizes.token_types, sizes.width, "token_types"), types)
     x += table(sizes.context, sizes.width, "positions")[None, :length]
     x = drop(rate, _norm(sizes, "norm")(x))
+
+    def block(x: jax.Array, mask: jax.Array) -> jax.Array:
+        change = drop(rate, _attention(x, mask, sizes))
+        x = _norm(sizes, "norm_1")(x + change)
+        return _norm(sizes, "norm_2")(x + drop(rate, _mlp(x, sizes)))
+
+    block = hk.remat(block) if remat else block
     for i in range(sizes.num_layers):
         with hk.name_scope(f"block_{i}"):
-            change = drop(rate, _attention(x, inputs["mask"], sizes))
-            x = _norm(sizes, "norm_1")(x + change)
-            x = _norm(sizes, "norm_2")(x + drop(rate, _mlp(x, sizes)))
+            x = block(x, inputs["mask"])
     return x
 
 
