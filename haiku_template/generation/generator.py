@@ -67,51 +67,55 @@ def load(
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
-    if config.finetuning.train or config.finetuning.lora.rank is not None:
-        return _load_tuned(config, devices, workdir, which)
+    in_part = config.finetuning.train or config.finetuning.lora.rank is not None
+    read = _merged if in_part else _whole
+    step, params = read(config, devices, workdir, which)
+    vocabulary, context = _sizes(params, config, workdir)
     precision = Precision.create(config.precision, devices.platform)
+    params = devices.init(precision.policy.cast_to_compute, params)
+    model = experiment.make_model(config, vocabulary)
+    return LanguageModel(step, params, model, precision, vocabulary, context)
+
+
+def _whole(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
+) -> tuple[int, hk.Params]:
+    """The step and the parameters of a checkpoint, and nothing else of it."""
     part = "params" if config.ema_decay is None else "ema_params"
 
-    def read(checkpoints: Checkpoints, step: int) -> LanguageModel:
-        saved = checkpoints.saved(step)[part]
-        sizes = [saved.get(f"gpt/{name}") for name in ("embed", "positions")]
-        if None in sizes:
-            raise GenerationError(_no_language_model(config, workdir))
-        vocabulary, context = (table["embeddings"].shape[0] for table in sizes)
+    def read(checkpoints: Checkpoints, step: int) -> hk.Params:
+        vocabulary, _ = _sizes(checkpoints.saved(step)[part], config, workdir)
         model = experiment.make_model(config, vocabulary)
 
         def init() -> hk.Params:
             tokens = jnp.zeros((1, 1), jnp.int32)
             return model.init(jax.random.key(0), tokens, False)
 
-        params = checkpoints.restore_part(step, part, devices.abstract(init))
-        params = devices.init(precision.policy.cast_to_compute, params)
-        return LanguageModel(step, params, model, precision, vocabulary, context)
+        return checkpoints.restore_part(step, part, devices.abstract(init))
 
-    return restore(config, workdir, which, read)[1]
+    return restore(config, workdir, which, read)
 
 
-def _load_tuned(
+def _merged(
     config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> LanguageModel:
+) -> tuple[int, hk.Params]:
     """The same of a run whose checkpoints hold only what was trained."""
     program, step, state = restore_run(config, devices, workdir, which)
-    params, _ = whole_model(program, state)
+    return step, whole_model(program, state)[0]
+
+
+def _sizes(
+    params: Any, config: config_dict.ConfigDict, workdir: Path
+) -> tuple[int, int]:
+    """The vocabulary and the context of a model, from the shapes of its tables."""
     tables = [params.get(f"gpt/{name}") for name in ("embed", "positions")]
     if None in tables:
-        raise GenerationError(_no_language_model(config, workdir))
-    vocabulary, context = (len(table["embeddings"]) for table in tables)
-    precision = Precision.create(config.precision, devices.platform)
-    params = devices.init(precision.policy.cast_to_compute, params)
-    model = program.parts["model"]
-    return LanguageModel(step, params, model, precision, vocabulary, context)
-
-
-def _no_language_model(config: config_dict.ConfigDict, workdir: Path) -> str:
-    return (
-        f"config.model.name={config.model.name} of the run in {workdir} is not a "
-        "language model that text can be generated with; gpt is"
-    )
+        raise GenerationError(
+            f"config.model.name={config.model.name} of the run in {workdir} is not a "
+            "language model that text can be generated with; gpt is"
+        )
+    vocabulary, context = (table["embeddings"].shape[0] for table in tables)
+    return vocabulary, context
 
 
 def make_generate(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from haiku_template.data.tokenizer import FILE
 from haiku_template.generation.errors import GenerationError
 
 BYTES = "bytes"
@@ -33,12 +34,16 @@ class Text(NamedTuple):
 def make_text(tokenizer: str) -> Text:
     """Tokens of UTF-8 bytes for `bytes`, else those of a tokenizer.json.
 
+    Args:
+      tokenizer: `bytes`, the file, or a folder with one.
+
     Raises:
       GenerationError: the file cannot be read, or the package `tokenizers` is missing.
     """
     if tokenizer == BYTES:
         return Text(BYTES, 256, lambda text: list(text.encode()), _byte_stream)
-    return _tokenizer_text(Path(tokenizer).expanduser())
+    path = Path(tokenizer).expanduser()
+    return _tokenizer_text(path / FILE if path.is_dir() else path)
 
 
 def _byte_stream() -> Callable[[int], str]:
