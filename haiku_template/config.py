@@ -56,6 +56,8 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning.fresh = ()  # Patterns, not in init_from: such as a new head.
     config.finetuning.base_dtype = "float32"  # Of what is frozen; or bfloat16.
     config.finetuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
+    # A folder or file of exported adapters to go on from; or None.
+    config.finetuning.adapters = config_dict.placeholder(str)
     config.finetuning.lora = config_dict.ConfigDict()
     config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
     config.finetuning.lora.alpha = 16.0  # Adapters count alpha / rank.
@@ -77,8 +79,6 @@ def default_config() -> config_dict.ConfigDict:
     return config
 
 
-# Keys that came later: a config that lacks them means what it always meant.
-LATER = ("init_from", "finetuning")
 # Keys that hold keys of their own, the same in every run.
 NODES = ("optimizer", "finetuning", "finetuning.lora")
 
@@ -146,8 +146,11 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
     """A saved config with the keys that came later; an empty one stays empty."""
+    if not values:
+        return values
     defaults = to_dict(default_config())
-    return values and {key: defaults[key] for key in LATER} | values
+    tuning = defaults["finetuning"] | values.get("finetuning", {})
+    return {"init_from": None} | values | {"finetuning": tuning}
 
 
 def check(config: config_dict.ConfigDict) -> None:

@@ -5,9 +5,11 @@
 
 safetensors: parameters, in Hugging Face's names where the model has them. stablehlo:
 the forward pass with its parameters, for a batch of any size, which JAX runs without
-Haiku. Writes a folder, which must not exist. Exit codes: 0 done, 64 bad configuration
-or data, 69 device not available, 74 the checkpoint or the folder cannot be read or
-written.
+Haiku. adapters: what was fine-tuned on a frozen base, and the base's hash; the commands
+take this folder as a workdir. Writes a folder, which must not exist.
+
+Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 the
+checkpoint or the folder cannot be read or written.
 """
 
 from pathlib import Path
@@ -21,7 +23,7 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "latest", "Which one: latest, best, or a step."
 )
 _FORMAT = flags.DEFINE_enum(
-    "format", None, ["safetensors", "stablehlo"], "What to write."
+    "format", None, ["safetensors", "stablehlo", "adapters"], "What to write."
 )
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.")
 flags.mark_flags_as_required(["workdir", "format", "output"])
@@ -38,6 +40,7 @@ def main() -> None:
     write = {
         "safetensors": exporting.export_safetensors,
         "stablehlo": portable.export_stablehlo,
+        "adapters": exporting.export_adapters,
     }[_FORMAT.value]
     output = Path(_OUTPUT.value)
     step = write(saved, devices, workdir, _CHECKPOINT.value, output)

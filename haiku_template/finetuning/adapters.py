@@ -1,7 +1,7 @@
 """What trained, in a file of its own, and the base that it belongs to.
 
 A file of adapters holds `params` (adapters, and what else trained) under their paths.
-Its metadata say rank and alpha, and which base they were trained on.
+Its metadata say rank and alpha, which base they were trained on, and for how long.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ from haiku_template.finetuning.pretrained import flatten, read, unflatten
 from haiku_template.finetuning.rules import Rule
 from haiku_template.finetuning.tensors import read_headers, read_metadata
 
-KEYS = ("rank", "alpha", "base_sha256")
+ADAPTERS = "adapters.safetensors"  # In a folder.
+KEYS = ("rank", "alpha", "base_sha256", "step")
 
 
 def fingerprint(devices: DeviceManager, base: hk.Params) -> str:
@@ -47,6 +48,8 @@ def save_adapters(
     base: hk.Params,
     lora: Lora,
     devices: DeviceManager,
+    *,
+    step: int,
 ) -> None:
     """Writes what trained, whole or not at all.
 
@@ -56,6 +59,7 @@ def save_adapters(
       base: what was frozen, on the devices.
       lora: the adapters among `params`.
       devices: where both are.
+      step: of the run.
 
     Raises:
       PretrainedError: `file` exists.
@@ -64,7 +68,7 @@ def save_adapters(
     file = Path(file)
     if file.exists():
         raise PretrainedError(f"{file} exists, and nothing is overwritten")
-    values = lora.rank, lora.alpha, fingerprint(devices, base)
+    values = lora.rank, lora.alpha, fingerprint(devices, base), step
     metadata = dict(zip(KEYS, map(str, values), strict=True))
     tensors = {
         path: np.ascontiguousarray(devices.fetch(leaf))
@@ -80,6 +84,19 @@ def save_adapters(
         raise StorageError(f"{file} cannot be written: {error}") from error
 
 
+def read_facts(file: Path) -> dict[str, str]:
+    """What a file of adapters says of itself, under `KEYS`.
+
+    Raises:
+      PretrainedError: it is damaged, or holds no adapters.
+    """
+    read_headers(file)  # Damage is said in one sentence here.
+    found = read_metadata(file)
+    if not found.keys() >= set(KEYS):
+        raise PretrainedError(f"{file} holds no adapters: it names no base")
+    return found
+
+
 def load_adapters(
     file: str | Path,
     skeleton: hk.Params,
@@ -90,7 +107,7 @@ def load_adapters(
     """Reads what `save_adapters` wrote, all of it or nothing.
 
     Args:
-      file: to read.
+      file: to read; or a folder with `ADAPTERS`.
       skeleton: shapes and dtypes of what trains.
       base: what is frozen, on the devices.
       lora: the adapters of `skeleton`.
@@ -100,11 +117,8 @@ def load_adapters(
       PretrainedError: they belong to another base, are of another rank or alpha, or do
         not fit; or the file is damaged, or none of adapters.
     """
-    file = Path(file)
-    read_headers(file)  # Damage is said in one sentence here.
-    found = read_metadata(file)
-    if not found.keys() >= set(KEYS):
-        raise PretrainedError(f"{file} holds no adapters: it names no base")
+    file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
+    found = read_facts(file)
     for key, here in (("rank", lora.rank), ("alpha", lora.alpha)):
         if float(found[key]) != here:
             raise PretrainedError(

@@ -36,6 +36,8 @@ class Tuning(NamedTuple):
       fresh: patterns of parameters that start from the seed where others are read.
       base_dtype: of what is frozen: `float32` or `bfloat16`.
       multipliers: see `freezing.scale_updates`.
+      adapters: a file of `adapters.save_adapters`, or a folder with one, which what
+        trains starts from; None for none.
     """
 
     train: tuple[str, ...] = ()
@@ -43,6 +45,7 @@ class Tuning(NamedTuple):
     fresh: tuple[str, ...] = ()
     base_dtype: str = "float32"
     multipliers: Multipliers = ()
+    adapters: str | None = None
 
 
 class Plan(NamedTuple):
@@ -129,6 +132,11 @@ def make_plan(tuning: Tuning, shapes: hk.Params) -> Plan:
     if not tuning.train and tuning.lora is None:
         trained = set(leaves)
     frozen = leaves.keys() - trained
+    if tuning.adapters is not None and not frozen:
+        raise TuningError(
+            f"adapters={tuning.adapters} belong to a frozen base, and all parameters "
+            "are to train; give lora.rank or train"
+        )
     adapted = set()
     if lora.rank:
         can = {path for path in frozen if is_adapted(leaves[path])}

@@ -6,6 +6,7 @@ from ml_collections import config_dict
 
 from haiku_template.config import ConfigError
 from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.adapters import ADAPTERS, read_facts
 from haiku_template.training import report
 from haiku_template.training.experiment import build
 from haiku_template.training.program import Program
@@ -54,7 +55,7 @@ def restore_run(
     Args:
       config: as saved in the workdir.
       devices: any; the run may have used others.
-      workdir: of the run.
+      workdir: of the run; or a folder of exported adapters.
       which: `latest`, `best`, or a step.
 
     Raises:
@@ -62,11 +63,14 @@ def restore_run(
       CheckpointError: the checkpoint is damaged.
       PretrainedError: the base is not that of the run.
     """
+    config = config.copy_and_resolve_references()
     config.data.placement = "host"
     # Rows of padding make up for a batch that does not split over these devices.
     config.batch_size += -config.batch_size % (
         devices.num_devices * config.accumulate_steps
     )
+    if (workdir / ADAPTERS).is_file():
+        return _restore_adapters(config, devices, workdir, which)
     program = build(config, devices)
     abstract = devices.abstract(program.init)
     step, state = restore(
@@ -74,3 +78,17 @@ def restore_run(
     )
     place_base(devices, program.start, workdir)
     return program, step, state
+
+
+def _restore_adapters(
+    config: config_dict.ConfigDict, devices: DeviceManager, folder: Path, which: str
+) -> tuple[Program, int, TrainState]:
+    """The state of a run that would go on from a folder of adapters."""
+    step = read_facts(folder / ADAPTERS)["step"]
+    if which not in ("latest", step):
+        raise ConfigError(
+            f"--checkpoint={which} is not in {folder}; its adapters are of step {step}"
+        )
+    config.finetuning.adapters = str(folder)
+    program = build(config, devices)
+    return program, int(step), program.first_state()

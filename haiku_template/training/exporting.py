@@ -8,9 +8,10 @@ import haiku as hk
 import numpy as np
 from ml_collections import config_dict
 
-from haiku_template.config import to_dict
+from haiku_template.config import ConfigError, to_dict
 from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
+from haiku_template.finetuning.adapters import ADAPTERS, save_adapters
 from haiku_template.finetuning.export import export_like, export_new
 from haiku_template.finetuning.families import FAMILIES
 from haiku_template.finetuning.folder import CONFIG, to_config
@@ -18,6 +19,7 @@ from haiku_template.finetuning.pretrained import flatten
 from haiku_template.finetuning.writing import (
     Shard,
     check_new,
+    new_folder,
     to_json,
     write_folder,
 )
@@ -82,6 +84,48 @@ def export_safetensors(
         arguments = sizes | {k: v for k, v in arguments.items() if v is not None}
     made = to_config(kinds[0], arguments) | described
     export_new(output, params, rules, devices, config=made)
+    return step
+
+
+def export_adapters(
+    config: config_dict.ConfigDict,
+    devices: DeviceManager,
+    workdir: Path,
+    which: str,
+    output: Path,
+) -> int:
+    """Writes what trained, and the hash of the base that it belongs to.
+
+    The commands take the folder as a workdir, and `config.finetuning.adapters` goes on
+    from it; both need the base where the run found it, or where config.json now says.
+
+    Args:
+      config: as saved in the workdir.
+      devices: any; the run may have used others.
+      workdir: of the run.
+      which: `latest`, `best`, or a step.
+      output: the folder to write.
+
+    Returns:
+      The step of the checkpoint.
+
+    Raises:
+      ConfigError: no such checkpoint, or what trained is not parameters alone.
+      PretrainedError, StorageError, CheckpointError: see `export_safetensors`.
+    """
+    check_new(output)
+    program, step, state = restore_run(config, devices, workdir, which)
+    plan, (params, net_state) = program.start.plan, variables(state)
+    if net_state or not plan.frozen:
+        found = "network state besides parameters" if plan.frozen else "a whole model"
+        raise ConfigError(
+            f"the run in {workdir} trained {found}, and --format=adapters is for what "
+            "trained on a frozen base; --format=safetensors writes all of it"
+        )
+    base = program.start.base.arrays()
+    with new_folder(output) as folder:
+        save_adapters(folder / ADAPTERS, params, base, plan.lora, devices, step=step)
+        (folder / CONFIG).write_bytes(to_json(to_dict(config)))
     return step
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from haiku_template.config import ConfigError, load
 from haiku_template.devices import DeviceManager
-from haiku_template.finetuning.adapters import same_names
+from haiku_template.finetuning.adapters import ADAPTERS, same_names
 from haiku_template.finetuning.families import FAMILIES
 from haiku_template.finetuning.folder import describe
 from haiku_template.finetuning.pretrained import flatten, read, unflatten
@@ -30,7 +30,7 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
       devices: where the parameters are to live.
 
     Raises:
-      ConfigError: nothing is there, or a run that holds no whole model.
+      ConfigError: nothing is there, or what holds no whole model.
       PretrainedError: see `describe`.
     """
     path = Path(init_from)
@@ -38,6 +38,11 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
         raise ConfigError(
             f"config.init_from={init_from} is not there; possible are a workdir, a "
             "Hugging Face folder and a safetensors file"
+        )
+    if (path / ADAPTERS).is_file():
+        raise ConfigError(
+            f"config.init_from={init_from} holds adapters and no whole model; give "
+            "its base there, and the adapters as config.finetuning.adapters"
         )
     if is_workdir(path):
         return _of_workdir(path, devices)

@@ -9,9 +9,13 @@ import haiku as hk
 import jax
 
 from haiku_template.devices import DeviceManager, Shared
-from haiku_template.finetuning.adapters import check_base, fingerprint
+from haiku_template.finetuning.adapters import (
+    check_base,
+    fingerprint,
+    load_adapters,
+)
 from haiku_template.finetuning.freezing import join
-from haiku_template.finetuning.pretrained import unflatten
+from haiku_template.finetuning.pretrained import flatten, unflatten
 from haiku_template.finetuning.tuning import Plan, Tuning, make_plan
 from haiku_template.training.state import NOTHING_GIVEN, Given
 from haiku_template.training.workdir import BASE, has_checkpoints, write_atomically
@@ -74,6 +78,14 @@ def make_start(
         return unflatten(source.read(join(whole, abstract_base), plan.trained))
 
     def given() -> Given:
+        if tuning.adapters is not None:
+            skeleton = devices.abstract(
+                lambda: plan.params(model_init()[0], jax.random.key(0))
+            )
+            params = load_adapters(
+                tuning.adapters, skeleton, base.arrays(), plan.lora, devices
+            )
+            return flatten(params), source and source.net_state(net_state)
         if source is None:
             return NOTHING_GIVEN
         leaves = {}

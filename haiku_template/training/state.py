@@ -91,7 +91,10 @@ def make_init(
     def init(given: Given = NOTHING_GIVEN) -> TrainState:
         whole, net_state = model_init()
         leaves, given_state = given
-        params = plan.params(unflatten(flatten(whole) | leaves), jax.random.key(seed))
+        whole = unflatten(flatten(whole) | leaves)
+        params = flatten(plan.params(whole, jax.random.key(seed)))
+        # Of adapters, `whole` knows nothing.
+        params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
         net_state = net_state if given_state is None else given_state
         return TrainState(
             step=jnp.zeros((), jnp.int32),

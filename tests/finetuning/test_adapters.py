@@ -40,7 +40,7 @@ def abstract(devices, tree):
 def test_adapters_come_back_bitwise(tmp_path, devices, parts):
     params, base = parts
     file = tmp_path / "new" / "adapters.safetensors"
-    save_adapters(file, params, base, LORA, devices)
+    save_adapters(file, params, base, LORA, devices, step=3)
     assert set(load_file(file)) == {"a/b/w_lora_a", "a/b/w_lora_b", "head/w"}
     loaded = load_adapters(file, abstract(devices, params), base, LORA, devices)
     devices.check(loaded)
@@ -69,7 +69,7 @@ def test_the_fingerprint_is_of_names_dtypes_shapes_and_values(devices, parts):
 def test_adapters_of_another_base_are_refused(tmp_path, devices, parts):
     params, base = parts
     file = tmp_path / "adapters.safetensors"
-    save_adapters(file, params, base, LORA, devices)
+    save_adapters(file, params, base, LORA, devices, step=3)
     other = devices.replicate(jax.tree.map(lambda x: x.at[0].add(1), base))
     skeleton = abstract(devices, params)
     with pytest.raises(PretrainedError, match="were trained on another base: its SHA"):
@@ -102,8 +102,8 @@ def test_nothing_is_overwritten_and_nothing_is_left_half(tmp_path, one_device, p
     file = tmp_path / "adapters.safetensors"
     file.write_text("mine")
     with pytest.raises(PretrainedError, match="exists, and nothing is overwritten"):
-        save_adapters(file, params, base, LORA, one_device)
+        save_adapters(file, params, base, LORA, one_device, step=3)
     assert file.read_text() == "mine"
     with pytest.raises(StorageError, match="cannot be written"):
-        save_adapters(file / "inside", params, base, LORA, one_device)
+        save_adapters(file / "inside", params, base, LORA, one_device, step=3)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]

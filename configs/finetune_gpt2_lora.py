@@ -1,0 +1,54 @@
+"""LoRA: GPT-2, from a Hugging Face folder, taught to complete prompts.
+
+    python -m haiku_template.train --config=configs/finetune_gpt2_lora.py \
+        --workdir=runs/answers --config.init_from=FOLDER \
+        --config.data.path=answers.jsonl
+
+FOLDER is that of gpt2, gpt2-medium, gpt2-large or gpt2-xl: config.json,
+model.safetensors, tokenizer.json. A line of answers.jsonl is
+{"prompt": "Capital of France?", "completion": " Paris"}.
+"""
+
+from ml_collections import config_dict
+from ml_collections.config_dict import placeholder
+
+from haiku_template.config import default_config
+
+
+def get_config() -> config_dict.ConfigDict:
+    """The whole experiment."""
+    config = default_config()
+    config.num_steps = 1000
+    config.batch_size = 32
+    config.accumulate_steps = 4
+    config.precision = "bfloat16"
+    config.eval_every = 250
+    config.save_every = 250
+
+    config.task = {
+        "name": "language_model",
+        "bytes_per_token": placeholder(float),
+        "chunk": 256,  # Tokens whose logits are in memory at a time.
+    }
+    config.data = {
+        "name": "jsonl",
+        "path": placeholder(str),
+        "tokenizer": config.get_oneway_ref("init_from"),  # FOLDER's own.
+        "context": 512,
+        "truncate": True,  # Longer examples lose the beginnings of their prompts.
+        "num_buckets": 4,
+        "vocab_size": placeholder(int),
+        "validation_path": placeholder(str),
+        "validation_fraction": 0.1,
+        "placement": "host",
+    }
+    # Its sizes are FOLDER's.
+    config.model = {"name": "gpt", "dropout": 0.0, "attention": "auto", "remat": True}
+    config.finetuning.base_dtype = "bfloat16"
+    config.finetuning.lora.rank = 8
+    config.finetuning.lora.alpha = 16.0
+    config.finetuning.lora.patterns = ("*/qkv/w", "*/projection/w")
+    config.optimizer.learning_rate = 2e-4
+    config.optimizer.warmup_steps = 50
+    config.optimizer.clip_norm = 1.0
+    return config

@@ -1,0 +1,48 @@
+"""A BERT encoder, from a Hugging Face folder, fine-tuned to tell classes of text apart.
+
+    python -m haiku_template.train --config=configs/finetune_text_classifier.py \
+        --workdir=runs/texts --config.init_from=FOLDER --config.data.path=texts.jsonl
+
+FOLDER is that of bert-base, MiniLM or another BERT: config.json, model.safetensors,
+tokenizer.json. A line of texts.jsonl is {"text": "A fine film.", "label": "positive"}.
+All parameters train; `--config.finetuning.train='("bert/head/*",)'` trains the head.
+"""
+
+from ml_collections import config_dict
+from ml_collections.config_dict import placeholder
+
+from haiku_template.config import default_config
+
+
+def get_config() -> config_dict.ConfigDict:
+    """The whole experiment."""
+    config = default_config()
+    config.num_steps = 1000
+    config.batch_size = 32
+    config.accumulate_steps = 1
+    config.eval_every = 250
+    config.save_every = 250
+    config.best_metric = "eval/macro_f1"
+    config.best_mode = "max"
+
+    config.data = {
+        "name": "jsonl",
+        "path": placeholder(str),
+        "tokenizer": config.get_oneway_ref("init_from"),  # FOLDER's own.
+        "context": 128,
+        "truncate": True,  # Longer texts lose their ends.
+        "num_buckets": 4,
+        "vocab_size": placeholder(int),
+        "validation_path": placeholder(str),
+        "validation_fraction": 0.1,
+        "placement": "host",
+    }
+    # Its sizes are FOLDER's.
+    config.model = {"name": "bert", "pooling": "mean", "dropout": 0.1, "remat": False}
+    config.finetuning.fresh = ("bert/head/*",)
+    config.optimizer.learning_rate = 5e-5
+    config.optimizer.warmup_steps = 100
+    config.optimizer.schedule = "linear"
+    config.optimizer.weight_decay = 0.01
+    config.optimizer.clip_norm = 1.0
+    return config

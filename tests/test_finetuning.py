@@ -1,0 +1,312 @@
+"""Hugging Face folders through the shipped configs: train, evaluate, generate, export.
+
+The folders are small ones with random weights, written in Hugging Face's layout.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from configs import finetune_gpt2_lora, finetune_text_classifier
+from haiku_template import config as configs
+from haiku_template import generation
+from haiku_template.config import ConfigError
+from haiku_template.devices import DeviceManager
+from haiku_template.finetuning import FAMILIES, PretrainedError, export_new, to_config
+from haiku_template.models import MODELS
+from haiku_template.training import exporting, portable
+from haiku_template.training.evaluate_run import evaluate_checkpoint, restore_run
+from haiku_template.training.experiment import build, run
+from haiku_template.training.workdir import has_checkpoints
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
+ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}
+NOUNS = ["film", "book", "song", "play"]
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo"}
+SIZES = {"width": 32, "num_layers": 2, "num_heads": 2, "context": 64}
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return DeviceManager.create("cpu", num_devices=1)
+
+
+def write_folder(folder, kind, texts, devices, seed=0):
+    """A Hugging Face folder of a small model with random weights, and a tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"] if kind == "gpt2" else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary = tokenizer.get_vocab_size()
+    name, size = FAMILIES[kind].model, "num_outputs"
+    arguments = SIZES | {"dropout": 0.0}
+    if kind == "bert":
+        size = "vocab_size"
+        arguments |= {"mlp_width": 64}
+    arguments |= {size: vocabulary}
+    model = MODELS[name](**{"num_outputs": None} | arguments)
+    tokens = np.zeros((1, 4), np.int32)
+    inputs = {"tokens": tokens, "mask": tokens} if kind == "bert" else tokens
+    params = devices.init(lambda: model.init(jax.random.key(seed), inputs, False))
+    config = to_config(kind, arguments)
+    export_new(folder, params, FAMILIES[kind].rules, devices, config=config)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bert(cpu, tmp_path_factory):
+    """A folder of a BERT, and texts with labels that one word tells apart."""
+    home = tmp_path_factory.mktemp("bert")
+    lines = [
+        {"text": f"This {noun} number {i} is {adjective}.", "label": label}
+        for label, adjectives in ADJECTIVES.items()
+        for adjective in adjectives
+        for noun in NOUNS
+        for i in range(8)
+    ]
+    path = write_lines(home / "texts.jsonl", lines)
+    texts = [line["text"] for line in lines]
+    return write_folder(home / "bert", "bert", texts, cpu), path
+
+
+@pytest.fixture(scope="module")
+def gpt2(cpu, tmp_path_factory):
+    """A folder of a GPT-2, and questions with answers."""
+    home = tmp_path_factory.mktemp("gpt2")
+    lines = [
+        {"prompt": f"{i}. The capital of {country} is", "completion": f" {city}."}
+        for country, city in CAPITALS.items()
+        for i in range(16)
+    ]
+    path = write_lines(home / "answers.jsonl", lines)
+    texts = [line["prompt"] + line["completion"] for line in lines]
+    return write_folder(home / "gpt2", "gpt2", texts, cpu), path
+
+
+def classifier(folder, path, **changes):
+    return changed(
+        finetune_text_classifier.get_config(),
+        {"init_from": str(folder), "data.path": str(path), "num_steps": 60},
+        {"eval_every": 30, "save_every": 30},
+        {"optimizer.learning_rate": 3e-3, "optimizer.warmup_steps": 0},
+        changes,
+    )
+
+
+def answers(folder, path, **changes):
+    return changed(
+        finetune_gpt2_lora.get_config(),
+        {"init_from": str(folder), "data.path": str(path), "num_steps": 80},
+        {"eval_every": 40, "save_every": 40, "data.context": 64},
+        {"batch_size": 16, "accumulate_steps": 2, "precision": "float32"},
+        # Adapters of random weights have nothing to build on.
+        {"finetuning.train": ("gpt/embed/*",)},
+        {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0},
+        changes,
+    )
+
+
+def changed(config, *changes):
+    for values in changes:
+        config.update_from_flattened_dict(values)
+    configs.check(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def answering(cpu, gpt2, tmp_path_factory):
+    """The workdir of a run with adapters, and its folder of adapters alone."""
+    home = tmp_path_factory.mktemp("answering")
+    config = answers(*gpt2)
+    run(config, cpu, str(home / "run"))
+    exporting.export_adapters(
+        config, cpu, home / "run", "latest", home / "exported" / "adapters"
+    )
+    return home / "run", home / "exported" / "adapters"
+
+
+def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
+    folder, path = bert
+    config, workdir = classifier(folder, path), tmp_path / "run"
+    run(config, cpu, str(workdir))
+    saved = configs.of_run(workdir)
+    assert saved.data.tokenizer == str(folder)
+    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "best")
+    assert metrics["eval/accuracy"] > 0.9 and metrics["eval/macro_f1"] > 0.9
+    assert (workdir / "confusion.png").stat().st_size > 1000
+
+    exporting.export_safetensors(saved, cpu, workdir, "latest", tmp_path / "out")
+    before, after = (
+        load_file(where / "model.safetensors") for where in (folder, tmp_path / "out")
+    )
+    assert after.keys() - before.keys() == {"classifier.weight", "classifier.bias"}
+    assert not before.keys() - after.keys()
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["label2id"] == {"bad": 0, "good": 1}
+    portable.export_stablehlo(saved, cpu, workdir, "latest", tmp_path / "program")
+    with pytest.raises(ConfigError, match="trained a whole model, and --format=adap"):
+        exporting.export_adapters(saved, cpu, workdir, "latest", tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+
+    # What was exported starts another run where this one ended.
+    again = classifier(
+        tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "mean"}
+    )
+    first, second = (
+        build(again, cpu).first_state().params,
+        restore_run(saved, cpu, workdir, "latest")[2].params,
+    )
+    for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, devices, bert):
+    config = classifier(*bert, num_steps=2, **{"finetuning.train": ("bert/head/*",)})
+    config.model.remat = True
+    run(config, devices, str(tmp_path))
+    program, _, state = restore_run(config, devices, tmp_path, "latest")
+    assert set(state.params) == {"bert/head"}
+    assert set(program.start.base.arrays()) & {"bert/embed", "bert/block_0/mlp/up"}
+
+
+def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
+    folder, _ = gpt2
+    workdir, _ = answering
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    losses = [x["eval/loss"] for x in map(json.loads, lines) if "eval/loss" in x]
+    assert losses[-1] < 0.1 * np.log(256)
+    saved = configs.of_run(workdir)
+    assert completed(saved, cpu, workdir) == " Rome."
+    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "latest")
+    assert metrics["eval/loss"] == pytest.approx(losses[-1], abs=1e-6)
+    base = restore_run(saved, cpu, workdir, "latest")[0].start.base.arrays()
+    assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
+
+
+def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
+    """What a run writes behind a prompt, to the end of the text."""
+    text = generation.make_text(saved.data.tokenizer)
+    model = generation.load(saved, devices, workdir, "latest")
+    sampling = generation.Sampling(temperature=0.0, vocabulary=text.size)
+    generate = generation.make_generate(devices, model, sampling)
+    stream, tokens = text.stream(), text.encode(prompt)
+    for token in tokens:
+        stream(token)
+    new = [int(row[0]) for row in generate([tokens], 8)]
+    end = Tokenizer.from_file(f"{saved.data.tokenizer}/tokenizer.json").token_to_id(
+        "<|endoftext|>"
+    )
+    assert end in new
+    return "".join(map(stream, new[: new.index(end)]))
+
+
+def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answering):
+    workdir, _ = answering
+    out = tmp_path / "merged"
+    saved = configs.of_run(workdir)
+    exporting.export_safetensors(saved, cpu, workdir, "latest", out)
+    before, after = (load_file(x / "model.safetensors") for x in (gpt2[0], out))
+    assert before.keys() == after.keys()
+    assert (out / "tokenizer.json").is_file()
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert any("c_attn.weight" in name for name in moved)
+    whole = answers(out, gpt2[1], **{"finetuning.lora.rank": None})
+    whole.finetuning.base_dtype = "float32"
+    found = build(whole, cpu)
+    loss = found.evaluate(found.first_state())["eval/loss"]
+    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "latest")
+    assert loss == pytest.approx(metrics["eval/loss"], abs=0.02)  # A bfloat16 base.
+
+
+def test_adapters_alone_are_small_and_stand_for_the_run(cpu, answering):
+    workdir, adapters = answering
+    assert sorted(p.name for p in adapters.iterdir()) == [
+        "adapters.safetensors",
+        "config.json",
+    ]
+    saved = configs.of_run(adapters)
+    assert configs.to_dict(saved) == configs.to_dict(configs.of_run(workdir))
+    assert evaluate_checkpoint(saved, cpu, adapters, "latest") == evaluate_checkpoint(
+        saved, cpu, workdir, "latest"
+    )
+    assert completed(saved, cpu, adapters) == " Rome."
+    with pytest.raises(ConfigError, match=r"--checkpoint=7 .* are of step 80"):
+        evaluate_checkpoint(saved, cpu, adapters, "7")
+
+
+def test_training_goes_on_from_adapters(tmp_path, cpu, gpt2, answering):
+    workdir, adapters = answering
+    config = answers(*gpt2, num_steps=1, **{"optimizer.learning_rate": 0.0})
+    config.finetuning.adapters = str(adapters)
+    run(config, cpu, str(tmp_path / "more"))
+    expected = evaluate_checkpoint(configs.of_run(workdir), cpu, workdir, "latest")[1]
+    found = evaluate_checkpoint(config, cpu, tmp_path / "more", "latest")[1]
+    assert found == expected
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
+    _, adapters = answering
+    text = ["The capital of Norway is Oslo."]
+    other = write_folder(tmp_path / "other", "gpt2", text, cpu, seed=1)
+    for folder, changes, words in (
+        (gpt2[0], {"finetuning.lora.rank": 4}, "have rank 8"),
+        (gpt2[0], {"finetuning.base_dtype": "float32"}, "trained on another base"),
+        (other, {"data.vocab_size": None}, "trained on another base"),
+    ):
+        changes = {"finetuning.adapters": str(adapters)} | changes
+        config = answers(folder, gpt2[1], **changes)
+        with pytest.raises(PretrainedError, match=words):
+            run(config, cpu, str(tmp_path / "run"))
+        assert not has_checkpoints(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds adapters and no whole model"):
+        build(answers(adapters, gpt2[1]), cpu)
+
+
+def test_the_commands_take_adapters_for_a_run(tmp_path, gpt2, answering):
+    workdir, _ = answering
+
+    def command(name, *flags):
+        return subprocess.run(
+            [sys.executable, "-m", f"{PACKAGE}.{name}", *flags],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            timeout=120,
+            check=False,
+        )
+
+    out = tmp_path / "adapters"
+    flags = (f"--workdir={workdir}", "--format=adapters", f"--output={out}")
+    done = command("export", *flags)
+    assert done.returncode == 0, done.stderr
+    assert f"{out}: step 80 of {workdir}" in done.stdout
+    asked = ("--prompt=5. The capital of Norway is", "--num_tokens=3")
+    done = command("generate", f"--workdir={out}", "--temperature=0", *asked)
+    assert done.returncode == 0, done.stderr
+    assert "The capital of Norway is Oslo" in done.stdout
+    (out / "adapters.safetensors").write_bytes(b"cut")
+    done = command("evaluate", f"--workdir={out}")
+    assert done.returncode == 64, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and "truncated" in done.stderr
