@@ -25,6 +25,13 @@ def test_init_is_born_whole_on_every_device(devices):
     assert tree["w"].shape == (2, 3)
 
 
+def test_init_gives_the_values_of_a_plain_jit(devices):
+    def make():
+        return jax.random.truncated_normal(jax.random.key(0), -2, 2, (64, 65))
+
+    np.testing.assert_allclose(devices.init(make), jax.jit(make)(), rtol=1e-6)
+
+
 def test_init_lets_modules_average_over_the_axis(devices):
     def forward(x):
         norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=devices.axis_name)
