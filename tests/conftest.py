@@ -1,5 +1,8 @@
 import os
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 # Tests compile many programs that others have compiled: of one model, say, the same
 # first parameters, and in each process again. JAX keeps them, for this process and for
@@ -32,3 +35,23 @@ def one_device():
 @pytest.fixture
 def four_devices():
     return DeviceManager.create("cpu", num_devices=4)
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Runs a command of the package, `command(name, *flags)`, on one CPU."""
+    root = Path(__file__).parents[1]
+    package = next(root.glob("*/devices/manager.py")).parents[1].name
+
+    def run(name, *flags):
+        return subprocess.run(
+            [sys.executable, "-m", f"{package}.{name}", *flags],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+            timeout=120,
+            check=False,
+        )
+
+    return run

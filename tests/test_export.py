@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import haiku as hk
 import jax
@@ -30,8 +29,6 @@ from haiku_template.training.portable import (
 from haiku_template.training.precision import Precision
 from haiku_template.training.program import with_state
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
 BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES
 # Runs what was exported, without this package or Haiku.
@@ -248,22 +245,12 @@ def test_a_step_that_is_not_there_is_refused_and_nothing_is_left(tmp_path, one_d
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_and_says_mistakes_in_one_sentence(tmp_path, one_device):
+def test_the_command_writes_and_says_mistakes_in_one_sentence(
+    tmp_path, one_device, command
+):
     _, workdir = trained(tmp_path, one_device, "mlp")
-
-    def command(*flags):
-        return subprocess.run(
-            [sys.executable, "-m", f"{PACKAGE}.export", *flags],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            timeout=120,
-            check=False,
-        )
-
     flags = [f"--workdir={workdir}", f"--output={tmp_path / 'out'}"]
-    done = command(*flags, "--format=safetensors")
+    done = command("export", *flags, "--format=safetensors")
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'out'}: step 1 of {workdir}" in done.stdout
     for more, words in (
@@ -271,7 +258,7 @@ def test_the_command_writes_and_says_mistakes_in_one_sentence(tmp_path, one_devi
         (["--format=onnx"], "safetensors|stablehlo"),
         ([], "--format is needed"),
     ):
-        done = command(*flags, *more)
+        done = command("export", *flags, *more)
         assert done.returncode == 64, done.stderr
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1 and words in lines[0], done.stderr

@@ -4,10 +4,6 @@ The folders are small ones with random weights, written in Hugging Face's layout
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,8 +23,6 @@ from haiku_template.training.evaluate_run import evaluate_checkpoint, restore_ru
 from haiku_template.training.experiment import build, run
 from haiku_template.training.workdir import has_checkpoints
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
 ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}
 NOUNS = ["film", "book", "song", "play"]
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo"}
@@ -283,20 +277,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
         build(answers(adapters, gpt2[1]), cpu)
 
 
-def test_the_commands_take_adapters_for_a_run(tmp_path, gpt2, answering):
+def test_the_commands_take_adapters_for_a_run(tmp_path, command, answering):
     workdir, _ = answering
-
-    def command(name, *flags):
-        return subprocess.run(
-            [sys.executable, "-m", f"{PACKAGE}.{name}", *flags],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            timeout=120,
-            check=False,
-        )
-
     out = tmp_path / "adapters"
     flags = (f"--workdir={workdir}", "--format=adapters", f"--output={out}")
     done = command("export", *flags)

@@ -1,11 +1,11 @@
 """JSON-lines: one object a line, of one kind in a file; and a part held out of them."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.data.errors import DataError
+from haiku_template.data.held_out import check_fraction, rank
 
 # Of the keys, by task; other keys of a line are not read.
 KINDS = {
@@ -111,10 +111,7 @@ def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]
     Raises:
       DataError: a fraction outside [0, 1), or a single text to divide.
     """
-    if not 0 <= fraction < 1:
-        raise DataError(
-            f"validation_fraction={fraction}; possible is from 0 to below 1"
-        )
+    check_fraction(fraction)
     if fraction == 0:
         return lines, []
     ranks = sorted({_rank(line.text) for line in lines})
@@ -132,10 +129,8 @@ def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]
 
 
 def _rank(text: str) -> float:
-    """A number in [0, 1) for a text, the same everywhere."""
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
+    return rank(text.encode(errors="surrogatepass"))
 
 
 def class_names(lines: list[Line]) -> dict[Any, int]:

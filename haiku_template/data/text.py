@@ -1,6 +1,5 @@
 """Text to train on: files, Python's standard library, the topics of Python's help."""
 
-import hashlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
+from haiku_template.data.held_out import check_fraction, rank
 
 # Of the standard library: other programs, tests and tables; and pydoc_data, which is
 # a source of its own.
@@ -151,10 +151,7 @@ def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[
     Raises:
       DataError: a fraction outside [0, 1), or a single document to divide.
     """
-    if not 0 <= fraction < 1:
-        raise DataError(
-            f"validation_fraction={fraction}; possible is from 0 to below 1"
-        )
+    check_fraction(fraction)
     if fraction == 0:
         return documents, []
     if len(documents) < 2:
@@ -162,8 +159,10 @@ def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[
             f"{documents[0].name} is a single text, and whole texts are held out; give "
             "several, or validation_fraction=0"
         )
-    ranks = [_rank(document.name) for document in documents]
-    count = sum(rank < fraction for rank in ranks)
+    # What a file system gives as a name need not be UTF-8.
+    names = [document.name.encode(errors="surrogateescape") for document in documents]
+    ranks = list(map(rank, names))
+    count = sum(found < fraction for found in ranks)
     count = min(max(count, 1), len(documents) - 1)
     first = set(sorted(range(len(documents)), key=ranks.__getitem__)[:count])
     training = [d for i, d in enumerate(documents) if i not in first]
@@ -183,9 +182,3 @@ def split_text(
     name, content = documents[0]
     cut = len(content) - max(int(len(content) * fraction), 1)
     return [Document(name, content[:cut])], [Document(name, content[cut:])]
-
-
-def _rank(name: str) -> float:
-    """A number in [0, 1) for a name, the same everywhere."""
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48

@@ -12,7 +12,6 @@ from typing import Any
 import haiku as hk
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from haiku_template.devices import DeviceManager
 from haiku_template.finetuning.errors import PretrainedError, StorageError
@@ -20,6 +19,7 @@ from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.pretrained import flatten, read, unflatten
 from haiku_template.finetuning.rules import Rule
 from haiku_template.finetuning.tensors import read_headers, read_metadata
+from haiku_template.finetuning.writing import save_tensors
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
 KEYS = ("rank", "alpha", "base_sha256", "step")
@@ -78,7 +78,7 @@ def save_adapters(
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
             partial = Path(folder) / file.name
-            save_file(tensors, partial, metadata)
+            save_tensors(partial, tensors, metadata)
             partial.rename(file)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} cannot be written: {error}") from error

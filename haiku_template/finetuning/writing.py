@@ -83,6 +83,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise StorageError(f"{folder} cannot be written: {error}") from error
 
 
+def save_tensors(
+    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Writes a safetensors file that may be read by whom other new files may be."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata)
+    file.chmod(mode)  # The library lets only the owner read.
+
+
 def _fill(
     folder: Path,
     shards: dict[str, Shard],
@@ -96,10 +106,7 @@ def _fill(
     size = 0
     for name, shard in shards.items():
         tensors = {tensor: make() for tensor, make in shard.tensors.items()}
-        (folder / name).touch()
-        mode = (folder / name).stat().st_mode
-        save_file(tensors, folder / name, shard.metadata)
-        (folder / name).chmod(mode)  # The library lets only the owner read.
+        save_tensors(folder / name, tensors, shard.metadata)
         size += sum(array.nbytes for array in tensors.values())
     if located in shards:
         return

@@ -98,20 +98,10 @@ def export_adapters(
 
     The commands take the folder as a workdir, and `config.finetuning.adapters` goes on
     from it; both need the base where the run found it, or where config.json now says.
-
-    Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
-      output: the folder to write.
-
-    Returns:
-      The step of the checkpoint.
+    Arguments and result are those of `export_safetensors`, and so are errors, besides:
 
     Raises:
-      ConfigError: no such checkpoint, or what trained is not parameters alone.
-      PretrainedError, StorageError, CheckpointError: see `export_safetensors`.
+      ConfigError: what trained is not parameters alone, on a frozen base.
     """
     check_new(output)
     program, step, state = restore_run(config, devices, workdir, which)

@@ -44,22 +44,11 @@ def export_stablehlo(
 
     `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` gives the outputs,
     on a CPU or an NVIDIA GPU, for a batch of any size. Inputs are those that the data
-    set gives, of its largest shape; forward.json says which.
-
-    Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
-      output: the folder to write.
-
-    Returns:
-      The step of the checkpoint.
+    set gives, of its largest shape; forward.json says which. Arguments and result are
+    those of `exporting.export_safetensors`, and so are errors, besides:
 
     Raises:
       ExportError: the model is too large, or needs a batch of one size.
-      PretrainedError, StorageError, ConfigError, CheckpointError: see
-        `export_safetensors`.
     """
     check_new(output)
     _check_flatbuffers()
