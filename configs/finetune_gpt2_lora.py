@@ -5,8 +5,10 @@
         --config.data.path=answers.jsonl
 
 FOLDER is that of gpt2, gpt2-medium, gpt2-large or gpt2-xl: config.json,
-model.safetensors, tokenizer.json. A line of answers.jsonl is
-{"prompt": "Capital of France?", "completion": " Paris"}.
+model.safetensors, tokenizer.json, which `pip install "haiku_template[text]"` reads. A
+line of answers.jsonl is {"prompt": "Capital of France?", "completion": " Paris"}.
+`python -m haiku_template.export --format=adapters` writes what was learned, alone;
+`--format=safetensors` merges it into a folder like FOLDER.
 """
 
 from ml_collections import config_dict

@@ -5,7 +5,16 @@
         --workdir=runs/help --config.init_from=runs/bytes
 
 The text is that of Python's `help()` topics (pydoc_data.topics); nothing is downloaded.
-Lab record: none yet; it has only been started.
+
+Lab record, two CPU cores, Python 3.11, jax 0.10.2: 1 minute 12 seconds; bits per byte
+on topics that were held out:
+
+    2.95  the GPT of gpt_bytes as it is (1,100 steps on Python source)
+    2.14  with adapters, after these 400 steps
+    3.00  400 steps on the topics from the seed (gpt_bytes, num_steps=400; with this
+          learning rate and warm-up: 3.68)
+
+The adapters alone take 265 kB (`python -m haiku_template.export --format=adapters`).
 """
 
 from ml_collections import config_dict
