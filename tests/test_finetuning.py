@@ -15,9 +15,10 @@ from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
 from haiku_template import generation
 from haiku_template.config import ConfigError
+from haiku_template.data import DataError
 from haiku_template.devices import DeviceManager
 from haiku_template.finetuning import FAMILIES, PretrainedError, export_new, to_config
-from haiku_template.models import MODELS
+from haiku_template.models import MODELS, ModelError
 from haiku_template.training import exporting, portable
 from haiku_template.training.evaluate_run import evaluate_checkpoint, restore_run
 from haiku_template.training.experiment import build, run
@@ -292,3 +293,52 @@ def test_the_commands_take_adapters_for_a_run(tmp_path, command, answering):
     done = command("evaluate", f"--workdir={out}")
     assert done.returncode == 64, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and "truncated" in done.stderr
+
+
+def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
+    tmp_path, cpu, bert, gpt2
+):
+    folder, path = bert
+    long = [{"text": f"{i} " * 90, "label": i % 2} for i in range(40)]
+    long = write_lines(tmp_path / "long.jsonl", long)
+    odd = write_lines(tmp_path / "odd.jsonl", [{"text": "so so", "label": "odd"}])
+    for config, error, words in (
+        (
+            classifier(folder, long),
+            ModelError,
+            r"data\.context=64 and data\.trunc",
+        ),
+        (
+            classifier(folder, path, **{"data.validation_path": str(odd)}),
+            DataError,
+            "line 1 of .*odd.jsonl has the label 'odd', which no example to train on",
+        ),
+        (classifier(gpt2[0], path), PretrainedError, "of type 'gpt2'; possible are be"),
+        (classifier("nowhere", path), ConfigError, "init_from=nowhere is not there"),
+        (
+            classifier(folder, path, init_from=None),
+            ConfigError,
+            "fresh says what is not read from config.init_from, and that is None",
+        ),
+        (answers(gpt2[0], path), DataError, "kind for config.task.name=classification"),
+    ):
+        with pytest.raises(error, match=words):
+            run(config, cpu, str(tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_says_how_many_tokens_its_model_has(tmp_path, cpu, gpt2):
+    folder, path = gpt2
+    config = answers(folder, path, **{"data.tokenizer": None})  # 256 bytes.
+    params = build(config, cpu).start.base.abstract["gpt/positions"]
+    assert params["embeddings"].shape == (64, 32)
+    shapes = cpu.abstract(build(config, cpu).init).params
+    assert len(shapes["gpt/embed"]["embeddings"]) == 300
+
+
+def test_adapters_of_what_nobody_trained_are_warned_of(tmp_path, cpu, gpt2, caplog):
+    config = answers(*gpt2, init_from=None, num_steps=1)
+    config.data.tokenizer = None
+    config.model.update(SIZES)
+    run(config, cpu, str(tmp_path))
+    assert "what is frozen was never trained" in caplog.text

@@ -124,7 +124,8 @@ def encode(
     if length > sizes.context:
         raise ModelError(
             f"a text of {length} tokens is longer than the {sizes.context} that the "
-            "model has positions for (context): cut texts to that length"
+            "model has positions for (context): cut texts to that length, in a config "
+            f"with data.context={sizes.context} and data.truncate=True"
         )
     types = inputs.get("token_types", jnp.zeros_like(tokens))
     x = look_up(table(sizes.vocab_size, sizes.width, "embed"), tokens)

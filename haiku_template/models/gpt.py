@@ -127,7 +127,8 @@ def _check_length(num_tokens: int, context: int) -> None:
     if num_tokens > context:
         raise ModelError(
             f"the model sees {context} tokens at once and was given {num_tokens}; give "
-            "it fewer, or a longer config.model.context"
+            f"it fewer, with config.data.context={context}, or a longer "
+            "config.model.context"
         )
 
 

@@ -1,6 +1,7 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
 from haiku_template.training.program import Program, make_program
-from haiku_template.training.sources import make_source, with_sizes
+from haiku_template.training.sources import make_source, vocabulary_of, with_sizes
 from haiku_template.training.tally import NO_TALLY, TALLIES
 from haiku_template.training.tasks import DERIVED, nothing_more
 from haiku_template.training.throughput import UNKNOWN, Work
 from haiku_template.training.workdir import check as check_workdir
+
+logger = logging.getLogger(__name__)
 
 LOOP_KEYS = (
     "num_steps",
@@ -61,6 +64,11 @@ def build(
     source = None
     if config.init_from is not None:
         source = make_source(config.init_from, config.model.name, devices)
+    elif config.finetuning.fresh:
+        raise ConfigError(
+            "config.finetuning.fresh says what is not read from config.init_from, and "
+            "that is None; name a workdir, a Hugging Face folder or a safetensors file"
+        )
     data = make_data(config)
     model = make_model(config, data.num_outputs, devices.axis_name)
     _check_vocabulary(config, data)
@@ -109,6 +117,8 @@ def make_data(config: config_dict.ConfigDict) -> Data:
     spec = BatchSpec(config.batch_size, config.seed, config.task.name)
     values = config.data.to_dict()
     values.pop("placement", None)  # It says where the data lives, not what it is.
+    if "vocab_size" in values and values["vocab_size"] is None:
+        values["vocab_size"] = vocabulary_of(config.init_from)
     return make("data", values, DATASETS, spec)
 
 
@@ -193,6 +203,11 @@ def run(
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
     program = build(config, devices, memory_limit)
+    if program.start.plan.frozen and not program.start.read:
+        logger.warning(
+            "what is frozen was never trained: config.init_from is None, so that all "
+            "parameters come from the seed"
+        )
     if dry_run:
         budget = check_budget(program, memory_limit)
         Console().print(devices.describe(), budget_table(budget), sep="\n")

@@ -28,7 +28,7 @@ from haiku_template.training.evaluate_run import restore_run
 from haiku_template.training.evaluation import variables
 from haiku_template.training.experiment import model_keys
 from haiku_template.training.program import Program
-from haiku_template.training.sources import is_workdir
+from haiku_template.training.sources import is_folder
 from haiku_template.training.state import TrainState
 
 SINGLE, STATE = "model.safetensors", "state.safetensors"
@@ -75,7 +75,7 @@ def export_safetensors(
         return step
     rules, source = FAMILIES[kinds[0]].rules, config.init_from
     described = _classes(config, program.data)
-    if source is not None and Path(source).is_dir() and not is_workdir(Path(source)):
+    if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
         return step
     arguments = {"num_outputs": program.data.num_outputs} | model_keys(config)

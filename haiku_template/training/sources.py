@@ -69,10 +69,9 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
       ConfigError: a key says something else than the folder.
       PretrainedError: see `describe`.
     """
-    path = Path(init_from or "")
-    if init_from is None or not path.is_dir() or is_workdir(path):
+    if not is_folder(init_from):
         return values
-    known = describe(path, values["name"]).arguments
+    known = describe(init_from, values["name"]).arguments
     known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
     for key, value in known.items():
         if values.get(key) not in (None, value):
@@ -81,6 +80,24 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
                 f"{value}; leave the key out"
             )
     return values | known
+
+
+def vocabulary_of(init_from: str | None) -> int | None:
+    """How many tokens the model in a Hugging Face folder has; None for other sources.
+
+    Raises:
+      PretrainedError: see `describe`.
+    """
+    if not is_folder(init_from):
+        return None
+    arguments = describe(init_from).arguments
+    return arguments.get("vocab_size", arguments.get("num_outputs"))
+
+
+def is_folder(init_from: str | None) -> bool:
+    """Whether `config.init_from` names a Hugging Face folder."""
+    path = Path(init_from or "")
+    return init_from is not None and path.is_dir() and not is_workdir(path)
 
 
 def is_workdir(path: Path) -> bool:
