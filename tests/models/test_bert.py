@@ -94,6 +94,23 @@ def test_dropout_is_for_training_alone():
     np.testing.assert_array_equal(apply(params, None, INPUTS, False), evaluated)
 
 
+def test_rematerialisation_keeps_less_and_changes_no_value():
+    values, kept = [], []
+    for remat in (False, True):
+        params, apply = make(3, num_layers=2, dropout=0.3, remat=remat)
+
+        def loss(params, apply=apply):
+            logits = apply(params, jax.random.key(0), INPUTS, True)
+            return jnp.mean(jnp.square(logits))
+
+        values.append(jax.jit(jax.value_and_grad(loss))(params))
+        residuals = jax.eval_shape(lambda p, loss=loss: jax.vjp(loss, p)[1], params)
+        kept.append(sum(x.size for x in jax.tree.leaves(residuals) if x.ndim >= 3))
+    for x, y in zip(*map(jax.tree.leaves, values), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1, np.abs(x).max()))
+    assert kept[1] < 0.5 * kept[0]
+
+
 def test_the_pooler_belongs_to_cls_alone():
     assert "bert/pooler" in make(3, pooling="cls")[0]
     assert "bert/pooler" not in make(3, pooling="mean")[0]
