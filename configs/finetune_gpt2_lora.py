@@ -8,7 +8,8 @@ FOLDER is that of gpt2, gpt2-medium, gpt2-large or gpt2-xl: config.json,
 model.safetensors, tokenizer.json, which `pip install "haiku_template[text]"` reads. A
 line of answers.jsonl is {"prompt": "Capital of France?", "completion": " Paris"}.
 `python -m haiku_template.export --format=adapters` writes what was learned, alone;
-`--format=safetensors` merges it into a folder like FOLDER.
+`--format=safetensors` merges it into a folder like FOLDER, and
+`--config.finetuning.adapters=EXPORTED` goes on from adapters.
 
 Lab record: it was run on a small GPT-2 with random weights alone. What a step of GPT-2
 124M needs on one device, as `--dry_run` says (8 examples of 512 tokens at a time,

@@ -6,7 +6,10 @@
 FOLDER is that of bert-base, MiniLM or another BERT: config.json, model.safetensors,
 tokenizer.json, which `pip install "haiku_template[text]"` reads. A line of texts.jsonl
 is {"text": "A fine film.", "label": "positive"}. All parameters train;
-`--config.finetuning.train='("bert/head/*",)'` trains the head alone.
+`--config.finetuning.train='("bert/head/*",)'` trains the head alone, and adapters too
+with `--config.finetuning.lora.rank=8`. Hugging Face's own classifiers read what is
+exported after `--config.model.pooling=cls`; they know no mean of the tokens. To go on
+from such a folder, head and all: `--config.finetuning.fresh='()'`.
 
 Lab record, all-MiniLM-L6-v2 on 9,531 snippets of film reviews, positive or negative by
 their mean rating (vaderSentiment 3.3.2's sources, movieReviewSnippets_GroundTruth.txt),

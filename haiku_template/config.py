@@ -140,6 +140,11 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
             f"the run in {workdir} was made by a script, without a config; go on from "
             "there"
         )
+    if "model_type" in saved:
+        raise ConfigError(
+            f"{workdir} is a folder of Hugging Face's and not the workdir of a run; "
+            "training starts from it with --config.init_from"
+        )
     check(saved)
     return saved
 

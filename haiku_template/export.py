@@ -5,8 +5,9 @@
 
 safetensors: parameters, in Hugging Face's names where the model has them. stablehlo:
 the forward pass with its parameters, for a batch of any size, which JAX runs without
-Haiku. adapters: what was fine-tuned on a frozen base, and the base's hash; the commands
-take this folder as a workdir. Writes a folder, which must not exist.
+Haiku. adapters: what was fine-tuned on a frozen base, and the base's hash;
+evaluate, generate and export take this folder as a workdir. Writes a folder, which must
+not exist.
 
 Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 the
 checkpoint or the folder cannot be read or written.

@@ -112,12 +112,13 @@ def read_prompts() -> list[str]:
 def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
     """What the tokens of a run's data set stand for."""
     from haiku_template.data import DataError
+    from haiku_template.finetuning import PretrainedError
     from haiku_template.training import experiment
 
     choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
     try:
         text = experiment.make_data(saved).text
-    except DataError as error:
+    except (DataError, PretrainedError) as error:
         raise PromptError(f"{error}; without the data, give {choices}") from error
     if text is None:
         raise PromptError(

@@ -34,6 +34,11 @@ def read_tokenizer(source: str | Path) -> "Tokenizer":
             '"haiku_template[text]"'
         ) from error
     path = Path(source) / FILE if Path(source).is_dir() else Path(source)
+    if path.suffix == ".safetensors":
+        raise DataError(
+            f"{path} holds parameters and no tokenizer; config.data.tokenizer is a "
+            "tokenizer.json, a folder with one, or None for bytes"
+        )
     if not path.is_file():
         raise DataError(
             f"{path} does not exist; a folder with only a vocab.txt or merges.txt gets "

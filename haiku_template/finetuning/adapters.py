@@ -7,7 +7,7 @@ Its metadata say rank and alpha, which base they were trained on, and for how lo
 import hashlib
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import numpy as np
@@ -22,7 +22,6 @@ from haiku_template.finetuning.tensors import read_headers, read_metadata
 from haiku_template.finetuning.writing import save_tensors
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
-KEYS = ("rank", "alpha", "base_sha256", "step")
 
 
 def fingerprint(devices: DeviceManager, base: hk.Params) -> str:
@@ -68,8 +67,8 @@ def save_adapters(
     file = Path(file)
     if file.exists():
         raise PretrainedError(f"{file} exists, and nothing is overwritten")
-    values = lora.rank, lora.alpha, fingerprint(devices, base), step
-    metadata = dict(zip(KEYS, map(str, values), strict=True))
+    facts = Facts(lora.rank, lora.alpha, fingerprint(devices, base), step)
+    metadata = {key: str(value) for key, value in facts._asdict().items()}
     tensors = {
         path: np.ascontiguousarray(devices.fetch(leaf))
         for path, leaf in flatten(params).items()
@@ -84,17 +83,38 @@ def save_adapters(
         raise StorageError(f"{file} cannot be written: {error}") from error
 
 
-def read_facts(file: Path) -> dict[str, str]:
-    """What a file of adapters says of itself, under `KEYS`.
+class Facts(NamedTuple):
+    """What a file of adapters says of itself.
+
+    Attributes:
+      rank: of the adapters.
+      alpha: of the adapters.
+      base_sha256: the fingerprint of the base.
+      step: of the run.
+    """
+
+    rank: int
+    alpha: float
+    base_sha256: str
+    step: int
+
+
+def read_facts(file: Path) -> Facts:
+    """What a file of adapters says of itself.
 
     Raises:
       PretrainedError: it is damaged, or holds no adapters.
     """
     read_headers(file)  # Damage is said in one sentence here.
     found = read_metadata(file)
-    if not found.keys() >= set(KEYS):
-        raise PretrainedError(f"{file} holds no adapters: it names no base")
-    return found
+    try:
+        values = found["rank"], found["alpha"], found["base_sha256"], found["step"]
+        return Facts(int(values[0]), float(values[1]), values[2], int(values[3]))
+    except (KeyError, ValueError) as error:
+        raise PretrainedError(
+            f"{file} holds no adapters: its metadata do not give "
+            f"{', '.join(Facts._fields)}"
+        ) from error
 
 
 def load_adapters(
@@ -118,13 +138,19 @@ def load_adapters(
         not fit; or the file is damaged, or none of adapters.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
+    if not file.is_file():
+        raise PretrainedError(
+            f"{file} is not there; python -m haiku_template.export --format=adapters "
+            "writes such a file from a run"
+        )
     found = read_facts(file)
-    for key, here in (("rank", lora.rank), ("alpha", lora.alpha)):
-        if float(found[key]) != here:
+    for key in ("rank", "alpha"):
+        there, here = getattr(found, key), getattr(lora, key)
+        if there != here:
             raise PretrainedError(
-                f"the adapters in {file} have {key} {found[key]}, and here it is {here}"
+                f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
-    check_base(found["base_sha256"], devices, base, f"the adapters in {file}")
+    check_base(found.base_sha256, devices, base, f"the adapters in {file}")
     rules = same_names(skeleton)
     return unflatten(read(file, skeleton, rules, devices))
 

@@ -16,6 +16,7 @@ from haiku_template.finetuning.errors import TuningError
 from haiku_template.finetuning.pretrained import flatten, unflatten
 from haiku_template.finetuning.rules import near
 
+SHOWN = 20  # Names in a message.
 Multipliers = Sequence[tuple[str, float]]
 
 
@@ -34,9 +35,10 @@ def select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[st
     for pattern in patterns:
         fits = {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
         if not fits:
+            some = sorted({"/".join(path.split("/")[-2:]) for path in paths})[:SHOWN]
             raise TuningError(
                 f"{what}: the pattern {pattern!r} fits none of the {len(paths)} that "
-                f"there are{near(pattern, paths)}"
+                f"there are{near(pattern, paths)}; they end in {', '.join(some)}"
             )
         selected |= fits
     return selected

@@ -146,7 +146,8 @@ def make_plan(tuning: Tuning, shapes: hk.Params) -> Plan:
     if stuck:
         raise TuningError(
             f"{', '.join(stuck[:4])}: fresh parameters that are frozen would never "
-            "learn anything; let train name them too"
+            "learn anything; let train name them too, as in "
+            f"finetuning.train={tuning.fresh}"
         )
     names = {path + suffix for path in adapted for suffix in (A, B)}
     check_multipliers(tuning.multipliers, trained | names)

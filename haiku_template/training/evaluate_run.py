@@ -84,11 +84,11 @@ def _restore_adapters(
     config: config_dict.ConfigDict, devices: DeviceManager, folder: Path, which: str
 ) -> tuple[Program, int, TrainState]:
     """The state of a run that would go on from a folder of adapters."""
-    step = read_facts(folder / ADAPTERS)["step"]
-    if which not in ("latest", step):
+    step = read_facts(folder / ADAPTERS).step
+    if which not in ("latest", str(step)):
         raise ConfigError(
             f"--checkpoint={which} is not in {folder}; its adapters are of step {step}"
         )
     config.finetuning.adapters = str(folder)
     program = build(config, devices)
-    return program, int(step), program.first_state()
+    return program, step, program.first_state()

@@ -64,11 +64,6 @@ def build(
     source = None
     if config.init_from is not None:
         source = make_source(config.init_from, config.model.name, devices)
-    elif config.finetuning.fresh:
-        raise ConfigError(
-            "config.finetuning.fresh says what is not read from config.init_from, and "
-            "that is None; name a workdir, a Hugging Face folder or a safetensors file"
-        )
     data = make_data(config)
     model = make_model(config, data.num_outputs, devices.axis_name)
     _check_vocabulary(config, data)
@@ -202,11 +197,16 @@ def run(
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
+    if config.finetuning.fresh and config.init_from is None:
+        raise ConfigError(
+            "--config.init_from is needed, a workdir, a Hugging Face folder or a "
+            "safetensors file: config.finetuning.fresh says what is not read from it"
+        )
     program = build(config, devices, memory_limit)
     if program.start.plan.frozen and not program.start.read:
         logger.warning(
-            "what is frozen was never trained: config.init_from is None, so that all "
-            "parameters come from the seed"
+            "what is frozen was never trained: config.init_from is None, so that it "
+            "comes from the seed"
         )
     if dry_run:
         budget = check_budget(program, memory_limit)

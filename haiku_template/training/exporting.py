@@ -96,12 +96,13 @@ def export_adapters(
 ) -> int:
     """Writes what trained, and the hash of the base that it belongs to.
 
-    The commands take the folder as a workdir, and `config.finetuning.adapters` goes on
-    from it; both need the base where the run found it, or where config.json now says.
+    Evaluation, generation and export take the folder as a workdir, and training goes on
+    from `config.finetuning.adapters`; both need the base where the run found it, or
+    where init_from in config.json now says.
     Arguments and result are those of `export_safetensors`, and so are errors, besides:
 
     Raises:
-      ConfigError: what trained is not parameters alone, on a frozen base.
+      ConfigError: what trained is not parameters alone, on a frozen base that was read.
     """
     check_new(output)
     program, step, state = restore_run(config, devices, workdir, which)
@@ -111,6 +112,12 @@ def export_adapters(
         raise ConfigError(
             f"the run in {workdir} trained {found}, and --format=adapters is for what "
             "trained on a frozen base; --format=safetensors writes all of it"
+        )
+    if not program.start.read:
+        raise ConfigError(
+            f"the base of the run in {workdir} comes from its seed, which gives other "
+            "last bits on other devices, so that no hash can tell it; "
+            "--format=safetensors writes all of the model"
         )
     base = program.start.base.arrays()
     with new_folder(output) as folder:

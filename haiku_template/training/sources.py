@@ -36,8 +36,9 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
     path = Path(init_from)
     if not path.exists():
         raise ConfigError(
-            f"config.init_from={init_from} is not there; possible are a workdir, a "
-            "Hugging Face folder and a safetensors file"
+            f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
+            "possible are a workdir, a Hugging Face folder and a safetensors file; "
+            "where a run's source has moved, its config.json may be told"
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(
@@ -83,11 +84,16 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
 
 
 def vocabulary_of(init_from: str | None) -> int | None:
-    """How many tokens the model in a Hugging Face folder has; None for other sources.
+    """How many tokens a model has: a Hugging Face folder's, or a run's that says it.
 
     Raises:
+      ConfigError: see `config.load`.
       PretrainedError: see `describe`.
     """
+    if init_from is not None and is_workdir(Path(init_from)):
+        saved = load(Path(init_from) / CONFIG)
+        given = saved and saved.data.get("vocab_size")
+        return given or vocabulary_of(saved.get("init_from"))
     if not is_folder(init_from):
         return None
     arguments = describe(init_from).arguments
@@ -115,7 +121,8 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
     if saved.finetuning.train or saved.finetuning.lora.rank is not None:
         raise ConfigError(
             f"config.init_from={workdir} is a run that trained a part of its model, "
-            "and holds no more than that; export it, and start from what was exported"
+            "and holds no more than that; export it with --format=safetensors and "
+            "start from that, or with --format=adapters for config.finetuning.adapters"
         )
 
     def of_run(shapes: hk.Params, skip: Collection[str]) -> dict[str, jax.Array]:

@@ -42,7 +42,7 @@ class Start(NamedTuple):
       base: what is frozen: read, or made from the seed, each time that a run starts.
         The steps get it by themselves.
       given: reads what of the first state does not come from the seed.
-      read: whether anything does not.
+      read: whether the base is; else it is made from the seed.
     """
 
     plan: Plan

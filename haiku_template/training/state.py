@@ -91,9 +91,7 @@ def make_init(
     def init(given: Given = NOTHING_GIVEN) -> TrainState:
         whole, net_state = model_init()
         leaves, given_state = given
-        whole = unflatten(flatten(whole) | leaves)
         params = flatten(plan.params(whole, jax.random.key(seed)))
-        # Of adapters, `whole` knows nothing.
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
         net_state = net_state if given_state is None else given_state
         return TrainState(

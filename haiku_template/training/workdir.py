@@ -29,11 +29,19 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may write to `workdir`; writes nothing.
 
     Raises:
-      ConfigError: another experiment's workdir (lists the differences), a file, or a
-        directory that holds files with the names of a run's but no config.
+      ConfigError: another experiment's workdir (lists the differences), a file, what
+        was exported, or a directory that holds files with the names of a run's but no
+        config.
     """
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
+    exported = sorted(path.name for path in workdir.glob("*.safetensors"))
+    if exported:
+        raise ConfigError(
+            f"{workdir} holds {', '.join(exported)}, which was exported, and nothing "
+            "is overwritten; use another --workdir (config.init_from starts from "
+            "exported parameters, config.finetuning.adapters from adapters)"
+        )
     saved = workdir / CONFIG
     if saved.exists() and not has_checkpoints(workdir):
         return  # A run that failed before it had anything to lose.

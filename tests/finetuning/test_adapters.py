@@ -89,9 +89,11 @@ def test_files_that_are_no_adapters_are_refused(tmp_path, one_device, parts):
     params, base = parts
     skeleton = abstract(one_device, params)
     file = tmp_path / "weights.safetensors"
-    save_file({"w": np.zeros(3, np.float32)}, file)
-    with pytest.raises(PretrainedError, match="holds no adapters"):
-        load_adapters(file, skeleton, base, LORA, one_device)
+    facts = {"rank": "2", "alpha": "4.0", "base_sha256": "0", "step": "x"}
+    for metadata in (None, facts, facts | {"rank": ""}):
+        save_file({"w": np.zeros(3, np.float32)}, file, metadata)
+        with pytest.raises(PretrainedError, match="do not give rank, alpha, base_sha"):
+            load_adapters(file, skeleton, base, LORA, one_device)
     file.write_bytes(b"no header")
     with pytest.raises(PretrainedError, match="truncated, damaged"):
         load_adapters(file, skeleton, base, LORA, one_device)
