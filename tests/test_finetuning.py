@@ -9,7 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from configs import finetune_gpt2_lora, finetune_text_classifier
@@ -400,3 +400,19 @@ def test_a_run_says_how_many_tokens_it_was_given(tmp_path, cpu, gpt2):
     config = answers(tmp_path / "run", path, **plain | sizes)
     state = build(config, cpu).first_state()
     assert len(state.params["gpt/embed"]["embeddings"]) == 300
+
+
+def test_a_start_that_fails_at_once_says_one_sentence(tmp_path, command, gpt2):
+    folder, path = tmp_path / "whole_numbers", gpt2[1]
+    shutil.copytree(gpt2[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].astype(
+        "int32"
+    )
+    save_file(tensors, folder / "model.safetensors")
+    flags = [f"--config.init_from={folder}", f"--config.data.path={path}"]
+    flags += ["--config.data.context=64", f"--workdir={tmp_path / 'run'}"]
+    done = command("train", "--config=configs/finetune_gpt2_lora.py", *flags)
+    assert done.returncode == 64, done.stderr
+    assert done.stderr.startswith("error: the files do not fit the model")
+    assert len(done.stderr.splitlines()) == 2  # The second names the tensor.

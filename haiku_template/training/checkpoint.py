@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from haiku_template.training.quiet import quiet_orbax
+
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
 
 
 class CheckpointError(RuntimeError):
@@ -59,6 +62,9 @@ class Checkpoints:
             keep_checkpoints_without_metrics=False,
         )
         try:
+            # Orbax's own cleanup is a thread that a start which fails would outrun.
+            for left in self.directory.glob(UNFINISHED) if cleanup else ():
+                shutil.rmtree(left)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 save_decision_policy=(
@@ -67,7 +73,6 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy(
                     [policies.LatestN(keep_last), best]
                 ),
-                cleanup_tmp_directories=cleanup,
             )
         except OSError as error:
             raise CheckpointError(

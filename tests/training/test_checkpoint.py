@@ -130,3 +130,13 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path):
             checkpoints.save(step, {"w": jnp.ones(3)}, {"eval/loss": loss})
         checkpoints.wait()
         assert (checkpoints.steps, checkpoints.best) == ([1, 3], 1)
+
+
+def test_only_the_process_that_saves_removes_what_a_killed_save_left(tmp_path):
+    left = tmp_path / "3.orbax-checkpoint-tmp"
+    left.mkdir()
+    (left / "half").touch()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [] and left.exists()
+    with Checkpoints(tmp_path, cleanup=True) as checkpoints:
+        assert checkpoints.steps == [] and not left.exists()
