@@ -55,6 +55,10 @@ class Checkpoints:
         self.directory = directory.absolute()
         self._metric = best_metric
         self._highest = best_mode == "max"
+        # Otherwise the first save compiles a slice for each device and shape.
+        context = ocp.Context()
+        context.array.saving.use_replica_parallel = False
+        when = ocp.training.save_decision_policies
         policies = ocp.training.preservation_policies
         best = policies.BestN(
             get_metric_fn=self._rank,
@@ -67,12 +71,11 @@ class Checkpoints:
                 shutil.rmtree(left)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
-                save_decision_policy=(
-                    ocp.training.save_decision_policies.FixedIntervalPolicy(1)
-                ),
+                save_decision_policy=when.FixedIntervalPolicy(1),
                 preservation_policy=policies.AnyPreservationPolicy(
                     [policies.LatestN(keep_last), best]
                 ),
+                context=context,
             )
         except OSError as error:
             raise CheckpointError(

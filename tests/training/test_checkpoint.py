@@ -51,6 +51,13 @@ def test_a_state_comes_back_bitwise_on_any_devices(tmp_path, before, after, opti
     program_after.train_step(restored, devices.shard(DATA.train.batch(1)))
 
 
+def test_a_save_compiles_nothing(tmp_path, four_devices, caplog):
+    state = four_devices.replicate({"w": np.ones((7, 24), np.float32)})
+    with jax.log_compiles(), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, None)
+    assert checkpoints.steps == [1] and "Compiling" not in caplog.text
+
+
 def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
     program = made()
     devices = program.devices
