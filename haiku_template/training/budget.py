@@ -117,26 +117,32 @@ def check_budget(program: Program, limit: int | None = None) -> Budget:
         f"a step needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
         f"{in_units(budget.limit)}; the largest arrays of the state are {largest}; "
-        f"{_suggestion(program, budget.limit)}"
+        f"{_suggestion(program, budget)}"
     )
 
 
-def _suggestion(program: Program, limit: int) -> str:
+def _suggestion(program: Program, budget: Budget) -> str:
     share = program.batch_size // program.devices.num_devices
     now = program.parts["accumulate_steps"]
-    least = None
-    for parts in range(now + 1, share + 1):
-        if share % parts:
-            continue
-        peak = memory_budget(program.with_parts(accumulate_steps=parts), limit).peak
-        if peak <= limit:
+    possible = [parts for parts in range(now + 1, share + 1) if share % parts == 0]
+    if not possible:
+        return "the batch cannot be worked through in smaller parts"
+    kept = sum(budget[: Budget._fields.index("temporaries")])
+    if kept > budget.limit:  # Compiling takes minutes, and would not find a way.
+        return (
+            f"no accumulate_steps is enough: {in_units(kept)} are what the run keeps, "
+            "its state, data and batches"
+        )
+    least = budget.peak
+    for parts in possible:
+        parted = program.with_parts(accumulate_steps=parts)
+        peak = memory_budget(parted, budget.limit).peak
+        if peak <= budget.limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "
                 f"{in_units(peak)} and the same batch"
             )
-        least = peak if least is None else min(least, peak)
-    if least is None:
-        return "the batch cannot be worked through in smaller parts"
+        least = min(least, peak)
     return f"no accumulate_steps is enough: the least is {in_units(least)}"
 
 

@@ -8,6 +8,7 @@ from haiku_template.training import experiment, train
 from haiku_template.training.budget import (
     MemoryBudgetError,
     check_budget,
+    in_units,
     memory_budget,
     parse_bytes,
 )
@@ -96,8 +97,22 @@ def models(tmp_path, monkeypatch):
 
 
 def test_what_can_never_fit_says_the_least():
-    with pytest.raises(MemoryBudgetError, match="no accumulate_steps is enough"):
-        check_budget(build(digits, batch_size=4), 1000)
+    program = build(digits, batch_size=4)
+    parted = [program.with_parts(accumulate_steps=parts) for parts in (1, 2, 4)]
+    least = min(memory_budget(each).peak for each in parted)
+    words = f"no accumulate_steps is enough: the least is {in_units(least)}"
+    with pytest.raises(MemoryBudgetError, match=words):
+        check_budget(program, least - 1)
+
+
+def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
+    program = build(digits)
+    budget = memory_budget(program)
+    kept = budget.params + budget.opt_state + budget.batch + budget.waiting
+    monkeypatch.setattr(type(program), "with_parts", None)  # Nothing is tried.
+    words = rf"is enough: {in_units(kept)} are what the run keeps, its state"
+    with pytest.raises(MemoryBudgetError, match=words):
+        check_budget(program, kept - 1)
 
 
 def test_a_limit_that_is_not_known_stops_nobody():
