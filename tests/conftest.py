@@ -3,6 +3,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 # Tests compile many programs that others have compiled: of one model, say, the same
 # first parameters, and in each process again. JAX keeps them, for this process and for
@@ -18,8 +19,35 @@ import pytest  # noqa: E402
 # Before any backend exists: the tests' devices are CPUs that look like eight.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# Here programs run for a few steps and would compile for minutes in all. Processes that
+# tests start, and tests that ask for `optimized`, compile as users do; with 0 all do.
+QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
+jax.config.update("jax_disable_most_optimizations", QUICK)
 
 from haiku_template.devices import DeviceManager  # noqa: E402
+from haiku_template.training import loop, report  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_report():
+    """Drawing report.png takes longer than most runs of tests: commands still do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "report", SimpleNamespace(write=lambda workdir: None))
+        yield
+
+
+@pytest.fixture
+def optimized():
+    """For a test whose numbers should be those of the programs that users run."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
+@pytest.fixture
+def with_report(monkeypatch):
+    """For a test that looks at report.png."""
+    monkeypatch.setattr(loop, "report", report)
 
 
 @pytest.fixture(params=[1, 4], ids=["one device", "four devices"])

@@ -126,16 +126,16 @@ def test_the_workdir_holds_everything(finished):
     assert config["num_steps"] == 40 and config["optimizer"]["clip_norm"] == 1.0
 
 
-@pytest.mark.parametrize("devices", [(), ("--simulate_devices=3",)])
-def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, devices):
+@pytest.mark.parametrize(
+    ("which", "devices"),
+    [("latest", ()), ("best", ("--simulate_devices=3",)), ("40", ())],
+)
+def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devices):
     workdir, _ = finished
-    for which in ("latest", "best", "40"):
-        done = run(
-            "evaluate", f"--workdir={workdir}", f"--checkpoint={which}", *devices
-        )
-        assert done.returncode == 0, done.stderr
-        last = numbers(workdir)[-1]
-        assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
+    done = run("evaluate", f"--workdir={workdir}", f"--checkpoint={which}", *devices)
+    assert done.returncode == 0, done.stderr
+    last = numbers(workdir)[-1]
+    assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
 
 
 def test_the_same_command_again_changes_nothing(finished):
@@ -185,7 +185,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_at_once_with_the_cause(
 
 
 def test_a_misspelt_variable_is_warned_of_on_the_cpu(tmp_path):
-    done = train(tmp_path / "run", *SHORT, XLA_PYTHON_CLIENT_MEM_FRACTON="0.5")
+    done = train(tmp_path / "run", "--dry_run", XLA_PYTHON_CLIENT_MEM_FRACTON="0.5")
     assert done.returncode == 0
     assert "XLA_PYTHON_CLIENT_MEM_FRACTON" in done.stderr
 
@@ -221,7 +221,7 @@ def test_a_second_run_in_a_workdir_is_refused_and_evaluation_disturbs_nobody(tmp
 
 
 LONG = (
-    "--config.num_steps=1500",
+    "--config.num_steps=1000",
     "--config.log_every=10",
     "--config.eval_every=100",
     "--config.save_every=50",
@@ -251,20 +251,20 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         assert "Traceback" not in errors
     names = [path.name for path in (workdir / "checkpoints").iterdir()]
     stopped = max(int(name) for name in names if name.isdigit())
-    assert 0 < stopped < 1500
+    assert 0 < stopped < 1000
     done = train(workdir, *LONG)
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stdout
-    assert digest(workdir) == digest(uninterrupted)
-    assert numbers(workdir) == numbers(uninterrupted)
+    assert (digest(workdir), numbers(workdir)) == uninterrupted
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
+    """What a run leaves that nothing stopped."""
     workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
     done = train(workdir, *LONG)
     assert done.returncode == 0, done.stderr
-    return workdir
+    return digest(workdir), numbers(workdir)
 
 
 def wait_for_step(workdir, step):
@@ -498,9 +498,12 @@ def test_evaluate_says_what_is_not_there(finished, tmp_path):
     assert_refused(done, 64, "--checkpoint=7", "there are steps [40]")
 
 
-def test_a_damaged_checkpoint_is_one_sentence(finished, tmp_path):
+def test_a_damaged_checkpoint_is_one_sentence_and_python_is_not_read(
+    finished, tmp_path
+):
     workdir, _ = finished
     subprocess.run(["cp", "-r", workdir, tmp_path / "run"], check=True)
+    (tmp_path / "run/config.py").write_text("raise SystemExit('executed')")
     for file in (tmp_path / "run/checkpoints/40/state/d").iterdir():
         file.write_bytes(file.read_bytes()[:100])
     done = run("evaluate", f"--workdir={tmp_path / 'run'}")
@@ -511,14 +514,6 @@ def test_a_loss_that_is_not_finite_exits_70(tmp_path):
     flags = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.name=sgd")
     done = train(tmp_path / "run", *SHORT, *flags, "--config.log_every=5")
     assert_refused(done, 70, "the loss of step", "infinite or NaN")
-
-
-def test_resume_reads_no_python_from_the_workdir(finished, tmp_path):
-    workdir, _ = finished
-    subprocess.run(["cp", "-r", workdir, tmp_path / "run"], check=True)
-    (tmp_path / "run/config.py").write_text("raise SystemExit('executed')")
-    done = run("evaluate", f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 0 and "executed" not in done.stdout + done.stderr
 
 
 def test_help_answers_without_starting_jax():

@@ -25,6 +25,7 @@ def test_init_is_born_whole_on_every_device(devices):
     assert tree["w"].shape == (2, 3)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_init_gives_the_values_of_a_plain_jit(devices):
     def make():
         return jax.random.truncated_normal(jax.random.key(0), -2, 2, (64, 65))

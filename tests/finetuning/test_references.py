@@ -13,6 +13,7 @@ from haiku_template.finetuning import describe, flatten, restore
 from haiku_template.models import MODELS
 from haiku_template.models.bert import Sizes, encode, first
 
+pytestmark = pytest.mark.usefixtures("optimized")
 TOLERANCE = 1e-5  # Ten times what was seen, and a tenth of what would do.
 
 

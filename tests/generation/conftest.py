@@ -8,16 +8,16 @@ from haiku_template.training import experiment
 
 def make_config(**changes):
     config = default_config()
-    config.num_steps = 150
+    config.num_steps = 100
     config.batch_size = 16
     config.log_every = 50
-    config.eval_every = config.save_every = 75
+    config.eval_every = config.save_every = 50
     config.ema_decay = 0.5
     config.task = {"name": "language_model"}
     config.data = {"name": "words:words"}
     config.model = {
         "name": "gpt",
-        "num_layers": 2,
+        "num_layers": 1,
         "width": 32,
         "num_heads": 2,
         "context": words.CONTEXT,

@@ -57,8 +57,8 @@ def test_the_model_is_that_of_the_checkpoint(trained, model):
     config, workdir = trained
     program = experiment.build(config, DEVICES)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = checkpoints.restore(150, DEVICES.abstract(program.init))
-    assert (model.step, model.vocabulary, model.context) == (150, 256, CONTEXT)
+        state = checkpoints.restore(100, DEVICES.abstract(program.init))
+    assert (model.step, model.vocabulary, model.context) == (100, 256, CONTEXT)
     jax.tree.map(np.testing.assert_array_equal, model.params, state.ema_params)
     moved = jax.tree.map(lambda a, b: np.any(a != b), model.params, state.params)
     assert any(jax.tree.leaves(moved))
@@ -168,7 +168,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices):
     config, workdir = trained
-    with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*150"):
+    with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*100"):
         load(config, DEVICES, workdir, "7")
     with pytest.raises(GenerationError, match="on one device, and 4 were asked for"):
         load(config, four_devices, workdir, "latest")

@@ -78,6 +78,7 @@ def stop_at(program, step):
 EVERY = {"log_every": 1, "eval_every": 5, "save_every": 5}
 
 
+@pytest.mark.usefixtures("with_report")
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     result = train(made(4), num_steps=10, workdir=tmp_path, config={"a": 1}, **EVERY)
     assert int(result.state.step) == 10
@@ -143,6 +144,7 @@ def run_config(module, num_devices, num_steps, workdir, **changes):
     return [row["train/loss"] for row in numbers(workdir) if "train/loss" in row]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("module", "num_steps", "atol"), [(digits, 200, 1e-5), (digits_resnet, 20, 1e-4)]
 )
@@ -165,6 +167,7 @@ def test_configs_have_the_same_losses_on_four_devices(
     assert compiled.count("jit(_fun)") == 2
 
 
+@pytest.mark.usefixtures("optimized")
 def test_three_thousand_steps_on_eight_simulated_devices_do_not_hang(tmp_path):
     result = train(
         made(8), num_steps=3000, workdir=tmp_path, log_every=500, eval_every=500

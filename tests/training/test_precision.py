@@ -12,6 +12,7 @@ from haiku_template.training import classification, experiment, make_program
 from haiku_template.training.evaluation import evaluate
 from haiku_template.training.precision import Precision
 
+pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
 DATA = Data(
     ArrayDataset(
