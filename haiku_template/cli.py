@@ -159,7 +159,12 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, (KeyError, AttributeError)) and not places:
         key = re.search(r"[\w.]+", text)[0]
         guess = re.search(r'Did you mean "(\w+)"', text)
-        words = f"did you mean {guess[1]}?" if guess else "this config has no such key"
+        table = re.search(rf"--(config\.(data|model|task))\.{key}=", " ".join(sys.argv))
+        words = "this config has no such key"
+        if guess:
+            words = f"did you mean {guess[1]}?"
+        elif table:
+            words += f"; a config file can set it, beside {table[1]}.name"
         return f"unknown config key {key}: {words}"
     places = places or [
         (frame.filename, frame.lineno)
