@@ -82,7 +82,7 @@ def test_only_devices_places_arrays(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_and_functions_stay_short(path):
     text = path.read_text()
-    assert text.count("\n") <= 260
+    assert text.count("\n") <= 400
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             first = node.body[ast.get_docstring(node) is not None :] or node.body
