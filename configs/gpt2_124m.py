@@ -6,7 +6,7 @@
 A file of 10,248,871,837 uint16 tokens (19.1 GiB) is mapped, not read. Token files are
 .safetensors, .npy, nanoGPT's .bin, or folders of them; text becomes one with
 
-    python -m haiku_template.data.tokenize --input=DIRECTORY \
+    python -m haiku_template.prepare --input=DIRECTORY \
         --tokenizer=tokenizer.json --output=train.safetensors
 
 Lab record: the whole schedule was run nowhere yet. Sizes, batch, rates and schedule are

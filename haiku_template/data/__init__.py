@@ -12,7 +12,7 @@ from haiku_template.data.arrays import (
 from haiku_template.data.datasets import DATASETS, digits, from_split
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import Split
-from haiku_template.data.tokens import TokenDataset, TokenEvaluationSet
+from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
 
 __all__ = [
     "DATASETS",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data import files, images, language
+from haiku_template.data import files, images
 from haiku_template.data.arrays import (
     ArrayDataset,
     BatchSpec,
@@ -23,7 +23,8 @@ from haiku_template.data.checks import (
     count_classes,
 )
 from haiku_template.data.errors import DataError
-from haiku_template.data.examples import jsonl
+from haiku_template.data.text.datasets import byte_text, tokens
+from haiku_template.data.text.examples import jsonl
 
 
 def from_split(
@@ -168,6 +169,6 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "mnist": mnist,
     "cifar10": cifar10,
     "jsonl": jsonl,
-    "tokens": language.tokens,
-    "bytes": language.byte_text,
+    "tokens": tokens,
+    "bytes": byte_text,
 }

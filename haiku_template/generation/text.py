@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from haiku_template.data.tokenizer import FILE
+from haiku_template.data.text.tokenizer import FILE
 from haiku_template.generation.errors import GenerationError
 
 BYTES = "bytes"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from haiku_template.data.tokenizer import encode, read_tokenizer
+from haiku_template.data.text.tokenizer import encode, read_tokenizer
 from haiku_template.finetuning import describe, restore
 from haiku_template.models import bert
 

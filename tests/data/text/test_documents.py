@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from haiku_template.data import DATASETS, BatchSpec, DataError, text
+from haiku_template.data import DATASETS, BatchSpec, DataError
+from haiku_template.data.text import documents as text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def load(path=None, **keys):

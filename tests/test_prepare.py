@@ -14,11 +14,13 @@ import tokenizers
 from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
-from haiku_template.data import DATASETS, BatchSpec, DataError, encoding, text
-from haiku_template.data.token_files import tokenizer_vocab_size
-from haiku_template.data.token_writer import TokenWriter, write_new
+from haiku_template.data import DATASETS, BatchSpec, DataError
+from haiku_template.data.text import documents as text
+from haiku_template.data.text import encoding
+from haiku_template.data.text.files import tokenizer_vocab_size
+from haiku_template.data.text.writer import TokenWriter, write_new
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"
 
 
@@ -44,7 +46,7 @@ def bpe(tmp_path_factory):
 
 
 def start(*flags, **options):
-    command = [sys.executable, "-m", "haiku_template.data.tokenize", *map(str, flags)]
+    command = [sys.executable, "-m", "haiku_template.prepare", *map(str, flags)]
     options = {"cwd": ROOT, "capture_output": True, "text": True} | options
     return subprocess.run(command, check=False, timeout=120, **options)
 
@@ -178,7 +180,7 @@ def test_the_token_that_ends_a_text_can_be_named(tmp_path, bpe):
 def test_help_answers_without_the_libraries():
     code = (
         "import sys\nfrom absl import app\n"
-        "import haiku_template.data.tokenize\n"
+        "import haiku_template.prepare\n"
         "assert not {'jax', 'tokenizers', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
@@ -188,9 +190,9 @@ def test_help_answers_without_the_libraries():
 
 REPORTING = """
 from haiku_template import cli
-from haiku_template.data import tokenize
-tokenize.REPORT_SECONDS = 0
-cli.run(tokenize.main)
+from haiku_template import prepare
+prepare.REPORT_SECONDS = 0
+cli.run(prepare.main)
 """
 
 
@@ -311,7 +313,7 @@ def test_a_tokenizer_that_cannot_encode_the_text_is_told(tmp_path):
 WITH_LITTLE_DISK = """
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-runpy.run_module("haiku_template.data.tokenize", run_name="__main__")
+runpy.run_module("haiku_template.prepare", run_name="__main__")
 """
 
 
@@ -401,8 +403,8 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same(
 MEMORY = """
 import sys
 from pathlib import Path
-from haiku_template.data import encoding, text
-from haiku_template.data.token_writer import TokenWriter
+from haiku_template.data.text import documents as text, encoding
+from haiku_template.data.text.writer import TokenWriter
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from haiku_template.data import DataError
-from haiku_template.data.tokenizer import encode, read_tokenizer
+from haiku_template.data.text.tokenizer import encode, read_tokenizer
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##b", "c"]
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
-from haiku_template.data.token_stream import Shard, TokenStream
+from haiku_template.data.text.stream import Shard, TokenStream
 
 TOKENIZER = "tokenizer.json"
 DTYPES = {  # As safetensors names them.

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from haiku_template.data.arrays import BatchSpec, Data
-from haiku_template.data.bucketed import (
+from haiku_template.data.errors import DataError
+from haiku_template.data.text.buckets import (
     BucketedDataset,
     BucketedEvaluationSet,
     Completions,
@@ -17,15 +18,18 @@ from haiku_template.data.bucketed import (
     Tokens,
     choose_lengths,
 )
-from haiku_template.data.errors import DataError
-from haiku_template.data.jsonl import (
+from haiku_template.data.text.jsonl import (
     Line,
     class_names,
     classes_of,
     hold_out,
     read_lines,
 )
-from haiku_template.data.vocabulary import Vocabulary, bytes_vocabulary, read_vocabulary
+from haiku_template.data.text.vocabulary import (
+    Vocabulary,
+    bytes_vocabulary,
+    read_vocabulary,
+)
 
 
 def jsonl(

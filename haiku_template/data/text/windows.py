@@ -10,8 +10,8 @@ import numpy as np
 
 from haiku_template.data.arrays import Batch, BatchSpec
 from haiku_template.data.errors import DataError
-from haiku_template.data.permutation import permute
-from haiku_template.data.token_stream import TokenStream
+from haiku_template.data.text.permutation import permute
+from haiku_template.data.text.stream import TokenStream
 
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
 ORDERS = ("random", "epochs")

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
-from haiku_template.data.held_out import check_fraction, rank
+from haiku_template.data.text.held_out import check_fraction, rank
 
 # Of the standard library: other programs, tests and tables; and pydoc_data, which is
 # a source of its own.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.data.errors import DataError
-from haiku_template.data.held_out import check_fraction, rank
+from haiku_template.data.text.held_out import check_fraction, rank
 
 # Of the keys, by task; other keys of a line are not read.
 KINDS = {

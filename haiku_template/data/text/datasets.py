@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data import text
 from haiku_template.data.arrays import BatchSpec, Data
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import given_path
-from haiku_template.data.token_files import (
+from haiku_template.data.text.documents import Document, read_documents, split_text
+from haiku_template.data.text.files import (
     find_tokenizer,
     open_tokens,
     tokenizer_vocab_size,
 )
-from haiku_template.data.token_stream import Shard, TokenStream
-from haiku_template.data.tokens import TokenDataset, TokenEvaluationSet
+from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
 
 PADDING = 128  # Vocabularies are rounded up to multiples of this, for faster products.
 
@@ -134,8 +134,7 @@ def byte_text(
     Raises:
       DataError: no text there; see also `TokenDataset` and `TokenEvaluationSet`.
     """
-    documents = text.read_documents(path)
-    training, held_out = text.split_text(documents, validation_fraction)
+    training, held_out = split_text(read_documents(path), validation_fraction)
     train = TokenDataset(_stream(training), context, spec, 256, order)
     evaluation = None
     if held_out:
@@ -145,7 +144,7 @@ def byte_text(
     return Data(train, evaluation, 256, widen, "bytes")
 
 
-def _stream(documents: list[text.Document]) -> TokenStream:
+def _stream(documents: list[Document]) -> TokenStream:
     joined = b"".join(document.content + b"\0" for document in documents)
     name = f"{documents[0].name} and {len(documents) - 1} more"
     return TokenStream((Shard(np.frombuffer(joined, np.uint8), name),))

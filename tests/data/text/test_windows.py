@@ -19,11 +19,11 @@ from haiku_template.data import (
     TokenDataset,
     TokenEvaluationSet,
 )
-from haiku_template.data.permutation import permute
-from haiku_template.data.token_files import open_tokens, tokenizer_vocab_size
-from haiku_template.data.token_stream import Shard, TokenStream
+from haiku_template.data.text.files import open_tokens, tokenizer_vocab_size
+from haiku_template.data.text.permutation import permute
+from haiku_template.data.text.stream import Shard, TokenStream
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKENS = np.random.default_rng(0).integers(1000, size=997).astype(np.uint16)
 
 
@@ -605,7 +605,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from haiku_template.data import DATASETS, BatchSpec
-from haiku_template.data.token_files import open_tokens
+from haiku_template.data.text.files import open_tokens
 
 def status(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -658,7 +658,7 @@ READ_MUCH = """
 import sys
 from pathlib import Path
 import numpy as np
-from haiku_template.data.token_files import open_tokens
+from haiku_template.data.text.files import open_tokens
 
 def resident():
     for line in Path("/proc/self/status").read_text().splitlines():

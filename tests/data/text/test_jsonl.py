@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from haiku_template.data import BatchSpec, DataError, each_shape
-from haiku_template.data.bucketed import BucketedDataset, Texts, Tokens, choose_lengths
-from haiku_template.data.examples import jsonl
+from haiku_template.data.text.buckets import (
+    BucketedDataset,
+    Texts,
+    Tokens,
+    choose_lengths,
+)
+from haiku_template.data.text.examples import jsonl
 
 RNG = np.random.default_rng(0)
 CLASSIFICATION = BatchSpec(8)

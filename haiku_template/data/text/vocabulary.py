@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from haiku_template.data.encoding import END_OF_TEXT
 from haiku_template.data.errors import DataError
-from haiku_template.data.tokenizer import FILE, read_tokenizer
+from haiku_template.data.text.encoding import END_OF_TEXT
+from haiku_template.data.text.tokenizer import FILE, read_tokenizer
 
 Texts = Sequence[str]
 

@@ -1,6 +1,6 @@
 """Makes a token file of text with a tokenizer.json, or trains the tokenizer first.
 
-    python -m haiku_template.data.tokenize --input=DIR --tokenizer=tokenizer.json \\
+    python -m haiku_template.prepare --input=DIR --tokenizer=tokenizer.json \\
         --output=tokens.safetensors
 
 Needs the extra `text`. Memory stays bounded whatever the size of the text. Exit codes:
@@ -19,7 +19,7 @@ from haiku_template import cli
 from haiku_template.data.errors import DataError
 
 if TYPE_CHECKING:
-    from haiku_template.data.text import TextFile
+    from haiku_template.data.text.documents import TextFile
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # In which a file that is no text shows a zero byte.
@@ -48,7 +48,7 @@ def main() -> None:
     Raises:
       DataError: what a user can mend; then no token file was written.
     """
-    from haiku_template.data.token_files import TOKENIZER
+    from haiku_template.data.text.files import TOKENIZER
 
     named = (_OUTPUT.value, _VALIDATION_OUTPUT.value)
     outputs = [Path(path).expanduser() for path in named if path]
@@ -67,7 +67,8 @@ def main() -> None:
 
 def _train(tokenizer_file: Path, files: list["TextFile"]) -> None:
     """Learns a tokenizer from the text and writes it."""
-    from haiku_template.data import encoding, token_writer
+    from haiku_template.data.text import encoding
+    from haiku_template.data.text import writer as token_writer
 
     with _progress("learn", files) as report:
         texts = _watched(files, report)
@@ -79,8 +80,9 @@ def _write(
     source: Path, beside: Path, outputs: list[Path], parts: list[list["TextFile"]]
 ) -> None:
     """Writes a token file for each part, and the tokenizer beside the first."""
-    from haiku_template.data import encoding, token_writer
-    from haiku_template.data.token_files import tokenizer_vocab_size
+    from haiku_template.data.text import encoding
+    from haiku_template.data.text import writer as token_writer
+    from haiku_template.data.text.files import tokenizer_vocab_size
 
     tokenizer = encoding.load_tokenizer(source)
     contents = source.read_bytes()
@@ -110,7 +112,7 @@ def _read_input(own: set[Path]) -> list[list["TextFile"]]:
     Args:
       own: files that this command reads or writes, which are no input.
     """
-    from haiku_template.data import text
+    from haiku_template.data.text import documents as text
 
     files = [f for f in text.text_files(_INPUT.value) if f.path.resolve() not in own]
     files = text.check_any([f for f in files if _is_text(f)], _INPUT.value)
@@ -125,7 +127,8 @@ def _read_input(own: set[Path]) -> list[list["TextFile"]]:
 
 
 def _is_text(file: "TextFile") -> bool:
-    from haiku_template.data import files, text
+    from haiku_template.data import files
+    from haiku_template.data.text import documents as text
 
     def start(path: Path) -> bytes:
         with path.open("rb") as f:
@@ -151,7 +154,7 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
 
 
 def _watched(files: list["TextFile"], report: Callable[[int], None]) -> Iterator[str]:
-    from haiku_template.data.encoding import pieces
+    from haiku_template.data.text.encoding import pieces
 
     for file in files:
         for piece in pieces(file):

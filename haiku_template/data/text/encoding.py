@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
-from haiku_template.data.text import TextFile
-from haiku_template.data.token_writer import TokenWriter
+from haiku_template.data.text.documents import TextFile
+from haiku_template.data.text.writer import TokenWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
