@@ -21,9 +21,10 @@ import numpy as np
 from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale, build
 from configs import digits, digits_resnet
 from haiku_template import cli
-from haiku_template.devices import DeviceManager, PlacementError, describe
+from haiku_template.devices import DeviceManager, describe
+from haiku_template.errors import PlacementError
+from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import Program, Result, train
-from haiku_template.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.

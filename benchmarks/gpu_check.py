@@ -27,10 +27,10 @@ from rich.table import Table
 
 from benchmarks import gpu_behaviour as behaviour
 from benchmarks import gpu_speed as speed
-from haiku_template.devices import DeviceError, DeviceManager
+from haiku_template.devices import DeviceManager
 from haiku_template.diagnosis import Machine
-from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.workdir import environment, write_atomically
+from haiku_template.errors import DeviceError, Interrupted
+from haiku_template.storage.workdir import environment, write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 120  # Columns of tables in files and pipes.

@@ -23,7 +23,7 @@ from ml_collections import config_dict
 from configs import digits
 from haiku_template.devices import DeviceManager
 from haiku_template.training import experiment, train
-from haiku_template.training.program import Program
+from haiku_template.training.trainer import Program
 
 NUM_STEPS = 3000
 ROUNDS = 5

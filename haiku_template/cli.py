@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags, logging
 
 from haiku_template import diagnosis
+from haiku_template.errors import DeviceError
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
@@ -48,12 +49,6 @@ _GPU_PREALLOCATE = flags.DEFINE_bool(
 )
 
 
-class UnusableDeviceError(RuntimeError):
-    """What keeps JAX from the device that was asked for, found before it starts."""
-
-    exit_code = 69
-
-
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
     """The devices that the flags ask for. Imports and starts JAX.
 
@@ -64,13 +59,13 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
       num_devices: how many, where no flag says so; None means all.
 
     Raises:
-      UnusableDeviceError: they cannot be used, and why.
+      DeviceError: they cannot be used, and why.
       DeviceError: they cannot be had.
     """
     asked = "cpu" if _SIMULATE_DEVICES.value else _DEVICE.value
     for finding in diagnosis.check_environment(asked):
         if finding.severity == "error" and _FALLBACK.value != "cpu":
-            raise UnusableDeviceError(f"--device={asked} cannot be used: {finding}")
+            raise DeviceError(f"--device={asked} cannot be used: {finding}")
         logging.warning("%s", finding)
     from haiku_template.devices import DeviceManager
 

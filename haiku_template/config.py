@@ -6,18 +6,13 @@ the resolved values as JSON, and only that is read again. Imports no JAX.
 
 import difflib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
 
-from haiku_template.config_ranges import RANGES
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run."""
-
-    exit_code = 64
+from haiku_template.errors import ConfigError
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -254,3 +249,47 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _texts(value: tuple) -> bool:
+    return all(isinstance(item, str) for item in value)
+
+
+# What numbers make sense; a key that may be None is asked only when it is not.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "num_steps",
+            "batch_size",
+            "accumulate_steps",
+            "log_every",
+            "eval_every",
+            "save_every",
+            "keep_last",
+        ),
+        (lambda value: value >= 1, "1 or more"),
+    ),
+    **dict.fromkeys(
+        (
+            "keep_best",
+            "optimizer.learning_rate",
+            "optimizer.warmup_steps",
+            "optimizer.final_fraction",
+            "optimizer.weight_decay",
+        ),
+        (lambda value: value >= 0, "0 or more"),
+    ),
+    "seed": (lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
+    "optimizer.b1": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
+    "optimizer.b2": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
+    "ema_decay": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
+    "optimizer.clip_norm": (lambda value: value > 0, "None, or more than 0"),
+    "finetuning.lora.rank": (lambda value: value >= 0, "None, or 0 or more"),
+    "finetuning.lora.alpha": (lambda value: value > 0, "more than 0"),
+    "finetuning.lora.dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
+    **dict.fromkeys(
+        ("finetuning.train", "finetuning.fresh", "finetuning.lora.patterns"),
+        (_texts, "a tuple of patterns, such as ('*/head/*',)"),
+    ),
+    "best_mode": (lambda value: value in ("min", "max"), "min or max"),
+}

@@ -27,11 +27,9 @@ def main() -> None:
     workdir = Path(_WORKDIR.value)
     saved = config.of_run(workdir)
     devices = cli.device_manager()
-    from haiku_template.training import evaluate_run
+    from haiku_template.runs import run
 
-    step, metrics = evaluate_run.evaluate_checkpoint(
-        saved, devices, workdir, _CHECKPOINT.value
-    )
+    step, metrics = run.evaluate_checkpoint(saved, devices, workdir, _CHECKPOINT.value)
     print(json.dumps({"step": step, **metrics}))
 
 

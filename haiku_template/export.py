@@ -36,12 +36,12 @@ def main() -> None:
     workdir = Path(_WORKDIR.value)
     saved = config.of_run(workdir)
     devices = cli.device_manager()
-    from haiku_template.training import exporting, portable
+    from haiku_template.runs import export, stablehlo
 
     write = {
-        "safetensors": exporting.export_safetensors,
-        "stablehlo": portable.export_stablehlo,
-        "adapters": exporting.export_adapters,
+        "safetensors": export.export_safetensors,
+        "stablehlo": stablehlo.export_stablehlo,
+        "adapters": export.export_adapters,
     }[_FORMAT.value]
     output = Path(_OUTPUT.value)
     step = write(saved, devices, workdir, _CHECKPOINT.value, output)

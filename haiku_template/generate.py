@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from haiku_template import cli, config
+from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,17 +51,11 @@ flags.mark_flag_as_required("workdir")
 flags.adopt_module_key_flags(cli)
 
 
-class PromptError(ValueError):
-    """Prompts that cannot be read, or nothing to write."""
-
-    exit_code = 64
-
-
 def main() -> None:
     """Reads prompts and the saved config, restores the parameters, and writes."""
     prompts = read_prompts()
     if _NUM_TOKENS.value < 1:
-        raise PromptError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
+        raise ConfigError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
     workdir = Path(_WORKDIR.value)
     saved = config.of_run(workdir)
     devices = cli.device_manager(num_devices=1)
@@ -85,43 +80,42 @@ def read_prompts() -> list[str]:
     """What --prompt or --prompt_file gives.
 
     Raises:
-      PromptError: both were given, the file cannot be read, a prompt is empty, or the
+      ConfigError: both were given, the file cannot be read, a prompt is empty, or the
         text is not UTF-8.
     """
     path = _PROMPT_FILE.value
     if path is None:
         prompts = [_PROMPT.value]
     elif _PROMPT.present:
-        raise PromptError("--prompt and --prompt_file were given; give one of the two")
+        raise ConfigError("--prompt and --prompt_file were given; give one of the two")
     else:
         try:
             prompts = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"--prompt_file={path} cannot be read: {error}") from None
+            raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
     for number, prompt in enumerate(prompts, 1):
         where = f"line {number} of {path}" if path else "--prompt"
         if not prompt:
-            raise PromptError(f"{where} is empty; a model goes on with some text")
+            raise ConfigError(f"{where} is empty; a model goes on with some text")
         if any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise PromptError(f"{where} is not UTF-8")
+            raise ConfigError(f"{where} is not UTF-8")
     if not prompts:
-        raise PromptError(f"{path} is empty; give a prompt a line")
+        raise ConfigError(f"{path} is empty; give a prompt a line")
     return prompts
 
 
 def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
     """What the tokens of a run's data set stand for."""
-    from haiku_template.data import DataError
-    from haiku_template.finetuning import PretrainedError
+    from haiku_template.errors import ConfigError
     from haiku_template.training import experiment
 
     choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
     try:
         text = experiment.make_data(saved).text
-    except (DataError, PretrainedError) as error:
-        raise PromptError(f"{error}; without the data, give {choices}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without the data, give {choices}") from error
     if text is None:
-        raise PromptError(
+        raise ConfigError(
             f"the data set {saved.data.name} of the run does not say what its tokens "
             f"stand for; give {choices}"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from haiku_template import cli
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
     from haiku_template.data.text.documents import TextFile
@@ -46,7 +46,7 @@ def main() -> None:
     """Checks the paths, gets a tokenizer, writes the tokens, then names the files.
 
     Raises:
-      DataError: what a user can mend; then no token file was written.
+      ConfigError: what a user can mend; then no token file was written.
     """
     from haiku_template.data.text.files import TOKENIZER
 
@@ -62,7 +62,7 @@ def main() -> None:
         _write(source, beside, outputs, parts)
     except OSError as error:
         where = error.filename or outputs[0].parent
-        raise DataError(f"{where} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
 
 
 def _train(tokenizer_file: Path, files: list["TextFile"]) -> None:
@@ -119,7 +119,7 @@ def _read_input(own: set[Path]) -> list[list["TextFile"]]:
     if not _VALIDATION_OUTPUT.value:
         return [files]
     if _VALIDATION_FRACTION.value == 0:
-        raise DataError(
+        raise ConfigError(
             "--validation_output holds no files when --validation_fraction is 0; give "
             "more than 0, or leave it out"
         )
@@ -139,18 +139,18 @@ def _is_text(file: "TextFile") -> bool:
 
 
 def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
-    """Raises `DataError` when something would be overwritten or cannot be written."""
+    """Raises `ConfigError` when something would be overwritten or cannot be written."""
     if len({path.resolve() for path in outputs}) < len(outputs):
-        raise DataError(f"--output and --validation_output are both {outputs[0]}")
+        raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
     training = _TRAIN_VOCAB_SIZE.value is not None
     for path in [*outputs, *[tokenizer, beside] * training]:
         if path.exists():
-            raise DataError(f"{path} exists; remove it, or name another file")
+            raise ConfigError(f"{path} exists; remove it, or name another file")
         if not path.parent.is_dir():
-            raise DataError(f"the folder {path.parent} of {path.name} does not exist")
+            raise ConfigError(f"the folder {path.parent} of {path.name} does not exist")
     for path in outputs:
         if path.suffix != ".safetensors":
-            raise DataError(f"{path} must end in .safetensors, which is its format")
+            raise ConfigError(f"{path} must end in .safetensors, which is its format")
 
 
 def _watched(files: list["TextFile"], report: Callable[[int], None]) -> Iterator[str]:

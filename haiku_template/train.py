@@ -38,14 +38,14 @@ def main() -> None:
     asked, steps = _PROFILE.value, _CONFIG.value.num_steps
     profile = None if asked is None else config.interval(asked, steps)
     devices = cli.device_manager()
-    from haiku_template.training import budget, experiment
+    from haiku_template.training import experiment, memory
 
     limit = _DEVICE_MEMORY_LIMIT.value
     experiment.run(
         _CONFIG.value,
         devices,
         _WORKDIR.value,
-        memory_limit=limit and budget.parse_bytes(limit),
+        memory_limit=limit and memory.parse_bytes(limit),
         profile=profile,
         dry_run=_DRY_RUN.value,
     )

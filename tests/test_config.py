@@ -4,7 +4,8 @@ import pytest
 from ml_collections import config_dict
 
 from haiku_template import config
-from haiku_template.config import ConfigError, default_config
+from haiku_template.config import default_config
+from haiku_template.errors import ConfigError
 
 
 def test_saved_and_read_again_it_is_the_same(tmp_path):

@@ -12,23 +12,18 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from haiku_template.config import ConfigError, default_config
+from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning import describe
-from haiku_template.finetuning.errors import PretrainedError
 from haiku_template.models import mlp, multiply_out
-from haiku_template.training import exporting
-from haiku_template.training.evaluate_run import restore_run
+from haiku_template.runs.export import export_safetensors
+from haiku_template.runs.run import restore_run
+from haiku_template.runs.stablehlo import export_forward, export_stablehlo
 from haiku_template.training.evaluation import variables
 from haiku_template.training.experiment import run
-from haiku_template.training.exporting import export_safetensors
-from haiku_template.training.portable import (
-    ExportError,
-    export_forward,
-    export_stablehlo,
-)
 from haiku_template.training.precision import Precision
-from haiku_template.training.program import with_state
+from haiku_template.training.trainer import with_state
 
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
 BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES
@@ -166,7 +161,7 @@ def test_a_model_of_one_batch_size_is_refused():
     def forward(inputs):
         return inputs.reshape(3, -1)
 
-    with pytest.raises(ExportError, match="a batch of any size, on cpu and"):
+    with pytest.raises(ConfigError, match="a batch of any size, on cpu and"):
         export_forward(forward, np.zeros((3, 5), np.float32))
 
 
@@ -187,7 +182,9 @@ def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, of
 
 def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
     monkeypatch.setitem(
-        exporting.PRESETS, "124M", exporting.PRESETS["124M"]._replace(**SIZES)
+        export.PRESETS,
+        "124M",
+        export.PRESETS["124M"]._replace(**SIZES),
     )
     config, workdir = experiment(tmp_path, "gpt")
     config.model = {"name": "gpt", "preset": "124M"}
@@ -242,9 +239,7 @@ def test_adapters_are_merged(tmp_path, one_device):
 def test_what_is_there_is_left_alone(tmp_path, one_device, write):
     config, workdir = experiment(tmp_path, "mlp")
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(
-        PretrainedError, match="file exists, and nothing is overwritten"
-    ):
+    with pytest.raises(ConfigError, match="file exists, and nothing is overwritten"):
         write(config, one_device, workdir, "latest", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 

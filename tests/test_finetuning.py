@@ -15,21 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
 from haiku_template import generation
-from haiku_template.config import ConfigError
-from haiku_template.data import DataError
 from haiku_template.devices import DeviceManager
-from haiku_template.finetuning import (
-    FAMILIES,
-    PretrainedError,
-    export_new,
-    flatten,
-    to_config,
-)
-from haiku_template.models import MODELS, ModelError
-from haiku_template.training import exporting, portable
-from haiku_template.training.evaluate_run import evaluate_checkpoint, restore_run
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning import FAMILIES, export_new, flatten, to_config
+from haiku_template.models import MODELS
+from haiku_template.runs import export, stablehlo
+from haiku_template.runs.run import evaluate_checkpoint, restore_run
+from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training.experiment import build, run
-from haiku_template.training.workdir import has_checkpoints
 
 ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}
 NOUNS = ["film", "book", "song", "play"]
@@ -141,7 +134,7 @@ def answering(cpu, gpt2, tmp_path_factory):
     home = tmp_path_factory.mktemp("answering")
     config = answers(*gpt2)
     run(config, cpu, str(home / "run"))
-    exporting.export_adapters(
+    export.export_adapters(
         config, cpu, home / "run", "latest", home / "exported" / "adapters"
     )
     return home / "run", home / "exported" / "adapters"
@@ -157,7 +150,9 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     assert metrics["eval/accuracy"] > 0.9 and metrics["eval/macro_f1"] > 0.9
     assert (workdir / "confusion.png").stat().st_size > 1000
 
-    exporting.export_safetensors(saved, cpu, workdir, "latest", tmp_path / "out")
+    export.export_safetensors(
+        saved, cpu, workdir, "latest", tmp_path / "out"
+    )
     before, after = (
         load_file(where / "model.safetensors") for where in (folder, tmp_path / "out")
     )
@@ -166,9 +161,13 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["label2id"] == {"bad": 0, "good": 1}
-    portable.export_stablehlo(saved, cpu, workdir, "latest", tmp_path / "program")
+    stablehlo.export_stablehlo(
+        saved, cpu, workdir, "latest", tmp_path / "program"
+    )
     with pytest.raises(ConfigError, match="trained a whole model, and --format=adap"):
-        exporting.export_adapters(saved, cpu, workdir, "latest", tmp_path / "adapters")
+        export.export_adapters(
+            saved, cpu, workdir, "latest", tmp_path / "adapters"
+        )
     assert not (tmp_path / "adapters").exists()
 
     # What was exported starts another run where this one ended.
@@ -227,7 +226,7 @@ def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answeri
     workdir, _ = answering
     out = tmp_path / "merged"
     saved = configs.of_run(workdir)
-    exporting.export_safetensors(saved, cpu, workdir, "latest", out)
+    export.export_safetensors(saved, cpu, workdir, "latest", out)
     before, after = (load_file(x / "model.safetensors") for x in (gpt2[0], out))
     assert before.keys() == after.keys()
     assert (out / "tokenizer.json").is_file()
@@ -278,9 +277,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
     ):
         changes = {"finetuning.adapters": str(adapters)} | changes
         config = answers(folder, gpt2[1], **changes)
-        with pytest.raises(PretrainedError, match=words):
+        with pytest.raises(ConfigError, match=words):
             build(config, cpu).first_state()
-    with pytest.raises(PretrainedError, match=words):
+    with pytest.raises(ConfigError, match=words):
         run(config, cpu, str(tmp_path / "run"))
     assert not has_checkpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds adapters and no whole model"):
@@ -314,22 +313,26 @@ def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
     for config, error, words in (
         (
             classifier(folder, long),
-            ModelError,
+            ConfigError,
             r"data\.context=64 and data\.trunc",
         ),
         (
             classifier(folder, path, **{"data.validation_path": str(odd)}),
-            DataError,
+            ConfigError,
             "line 1 of .*odd.jsonl has the label 'odd', which no example to train on",
         ),
-        (classifier(gpt2[0], path), PretrainedError, "of type 'gpt2'; possible are be"),
+        (classifier(gpt2[0], path), ConfigError, "of type 'gpt2'; possible are be"),
         (classifier("nowhere", path), ConfigError, "init_from=nowhere is not there"),
         (
             classifier(folder, path, init_from=None),
             ConfigError,
             "--config.init_from is needed, a workdir",
         ),
-        (answers(gpt2[0], path), DataError, "kind for config.task.name=classification"),
+        (
+            answers(gpt2[0], path),
+            ConfigError,
+            "kind for config.task.name=classification",
+        ),
     ):
         with pytest.raises(error, match=words):
             run(config, cpu, str(tmp_path / "run"))
@@ -356,7 +359,7 @@ def test_what_was_exported_is_no_place_for_a_run(tmp_path, cpu, gpt2, answering)
     with pytest.raises(ConfigError, match="is a folder of Hugging Face's and not the"):
         configs.of_run(gpt2[0])
     config = answers(*gpt2, **{"finetuning.adapters": str(workdir)})
-    with pytest.raises(PretrainedError, match=r"--format=adapters writes such a file"):
+    with pytest.raises(ConfigError, match=r"--format=adapters writes such a file"):
         run(config, cpu, str(tmp_path / "run"))
 
 
@@ -364,7 +367,7 @@ def test_averaged_adapters_of_one_device_are_used_on_four(tmp_path, four_devices
     one = DeviceManager.create("cpu", num_devices=1)
     config, workdir = answers(*gpt2, num_steps=4, ema_decay=0.5), tmp_path / "run"
     run(config, one, str(workdir))
-    exporting.export_adapters(config, one, workdir, "latest", tmp_path / "out")
+    export.export_adapters(config, one, workdir, "latest", tmp_path / "out")
     _, _, state = restore_run(config, one, workdir, "latest")
     tensors = load_file(tmp_path / "out" / "adapters.safetensors")
     for path, leaf in flatten(state.ema_params).items():
@@ -381,7 +384,7 @@ def test_adapters_of_a_base_from_the_seed_have_no_home(tmp_path, cpu, gpt2, capl
     run(config, cpu, str(tmp_path / "run"))
     assert "what is frozen was never trained" in caplog.text
     with pytest.raises(ConfigError, match="comes from its seed"):
-        exporting.export_adapters(
+        export.export_adapters(
             config, cpu, tmp_path / "run", "latest", tmp_path / "out"
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from haiku_template.devices.failures import why_no_gpu
+from haiku_template.devices.selection import why_no_gpu
 from haiku_template.diagnosis import Machine
 from haiku_template.diagnosis.rows import has_card
 

@@ -14,11 +14,12 @@ import tokenizers
 from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
-from haiku_template.data import DATASETS, BatchSpec, DataError
+from haiku_template.data import DATASETS, BatchSpec
 from haiku_template.data.text import documents as text
 from haiku_template.data.text import encoding
 from haiku_template.data.text.files import tokenizer_vocab_size
 from haiku_template.data.text.writer import TokenWriter, write_new
+from haiku_template.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"
@@ -189,8 +190,8 @@ def test_help_answers_without_the_libraries():
 
 
 REPORTING = """
-from haiku_template import cli
-from haiku_template import prepare
+from haiku_template import (cli)
+from haiku_template import (prepare)
 prepare.REPORT_SECONDS = 0
 cli.run(prepare.main)
 """
@@ -338,7 +339,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, bpe):
 
 def test_without_the_library_the_extra_is_named(monkeypatch, bpe):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install \"haiku_template\[text\]\""):
+    with pytest.raises(ConfigError, match=r"pip install \"haiku_template\[text\]\""):
         encoding.load_tokenizer(bpe)
 
 
@@ -403,8 +404,8 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same(
 MEMORY = """
 import sys
 from pathlib import Path
-from haiku_template.data.text import documents as text, encoding
-from haiku_template.data.text.writer import TokenWriter
+from haiku_template.data.text import (documents as text, encoding)
+from haiku_template.data.text.writer import (TokenWriter)
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -10,16 +10,16 @@ from haiku_template.data.arrays import (
     each_shape,
 )
 from haiku_template.data.datasets import DATASETS, digits, from_split
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import Split
 from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
+from haiku_template.errors import ConfigError
 
 __all__ = [
     "DATASETS",
     "ArrayDataset",
     "BatchSpec",
     "Data",
-    "DataError",
+    "ConfigError",
     "Dataset",
     "EvaluationSet",
     "GrainDataset",

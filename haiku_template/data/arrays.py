@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from haiku_template.data.checks import check_examples
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 Batch = dict[str, Any]
 ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
@@ -80,10 +80,10 @@ def share(spec: BatchSpec) -> slice:
     """The rows of a batch that this process reads.
 
     Raises:
-      DataError: the processes cannot share a batch evenly.
+      ConfigError: the processes cannot share a batch evenly.
     """
     if spec.batch_size % spec.process_count:
-        raise DataError(
+        raise ConfigError(
             f"a batch of {spec.batch_size} examples cannot be shared evenly by "
             f"{spec.process_count} processes"
         )
@@ -125,7 +125,7 @@ class ArrayDataset:
       augment: maps (inputs of a batch, generator) to new inputs, on the host.
 
     Raises:
-      DataError: no examples, or a batch size that the processes cannot share.
+      ConfigError: no examples, or a batch size that the processes cannot share.
     """
 
     inputs: np.ndarray
@@ -192,7 +192,7 @@ class EvaluationSet:
       batch_size: rows of all batches but the last.
 
     Raises:
-      DataError: no examples.
+      ConfigError: no examples.
     """
 
     inputs: np.ndarray
@@ -225,18 +225,18 @@ class GrainDataset:
     its elements once, in order.
 
     Raises:
-      DataError: it has no elements, or they are not such dictionaries.
+      ConfigError: it has no elements, or they are not such dictionaries.
     """
 
     source: Any
 
     def __post_init__(self) -> None:
         if len(self.source) == 0:
-            raise DataError("the Grain data set has no elements; one is the least")
+            raise ConfigError("the Grain data set has no elements; one is the least")
         first = self.source[0]
         if not isinstance(first, dict) or not {"inputs", "labels"} <= set(first):
             keys = sorted(first) if isinstance(first, dict) else type(first).__name__
-            raise DataError(
+            raise ConfigError(
                 "each element of the Grain data set must be one batch, a dictionary "
                 f"with inputs and labels; its first element is {keys}"
             )
@@ -246,10 +246,10 @@ class GrainDataset:
         """How many batches hold each example once.
 
         Raises:
-          DataError: the pipeline repeats without end.
+          ConfigError: the pipeline repeats without end.
         """
         if len(self.source) > ENDLESS:
-            raise DataError(
+            raise ConfigError(
                 "the Grain data set to evaluate on repeats without end; leave out "
                 ".repeat()"
             )

@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data import files, images
-from haiku_template.data.arrays import (
-    ArrayDataset,
-    BatchSpec,
-    Data,
-    EvaluationSet,
-)
+from haiku_template.data.arrays import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.data.checks import (
     check_classes,
     check_examples,
     check_targets,
     count_classes,
 )
-from haiku_template.data.errors import DataError
 from haiku_template.data.text.datasets import byte_text, tokens
 from haiku_template.data.text.examples import jsonl
+from haiku_template.errors import ConfigError
 
 
 def from_split(
@@ -48,7 +43,7 @@ def from_split(
       where: names the data in errors.
 
     Raises:
-      DataError: an empty part, parts of different shapes, labels outside the classes
+      ConfigError: an empty part, parts of different shapes, labels outside the classes
         or of the wrong type; the message names the part.
     """
     if preprocess is None:
@@ -63,7 +58,7 @@ def from_split(
             for part in ("train", "test")
         ]
         if shapes[0] != shapes[1]:
-            raise DataError(
+            raise ConfigError(
                 f"an example in {name}_train of {where} has shape {shapes[0]} and in "
                 f"{name}_test {shapes[1]}; they must agree"
             )
@@ -88,12 +83,12 @@ def digits(spec: BatchSpec) -> Data:
     Source: https://archive.ics.uci.edu/dataset/80, shipped inside scikit-learn.
 
     Raises:
-      DataError: scikit-learn is not installed.
+      ConfigError: scikit-learn is not installed.
     """
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise DataError(
+        raise ConfigError(
             "the digits data set comes with scikit-learn, which is not installed: "
             'pip install "haiku_template[examples]"'
         ) from error

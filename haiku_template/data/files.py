@@ -1,6 +1,6 @@
 """Readers of array files: .npz, .safetensors, .npy, MNIST's idx, CIFAR-10's binary.
 
-Each returns a `Split`. A missing or damaged file is a `DataError` that names it.
+Each returns a `Split`. A missing or damaged file is a `ConfigError` that names it.
 """
 
 import gzip
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 CIFAR_RECORD = 1 + 3 * 32 * 32
@@ -33,10 +33,10 @@ def given_path(path: str | None, name: str, what: str) -> Path:
     """The path of a data set.
 
     Raises:
-      DataError: none was given; the message asks for `what`.
+      ConfigError: none was given; the message asks for `what`.
     """
     if not path:
-        raise DataError(
+        raise ConfigError(
             f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
             "downloaded)"
         )
@@ -47,12 +47,12 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     """Runs a reader on a file, and names the file in whatever goes wrong.
 
     Raises:
-      DataError: the file is missing, damaged, or may not be read.
+      ConfigError: the file is missing, damaged, or may not be read.
     """
     try:
         if path.is_file():
             return reader(path)
-    except DataError:
+    except ConfigError:
         raise
     except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
         if isinstance(error, OSError) and error.strerror:
@@ -60,18 +60,18 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
         else:
             words = str(error).split("\n")[0] or type(error).__name__
             problem = f"is damaged, or of another kind: {words}"
-        raise DataError(f"the data file {path} {problem}") from error
+        raise ConfigError(f"the data file {path} {problem}") from error
     near = sorted(p.name for p in path.parent.glob("*"))[:8]
     there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
     what = "is a directory" if path.is_dir() else "does not exist"
-    raise DataError(f"the data file {path} {what}; {there}")
+    raise ConfigError(f"the data file {path} {what}; {there}")
 
 
 def read_npz(path: Path) -> Split:
     """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras.
 
     Raises:
-      DataError: the file or one of the arrays is missing or damaged.
+      ConfigError: the file or one of the arrays is missing or damaged.
     """
 
     def member(name: str) -> Callable[[Path], np.ndarray]:
@@ -93,7 +93,7 @@ def read_safetensors(path: Path) -> Split:
     """A .safetensors file with tensors x_train, y_train, x_test and y_test.
 
     Raises:
-      DataError: the file or one of the tensors is missing or damaged.
+      ConfigError: the file or one of the tensors is missing or damaged.
     """
 
     def tensor(name: str) -> Callable[[Path], np.ndarray]:
@@ -112,7 +112,7 @@ def read_npy(directory: Path) -> Split:
     The files are mapped, not read: examples come from disk as batches need them.
 
     Raises:
-      DataError: a file is missing or damaged.
+      ConfigError: a file is missing or damaged.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -129,7 +129,7 @@ def read_idx(path: Path) -> np.ndarray:
     big-endian uint32, then the values (http://yann.lecun.com/exdb/mnist).
 
     Raises:
-      DataError: the file is missing, damaged or shorter than its header says.
+      ConfigError: the file is missing, damaged or shorter than its header says.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -157,7 +157,7 @@ def read_mnist(directory: Path) -> Split:
     """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1].
 
     Raises:
-      DataError: a file is missing or damaged.
+      ConfigError: a file is missing or damaged.
     """
 
     def array(name: str) -> np.ndarray:
@@ -179,7 +179,7 @@ def read_cifar10(directory: Path) -> Split:
     (https://www.cs.toronto.edu/~kriz/cifar.html).
 
     Raises:
-      DataError: a file is missing, or holds no whole number of records.
+      ConfigError: a file is missing, or holds no whole number of records.
     """
 
     def read(file: Path) -> np.ndarray:

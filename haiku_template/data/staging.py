@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 
@@ -54,7 +54,7 @@ class RowBlocks:
       batch_size: B.
 
     Raises:
-      DataError: it cannot be staged; says why.
+      ConfigError: it cannot be staged; says why.
     """
 
     dataset: Stageable
@@ -63,7 +63,7 @@ class RowBlocks:
     def __post_init__(self) -> None:
         reason = why_not_staged(self.dataset)
         if reason:
-            raise DataError(
+            raise ConfigError(
                 f"data.placement=device cannot be had with this data set: {reason}; "
                 "possible are host and auto"
             )

@@ -1,15 +1,21 @@
 """Devices: which ones a run uses, and every copy to and from them."""
 
-from haiku_template.devices.audit import Placement, audit_table, describe
-from haiku_template.devices.collectives import mean_over, sum_over
-from haiku_template.devices.compiled import Shared
-from haiku_template.devices.errors import DeviceError, PlacementError
-from haiku_template.devices.layout import host_buffer
-from haiku_template.devices.ledger import Ledger
+from haiku_template.devices.checks import (
+    Placement,
+    audit_table,
+    check_replicas,
+    describe,
+)
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.peak import matmul_peak
-from haiku_template.devices.replicas import check_replicas
-from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
+from haiku_template.devices.step import Shared, mean_over, sum_over
+from haiku_template.devices.transfer import (
+    Ledger,
+    device_put_replicated,
+    device_put_sharded,
+    host_buffer,
+)
+from haiku_template.errors import DeviceError, PlacementError
+from haiku_template.reporting.perf import matmul_peak
 
 __all__ = [
     "DeviceError",

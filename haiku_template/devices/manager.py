@@ -11,13 +11,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import audit, failures, layout, selection
-from haiku_template.devices.collectives import with_axis
-from haiku_template.devices.compiled import CompiledStep, Shared
-from haiku_template.devices.errors import DeviceError
-from haiku_template.devices.leaks import leaks_named
-from haiku_template.devices.ledger import Ledger, tree_bytes
-from haiku_template.devices.sharding import AXIS_NAME, device_put_split
+from haiku_template.devices import checks, selection, transfer
+from haiku_template.devices.checks import leaks_named
+from haiku_template.devices.step import CompiledStep, Shared, with_axis
+from haiku_template.devices.transfer import (
+    AXIS_NAME,
+    Ledger,
+    device_put_split,
+    tree_bytes,
+)
+from haiku_template.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class DeviceManager(NamedTuple):
             raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
         request = selection.parse(spec, num_devices, simulate_devices)
         selection.check_memory_fraction(gpu_memory_fraction)
-        failures.check_default_device()
+        selection.check_default_device()
         try:
             selection.configure(
                 request,
@@ -84,7 +87,7 @@ class DeviceManager(NamedTuple):
             devices, _ = selection.select(request)
             reason = f"--fallback=cpu, because {error}"
         if request.platform == "auto" and devices[0].platform == "cpu":
-            failures.warn_of_unused_card()
+            selection.warn_of_unused_card()
         return cls(tuple(devices), reason, Ledger())
 
     @property
@@ -133,7 +136,7 @@ class DeviceManager(NamedTuple):
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
         shapes = jax.eval_shape(with_axis(fn, self.axis_name), *args)
-        return layout.shapes(shapes, self.replicated)
+        return transfer.shapes(shapes, self.replicated)
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
@@ -148,7 +151,7 @@ class DeviceManager(NamedTuple):
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """The rows of one device's share of a batch; see `layout.check_batch_size`."""
-        return layout.check_batch_size(batch_size, self.num_devices, accumulate_steps)
+        return transfer.check_batch_size(batch_size, self.num_devices, accumulate_steps)
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
@@ -165,18 +168,18 @@ class DeviceManager(NamedTuple):
           PlacementError: B is not a multiple of the number of devices, or a leaf is on
             a device already, where making it cost a copy that nobody asked for.
         """
-        layout.check_host_batch(batch, self.num_devices)
+        transfer.check_host_batch(batch, self.num_devices)
         begun = time.perf_counter()
         return self.ledger.arrived(device_put_split(batch, self.devices), begun)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         if self.axis_name is None:
-            return layout.shapes(batch, self.replicated)
+            return transfer.shapes(batch, self.replicated)
         n = self.num_devices
         batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
         spec = PartitionSpec(self.axis_name)
-        return layout.shapes(batch, NamedSharding(self.replicated.mesh, spec))
+        return transfer.shapes(batch, NamedSharding(self.replicated.mesh, spec))
 
     def compile(
         self,
@@ -204,13 +207,13 @@ class DeviceManager(NamedTuple):
         jax.block_until_ready(tree)
         self.ledger.add_since("compute", begun)
 
-    def audit(self, tree: Any) -> list[audit.Placement]:
+    def audit(self, tree: Any) -> list[checks.Placement]:
         """Where each leaf of a state lives, with a verdict for each that is astray."""
-        return audit.audit(tree, self.devices)
+        return checks.audit(tree, self.devices)
 
     def check(self, tree: Any) -> None:
         """Raises `PlacementError` unless every leaf is whole on each of the devices."""
-        audit.check(tree, self.devices)
+        checks.check(tree, self.devices)
 
     def fetch(self, tree: Any) -> Any:
         """Copies a replicated tree to the host: pytree of NumPy arrays."""
@@ -252,7 +255,7 @@ class DeviceManager(NamedTuple):
 
     def describe(self) -> str:
         """The devices and the reason for them, in one line."""
-        indices = [audit.device_index(device) for device in self.devices]
+        indices = [checks.device_index(device) for device in self.devices]
         names = ", ".join(f"{self.platform}:{index}" for index in indices)
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"

@@ -5,17 +5,19 @@ and ignores most later changes in silence. So `configure` sets them first, and r
 when it is too late.
 """
 
+import logging
 import os
 import re
 from typing import NamedTuple
 
 import jax
+from jax.extend.backend import backends
 
-from haiku_template.devices.audit import device_index
-from haiku_template.devices.errors import DeviceError
-from haiku_template.devices.failures import ignored_platforms, why_no_gpu
-from haiku_template.diagnosis import Machine, diagnose
+from haiku_template.devices.checks import device_index
+from haiku_template.diagnosis import Machine, check_environment, diagnose
 from haiku_template.diagnosis.cards import is_amd
+from haiku_template.diagnosis.rows import GPU_NAMES, has_card
+from haiku_template.errors import DeviceError
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
@@ -233,3 +235,62 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
     if variable:
         return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
     return "--device=auto, and no accelerator was found"
+
+
+logger = logging.getLogger(__name__)
+
+
+def why_no_gpu() -> str:
+    """The cause for which JAX has no GPU here, and its remedy, in one sentence.
+
+    Asks the driver, in a child process, where there is a card.
+    """
+    for finding in check_environment("gpu"):
+        if finding.severity == "error":
+            return str(finding)
+    return (
+        "nothing is wrong outside JAX, whose own words are above; "
+        "python -m haiku_template.doctor --device=gpu looks further"
+    )
+
+
+def warn_of_unused_card() -> None:
+    """Logs, loudly, that a run is on the CPU beside a GPU."""
+    if has_card(Machine.here()):
+        logger.warning(
+            "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why_no_gpu()
+        )
+
+
+def check_default_device() -> None:
+    """Asserts that `jax.default_device` is still JAX's own.
+
+    Raises:
+      DeviceError: the program overwrote it (A53).
+    """
+    if not callable(jax.default_device):
+        raise DeviceError(
+            f"[A53] jax.default_device was overwritten with {jax.default_device!r}, "
+            "which changes no device and breaks JAX; write `with "
+            "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
+        )
+
+
+def ignored_platforms() -> str:
+    """Says that `jax_platforms` was changed after JAX had started (A46); else empty.
+
+    JAX must have started. It keeps the platforms that it started with, in silence.
+    """
+    wanted = jax.config.jax_platforms
+    words = ["gpu" if word in GPU_NAMES else word for word in (wanted or "").split(",")]
+    used = jax.default_backend()
+    if not wanted or words[0] == used:
+        return ""
+    # Without a card JAX passes over CUDA in silence: then it may have come in time.
+    if words[0] == "gpu" and used in words and not has_card(Machine.here()):
+        return ""
+    return (
+        f"[A46] jax_platforms was changed to {wanted!r} after JAX had started on "
+        f"{', '.join(backends())}, and JAX ignores that; change it, or create the "
+        "DeviceManager, before the first JAX operation"
+    )

@@ -2,8 +2,8 @@
 
 Ids are those of the project's list of device failures; A58 and A00 are its own: a
 misspelt variable, and whatever no other row explains. Not here, because only the
-program itself can see them: A46 and A53 (`devices.failures`), A54 and A55 (the verdicts
-of `devices.audit`).
+program itself can see them: A46 and A53 (`devices.selection`), A54 and A55 (the
+verdicts of `devices.checks`).
 """
 
 from haiku_template.diagnosis import (

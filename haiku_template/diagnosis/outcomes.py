@@ -9,12 +9,7 @@ import re
 from haiku_template.diagnosis import libraries, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import Cause, Facts
-from haiku_template.diagnosis.start import (
-    failed_start,
-    on_gpu,
-    plugin_words,
-    reached,
-)
+from haiku_template.diagnosis.start import failed_start, on_gpu, plugin_words, reached
 
 ABORT = (-6, 134)
 NO_DNN = ("DNN library initialization failed", "Loaded runtime CuDNN library")

@@ -1,18 +1,14 @@
 """Fine-tuning: parameters that others trained, and what of them trains on."""
 
-from haiku_template.finetuning.adapters import (
-    fingerprint,
-    load_adapters,
-    save_adapters,
-)
-from haiku_template.finetuning.errors import PretrainedError, StorageError, TuningError
-from haiku_template.finetuning.export import export_like, export_new
-from haiku_template.finetuning.families import FAMILIES, Family
-from haiku_template.finetuning.folder import Description, describe, to_config
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.finetuning.adapters import fingerprint, load_adapters, save_adapters
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.pretrained import flatten, read, restore
-from haiku_template.finetuning.rules import Rule
-from haiku_template.finetuning.tuning import Plan, Tuning, make_plan
+from haiku_template.finetuning.plan import Plan, Tuning, make_plan
+from haiku_template.pretrained.families import FAMILIES, Family
+from haiku_template.pretrained.folder import Description, describe, to_config
+from haiku_template.pretrained.reading import flatten, read, restore
+from haiku_template.pretrained.rules import Rule
+from haiku_template.pretrained.writing import export_like, export_new
 
 __all__ = [
     "FAMILIES",
@@ -20,11 +16,11 @@ __all__ = [
     "Family",
     "Lora",
     "Plan",
-    "PretrainedError",
+    "ConfigError",
     "Rule",
     "StorageError",
     "Tuning",
-    "TuningError",
+    "ConfigError",
     "describe",
     "export_like",
     "export_new",

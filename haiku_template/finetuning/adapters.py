@@ -14,12 +14,12 @@ import numpy as np
 from safetensors import SafetensorError
 
 from haiku_template.devices import DeviceManager
-from haiku_template.finetuning.errors import PretrainedError, StorageError
+from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.pretrained import flatten, read, unflatten
-from haiku_template.finetuning.rules import Rule
-from haiku_template.finetuning.tensors import read_headers, read_metadata
-from haiku_template.finetuning.writing import save_tensors
+from haiku_template.pretrained.reading import flatten, read, unflatten
+from haiku_template.pretrained.rules import Rule
+from haiku_template.pretrained.tensors import read_headers, read_metadata
+from haiku_template.pretrained.writing import save_tensors
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
 
@@ -61,12 +61,12 @@ def save_adapters(
       step: of the run.
 
     Raises:
-      PretrainedError: `file` exists.
+      ConfigError: `file` exists.
       StorageError: it cannot be written.
     """
     file = Path(file)
     if file.exists():
-        raise PretrainedError(f"{file} exists, and nothing is overwritten")
+        raise ConfigError(f"{file} exists, and nothing is overwritten")
     facts = Facts(lora.rank, lora.alpha, fingerprint(devices, base), step)
     metadata = {key: str(value) for key, value in facts._asdict().items()}
     tensors = {
@@ -103,7 +103,7 @@ def read_facts(file: Path) -> Facts:
     """What a file of adapters says of itself.
 
     Raises:
-      PretrainedError: it is damaged, or holds no adapters.
+      ConfigError: it is damaged, or holds no adapters.
     """
     read_headers(file)  # Damage is said in one sentence here.
     found = read_metadata(file)
@@ -111,7 +111,7 @@ def read_facts(file: Path) -> Facts:
         values = found["rank"], found["alpha"], found["base_sha256"], found["step"]
         return Facts(int(values[0]), float(values[1]), values[2], int(values[3]))
     except (KeyError, ValueError) as error:
-        raise PretrainedError(
+        raise ConfigError(
             f"{file} holds no adapters: its metadata do not give "
             f"{', '.join(Facts._fields)}"
         ) from error
@@ -134,12 +134,12 @@ def load_adapters(
       devices: where they are to live.
 
     Raises:
-      PretrainedError: they belong to another base, are of another rank or alpha, or do
+      ConfigError: they belong to another base, are of another rank or alpha, or do
         not fit; or the file is damaged, or none of adapters.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():
-        raise PretrainedError(
+        raise ConfigError(
             f"{file} is not there; python -m haiku_template.export --format=adapters "
             "writes such a file from a run"
         )
@@ -147,7 +147,7 @@ def load_adapters(
     for key in ("rank", "alpha"):
         there, here = getattr(found, key), getattr(lora, key)
         if there != here:
-            raise PretrainedError(
+            raise ConfigError(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
     check_base(found.base_sha256, devices, base, f"the adapters in {file}")
@@ -159,11 +159,11 @@ def check_base(expected: str, devices: DeviceManager, base: Any, whose: str) -> 
     """The fingerprint of a base, which is the expected one.
 
     Raises:
-      PretrainedError: it is not; `whose` says what expects it.
+      ConfigError: it is not; `whose` says what expects it.
     """
     found = fingerprint(devices, base)
     if found != expected:
-        raise PretrainedError(
+        raise ConfigError(
             f"{whose} were trained on another base: its SHA-256 was {expected[:12]}"
             f"..., and that of the base here is {found[:12]}...; names, shapes, dtypes "
             "and values of what is frozen must all be the same"

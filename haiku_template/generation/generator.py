@@ -12,14 +12,13 @@ import numpy as np
 from ml_collections import config_dict
 
 from haiku_template.devices import DeviceManager
-from haiku_template.generation.errors import GenerationError
+from haiku_template.errors import ConfigError
 from haiku_template.generation.sampling import Sampling, make_steps
+from haiku_template.runs.export import whole_model
+from haiku_template.runs.run import restore_run
+from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.training import experiment
-from haiku_template.training.checkpoint import Checkpoints
-from haiku_template.training.evaluate_run import restore_run
-from haiku_template.training.exporting import whole_model
 from haiku_template.training.precision import Precision
-from haiku_template.training.restoring import restore
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +58,11 @@ def load(
 
     Raises:
       ConfigError: no such checkpoint.
-      CheckpointError: the checkpoint is damaged, or does not fit.
-      GenerationError: the run's model is not `gpt`, or there are several devices.
+      StorageError: the checkpoint is damaged, or does not fit.
+      ConfigError: the run's model is not `gpt`, or there are several devices.
     """
     if devices.num_devices != 1:
-        raise GenerationError(
+        raise ConfigError(
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
@@ -110,7 +109,7 @@ def _sizes(
     """The vocabulary and the context of a model, from the shapes of its tables."""
     tables = [params.get(f"gpt/{name}") for name in ("embed", "positions")]
     if None in tables:
-        raise GenerationError(
+        raise ConfigError(
             f"config.model.name={config.model.name} of the run in {workdir} is not a "
             "language model that text can be generated with; gpt is"
         )
@@ -136,7 +135,7 @@ def make_generate(
       sampling: how to choose tokens.
 
     Raises:
-      GenerationError: `sampling` does not fit; or, from `generate`, a prompt is empty
+      ConfigError: `sampling` does not fit; or, from `generate`, a prompt is empty
         or holds a token that the model does not have.
     """
     _check(sampling, model.vocabulary)
@@ -194,10 +193,10 @@ def _padded(length: int, context: int) -> int:
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
     """The prompt, or as much of its end as the model sees at once."""
     if not prompt:
-        raise GenerationError("the prompt is empty; a model goes on with some text")
+        raise ConfigError("the prompt is empty; a model goes on with some text")
     for place, token in enumerate(prompt):
         if not 0 <= token < model.vocabulary:
-            raise GenerationError(
+            raise ConfigError(
                 f"token {place} of the prompt is {token}, and the model has "
                 f"{model.vocabulary} tokens, from 0"
             )
@@ -212,14 +211,14 @@ def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
 
 def _check(sampling: Sampling, vocabulary: int) -> None:
     if sampling.vocabulary is not None and sampling.vocabulary > vocabulary:
-        raise GenerationError(
+        raise ConfigError(
             f"the tokenizer has {sampling.vocabulary} tokens and the model "
             f"{vocabulary}; it is the tokenizer of another model"
         )
     if not 0 <= sampling.temperature < float("inf"):
-        raise GenerationError(
+        raise ConfigError(
             f"--temperature={sampling.temperature}; possible is 0 or more"
         )
     most = sampling.vocabulary or vocabulary
     if sampling.top_k is not None and not 1 <= sampling.top_k <= most:
-        raise GenerationError(f"--top_k={sampling.top_k}; possible is 1 to {most}")
+        raise ConfigError(f"--top_k={sampling.top_k}; possible is 1 to {most}")

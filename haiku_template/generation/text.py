@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from haiku_template.data.text.tokenizer import FILE
-from haiku_template.generation.errors import GenerationError
+from haiku_template.errors import ConfigError
 
 BYTES = "bytes"
 # What would move a terminal's cursor, change its colours or ring its bell.
@@ -38,7 +38,7 @@ def make_text(tokenizer: str) -> Text:
       tokenizer: `bytes`, the file, or a folder with one.
 
     Raises:
-      GenerationError: the file cannot be read, or the package `tokenizers` is missing.
+      ConfigError: the file cannot be read, or the package `tokenizers` is missing.
     """
     if tokenizer == BYTES:
         return Text(BYTES, 256, lambda text: list(text.encode()), _byte_stream)
@@ -56,19 +56,19 @@ def _tokenizer_text(path: Path) -> Text:
         from tokenizers import Tokenizer
         from tokenizers.decoders import DecodeStream
     except ImportError as error:
-        raise GenerationError(
+        raise ConfigError(
             f"{path} needs the package tokenizers, 0.21.1 or newer, which is not "
             'installed: pip install "haiku_template[text]"'
         ) from error
     if not path.is_file():
-        raise GenerationError(
+        raise ConfigError(
             f"the tokenizer {path} is not a file; give --tokenizer=PATH of a "
             "tokenizer.json, or --tokenizer=bytes"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library has no class of its own for it.
-        raise GenerationError(f"{path} is no tokenizer.json: {error}") from error
+        raise ConfigError(f"{path} is no tokenizer.json: {error}") from error
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids

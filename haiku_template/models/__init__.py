@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import haiku as hk
 
+from haiku_template.errors import ConfigError
 from haiku_template.models.bert import bert
-from haiku_template.models.errors import ModelError
 from haiku_template.models.gpt import Cache, gpt, gpt_flops_per_token
 from haiku_template.models.logits import LazyLogits, multiply_out
 from haiku_template.models.mlp import mlp
@@ -34,7 +34,7 @@ __all__ = [
     "Cache",
     "LazyLogits",
     "Model",
-    "ModelError",
+    "ConfigError",
     "bert",
     "gpt",
     "gpt_flops_per_token",

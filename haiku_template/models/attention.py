@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.models.errors import ModelError
+from haiku_template.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 # What jax.nn.dot_product_attention takes to cuDNN's flash attention on every GPU that
@@ -61,7 +61,7 @@ def attend(
         those up to its own.
 
     Raises:
-      ModelError: see `choose`.
+      ConfigError: see `choose`.
     """
     hardware, dtype = Hardware.current(), query.dtype
     chosen = "xla"
@@ -86,11 +86,11 @@ def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int)
       head_size: the size of each head.
 
     Raises:
-      ModelError: `cudnn` was asked for and cannot be had; says why.
+      ConfigError: `cudnn` was asked for and cannot be had; says why.
     """
     obstacle = _obstacle(hardware, jnp.dtype(dtype), head_size)
     if attention == "cudnn" and obstacle:
-        raise ModelError(
+        raise ConfigError(
             f"attention=cudnn was asked for and cannot be had: {obstacle}; "
             "attention=auto uses it where it exists"
         )

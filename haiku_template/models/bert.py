@@ -13,9 +13,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from haiku_template.errors import ConfigError
 from haiku_template.models.attention import attend
 from haiku_template.models.blocks import drop, linear, look_up, table
-from haiku_template.models.errors import ModelError
 
 
 class Sizes(NamedTuple):
@@ -70,7 +70,7 @@ def bert(
 
     Raises:
       ValueError: a pooling that is not known, or a value out of its range.
-      ModelError: a text of more tokens than `context`; raised when traced.
+      ConfigError: a text of more tokens than `context`; raised when traced.
     """
     del axis_name
     sizes = Sizes(
@@ -117,12 +117,12 @@ def encode(
       remat: see `bert`.
 
     Raises:
-      ModelError: a text is longer than the model has positions for.
+      ConfigError: a text is longer than the model has positions for.
     """
     tokens = inputs["tokens"]
     length = tokens.shape[1]
     if length > sizes.context:
-        raise ModelError(
+        raise ConfigError(
             f"a text of {length} tokens is longer than the {sizes.context} that the "
             "model has positions for (context): cut texts to that length, in a config "
             f"with data.context={sizes.context} and data.truncate=True"

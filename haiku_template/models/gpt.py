@@ -13,9 +13,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from haiku_template.errors import ConfigError
 from haiku_template.models import blocks
 from haiku_template.models.attention import IMPLEMENTATIONS
-from haiku_template.models.errors import ModelError
 from haiku_template.models.logits import LazyLogits
 
 
@@ -84,7 +84,7 @@ def gpt(
 
     Raises:
       ValueError: a value out of its range.
-      ModelError: more tokens than `context`, or no such attention on this device;
+      ConfigError: more tokens than `context`, or no such attention on this device;
         raised when traced.
     """
     del axis_name
@@ -125,7 +125,7 @@ def gpt(
 
 def _check_length(num_tokens: int, context: int) -> None:
     if num_tokens > context:
-        raise ModelError(
+        raise ConfigError(
             f"the model sees {context} tokens at once and was given {num_tokens}; give "
             f"it fewer, with config.data.context={context}, or a longer "
             "config.model.context"

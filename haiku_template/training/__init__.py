@@ -1,13 +1,13 @@
 """Training: what a step computes, and what happens between steps."""
 
 from haiku_template.training.loop import Result, train
-from haiku_template.training.program import Program, make_program
 from haiku_template.training.tasks import (
     classification,
     language_model,
     perplexity,
     regression,
 )
+from haiku_template.training.trainer import Program, make_program
 
 __all__ = [
     "Program",

@@ -8,24 +8,23 @@ from typing import Any
 from ml_collections import config_dict
 from rich.console import Console
 
-from haiku_template.config import ConfigError, to_dict
+from haiku_template.config import to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.tuning import Tuning
+from haiku_template.finetuning.plan import Tuning
+from haiku_template.finetuning.source import make_source, vocabulary_of, with_sizes
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
-from haiku_template.training.budget import budget_table, check_budget
+from haiku_template.registry import make, make_task, resolve
+from haiku_template.reporting.perf import UNKNOWN, Work
+from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training.loop import train
-from haiku_template.training.named import make, make_task, resolve
+from haiku_template.training.memory import budget_table, check_budget, place_data
 from haiku_template.training.optimizers import make_optimizer, make_schedule
-from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
-from haiku_template.training.program import Program, make_program
-from haiku_template.training.sources import make_source, vocabulary_of, with_sizes
-from haiku_template.training.tally import NO_TALLY, TALLIES
-from haiku_template.training.tasks import DERIVED, nothing_more
-from haiku_template.training.throughput import UNKNOWN, Work
-from haiku_template.training.workdir import check as check_workdir
+from haiku_template.training.tasks import DERIVED, NO_TALLY, TALLIES, nothing_more
+from haiku_template.training.trainer import Program, make_program
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +54,10 @@ def build(
 
     Raises:
       ConfigError: an unknown name or key, or a value that does not fit.
-      DataError: see the data set.
+      ConfigError: see the data set.
       PlacementError: the batch does not split over the devices.
-      PretrainedError: see `sources.make_source`.
-      TuningError: see `make_plan`.
+      ConfigError: see `sources.make_source`.
+      ConfigError: see `make_plan`.
     """
     task = make_task(config.task)
     source = None
@@ -107,7 +106,7 @@ def make_data(config: config_dict.ConfigDict) -> Data:
 
     Raises:
       ConfigError: an unknown name or key.
-      DataError: see the data set.
+      ConfigError: see the data set.
     """
     spec = BatchSpec(config.batch_size, config.seed, config.task.name)
     values = config.data.to_dict()

@@ -10,25 +10,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.config import ConfigError
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas, matmul_peak
-from haiku_template.training import report
-from haiku_template.training import workdir as names
-from haiku_template.training.budget import budget_table, check_budget
-from haiku_template.training.checkpoint import Checkpoints
-from haiku_template.training.clock import Clock
-from haiku_template.training.finite import check_loss, check_params
-from haiku_template.training.interrupts import StopSignals
-from haiku_template.training.metrics import MetricsWriter, read
-from haiku_template.training.profiling import Profiler
-from haiku_template.training.program import Program, batch_maker, compile_ahead
-from haiku_template.training.progress import Display, first_lines, memory_text
-from haiku_template.training.starting import place_base
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning.source import place_base
+from haiku_template.reporting import plots
+from haiku_template.reporting.display import Display, first_lines, memory_text
+from haiku_template.reporting.perf import Clock, rates
+from haiku_template.reporting.profile import Profiler
+from haiku_template.storage import workdir as names
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.metrics import MetricsWriter, read
+from haiku_template.storage.workdir import check as check_workdir
+from haiku_template.storage.workdir import locked, open_workdir
+from haiku_template.training.guards import StopSignals, check_loss, check_params
+from haiku_template.training.memory import budget_table, check_budget
 from haiku_template.training.state import TrainState
-from haiku_template.training.throughput import rates
-from haiku_template.training.workdir import check as check_workdir
-from haiku_template.training.workdir import locked, open_workdir
+from haiku_template.training.trainer import Program, batch_maker, compile_ahead
 
 
 class Intervals(NamedTuple):
@@ -80,10 +78,10 @@ def train(
       profile: the steps to trace: after the first number, up to the second.
 
     Raises:
-      MemoryBudgetError: the run would not fit; nothing was allocated or written.
+      ConfigError: the run would not fit; nothing was allocated or written.
       ConfigError: `workdir` belongs to another run.
-      CheckpointError: a checkpoint cannot be written or read.
-      PretrainedError: what the run starts from cannot be read, or is another base.
+      StorageError: a checkpoint cannot be written or read.
+      ConfigError: what the run starts from cannot be read, or is another base.
       PlacementError: a part of the state differs between devices.
       NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
@@ -132,7 +130,7 @@ def train(
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
-        picture = report.write(directory)
+        picture = plots.write(directory)
         display.print(f"done      step {num_steps}; {picture or directory}")
     rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})

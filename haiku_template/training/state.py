@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haiku_template.finetuning.pretrained import flatten, unflatten
-from haiku_template.finetuning.tuning import Plan
+from haiku_template.finetuning.plan import Plan
+from haiku_template.pretrained.reading import flatten, unflatten
 from haiku_template.training.precision import Precision
 
 Given = tuple[dict[str, Any], Any]
@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: optimizer updates done: int32 [].
-      params: Haiku parameters that train, float32; see `finetuning.tuning`.
+      params: Haiku parameters that train, float32; see `finetuning.plan`.
       net_state: Haiku state, such as running statistics; empty for `hk.transform`.
       opt_state: optax state.
       ema_params: exponential moving average of `params`; None when there is none.

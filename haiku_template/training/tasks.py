@@ -10,23 +10,19 @@ Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from haiku_template.errors import ConfigError
 from haiku_template.models import LazyLogits
 
 Values = dict[str, jax.Array]
 Task = Callable[[jax.Array, dict[str, Any]], Values]
 Derive = Callable[[dict[str, float]], dict[str, float]]
-
-
-class TaskError(ValueError):
-    """A task that does not fit its outputs, or not one number an example."""
-
-    exit_code = 64
 
 
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
@@ -75,18 +71,18 @@ def language_model(
       bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
 
     Raises:
-      TaskError: outputs and labels of different shapes, or a value out of its range.
+      ConfigError: outputs and labels of different shapes, or a value out of its range.
     """
     labels = batch["labels"].astype(jnp.int32)
     first = jax.tree.leaves(outputs)[0]
     if first.ndim != 3 or first.shape[:2] != labels.shape:
-        raise TaskError(
+        raise ConfigError(
             f"language_model takes outputs [B, T, ...] and labels [B, T]; these are "
             f"{list(first.shape)} and {list(labels.shape)}"
         )
     for name, value in (("chunk", chunk), ("bytes_per_token", bytes_per_token)):
         if value is not None and value <= 0:
-            raise TaskError(f"{name}={value}; possible are None and more than 0")
+            raise ConfigError(f"{name}={value}; possible are None and more than 0")
     losses = _token_losses(outputs, labels, chunk)
     mask = batch.get("loss_mask")
     loss = jnp.mean(losses, axis=1)
@@ -150,3 +146,62 @@ TASKS: dict[str, Task] = {
 }
 # For the tasks that have metrics which are no averages.
 DERIVED: dict[str, Derive] = {"language_model": perplexity}
+
+
+MANY_CLASSES = 1000  # Whose matrix, 4 MB for each batch, is no picture any more.
+
+
+class Tally(NamedTuple):
+    """Counts, and the metrics that they give.
+
+    Attributes:
+      count: (outputs, batch) to integer arrays by name, added up over the examples of
+        a batch; `batch["mask"]`, bool [B], says which rows are examples. Computed on
+        the devices, as the task is.
+      derive: metrics of the counts of the whole set, on the host.
+    """
+
+    count: Callable[[Any, dict[str, Any]], dict[str, jax.Array]]
+    derive: Callable[[dict[str, np.ndarray]], dict[str, float]]
+
+
+def confusion(logits: jax.Array, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """How often each class was taken for each: `confusion`, int32 [K, K].
+
+    Rows are labels, columns predictions. With more than 1,000 classes nothing.
+
+    Args:
+      logits: [B, K].
+      batch: `labels`, int [B]; `mask`, bool [B].
+    """
+    size = logits.shape[-1]
+    if size > MANY_CLASSES:
+        return {}
+    places = batch["labels"], jnp.argmax(logits, axis=-1)
+    ones = batch["mask"].astype(jnp.int32)
+    return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
+
+
+def macro_f1(counts: dict[str, np.ndarray]) -> dict[str, float]:
+    """The F1 of each class, averaged over the classes that were there or predicted.
+
+    Args:
+      counts: `confusion`, [K, K].
+    """
+    matrix = counts.get("confusion")
+    if matrix is None:
+        return {}
+    both = matrix.sum(axis=0) + matrix.sum(axis=1)
+    there = both > 0
+    return {"macro_f1": float(np.mean(2 * np.diag(matrix)[there] / both[there]))}
+
+
+def nothing_counted(outputs: Any, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """Counts nothing."""
+    del outputs, batch
+    return {}
+
+
+NO_TALLY = Tally(nothing_counted, lambda counts: {})
+# For the tasks that have one.
+TALLIES: dict[str, Tally] = {"classification": Tally(confusion, macro_f1)}

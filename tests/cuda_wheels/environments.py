@@ -40,9 +40,9 @@ exec "$@"
 # What can be told from the words of JAX alone, where every file looks right.
 WORDS = """
 import dataclasses, json
-from haiku_template.diagnosis import Machine, diagnose
-from haiku_template.diagnosis.probe import probe_jax
-from haiku_template.diagnosis.results import DriverResult
+from haiku_template.diagnosis import (Machine, diagnose)
+from haiku_template.diagnosis.probe import (probe_jax)
+from haiku_template.diagnosis.results import (DriverResult)
 jax, here = probe_jax(120), Machine.here()
 parts = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 same = here.distributions | {name: here.distributions["jax"] for name in parts}

@@ -6,13 +6,8 @@ import grain
 import numpy as np
 import pytest
 
-from haiku_template.data import (
-    ArrayDataset,
-    BatchSpec,
-    DataError,
-    EvaluationSet,
-    GrainDataset,
-)
+from haiku_template.data import ArrayDataset, BatchSpec, EvaluationSet, GrainDataset
+from haiku_template.errors import ConfigError
 
 # (examples, batch size): divides, does not, is larger, is the set, one example.
 SIZES = [(12, 4), (10, 4), (7, 3), (5, 12), (5, 5), (1, 4)]
@@ -151,18 +146,18 @@ def test_an_evaluation_set_holds_every_example_once_in_order(count, batch_size):
 @pytest.mark.parametrize("make", [training_set, EvaluationSet])
 def test_an_empty_set_is_refused_with_its_shapes(make):
     words = re.escape("inputs have shape [0, 2] and labels [0]")
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ConfigError, match=words):
         make(*numbered(0), 4)
 
 
 @pytest.mark.parametrize("make", [training_set, EvaluationSet])
 def test_unequal_lengths_are_refused_with_both(make):
-    with pytest.raises(DataError, match="5 inputs and 3 labels"):
+    with pytest.raises(ConfigError, match="5 inputs and 3 labels"):
         make(numbered(5)[0], numbered(3)[1], 2)
 
 
 def test_a_batch_that_processes_cannot_share_is_refused_with_the_figures():
-    with pytest.raises(DataError, match="batch of 10 .* by 4 processes"):
+    with pytest.raises(ConfigError, match="batch of 10 .* by 4 processes"):
         array_dataset(20, 10, process_count=4)
 
 
@@ -199,7 +194,7 @@ def test_a_grain_evaluation_set_holds_every_example_once():
     ids=["no examples", "repeated", "less than one batch"],
 )
 def test_an_empty_grain_pipeline_is_refused(pipeline):
-    with pytest.raises(DataError, match="no elements"):
+    with pytest.raises(ConfigError, match="no elements"):
         GrainDataset(pipeline)
 
 
@@ -212,5 +207,5 @@ def test_an_empty_grain_pipeline_is_refused(pipeline):
     ],
 )
 def test_grain_elements_that_are_no_batches_are_refused(element, found):
-    with pytest.raises(DataError, match=f"inputs and labels.* is {found}"):
+    with pytest.raises(ConfigError, match=f"inputs and labels.* is {found}"):
         GrainDataset(grain.MapDataset.source([element]))

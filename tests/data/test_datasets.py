@@ -5,15 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from haiku_template.data import (
-    DATASETS,
-    BatchSpec,
-    DataError,
-    Split,
-    digits,
-    from_split,
-    images,
-)
+from haiku_template.data import DATASETS, BatchSpec, Split, digits, from_split, images
+from haiku_template.errors import ConfigError
 
 
 def read(dataset, steps):
@@ -80,7 +73,7 @@ def test_the_first_label_outside_the_classes_is_named(num_classes):
         "the test part of FILE has 2 labels outside the 4 classes (0 to 3); the "
         "first is 5, of example 2"
     )
-    with pytest.raises(DataError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         from_split(split, BatchSpec(2), num_classes=num_classes, where="FILE")
 
 
@@ -89,7 +82,7 @@ def test_training_labels_outside_the_classes_are_refused():
         "the training part of FILE has 3 labels outside the 2 classes (0 to 1); the "
         "first is -7, of example 1"
     )
-    with pytest.raises(DataError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         split = split_of([0, -7, 2, 1, 3])
         from_split(split, BatchSpec(2), num_classes=2, where="FILE")
 
@@ -104,10 +97,10 @@ def test_training_labels_outside_the_classes_are_refused():
     ],
 )
 def test_labels_that_are_no_class_numbers_are_refused(labels, found, num_classes):
-    with pytest.raises(DataError, match=re.escape(found)):
+    with pytest.raises(ConfigError, match=re.escape(found)):
         from_split(split_of(labels, labels), BatchSpec(2), num_classes=num_classes)
     if np.ndim(labels) == 1:
-        with pytest.raises(DataError, match=re.escape(found)):
+        with pytest.raises(ConfigError, match=re.escape(found)):
             from_split(split_of([0, 1], labels), BatchSpec(2), num_classes=num_classes)
 
 
@@ -131,7 +124,9 @@ def test_regression_has_an_output_for_each_target(shape, num_outputs):
 
 def test_training_and_test_inputs_of_two_shapes_are_refused_with_both():
     split = split_of([0, 1])._replace(x_test=np.zeros((2, 4, 5)))
-    with pytest.raises(DataError, match=re.escape("FILE has shape [3] and")) as raised:
+    with pytest.raises(
+        ConfigError, match=re.escape("FILE has shape [3] and")
+    ) as raised:
         from_split(split, BatchSpec(2), where="FILE")
     assert "[4, 5]" in str(raised.value)
 
@@ -140,7 +135,7 @@ def test_training_and_test_inputs_of_two_shapes_are_refused_with_both():
 def test_a_split_with_an_empty_part_is_refused(part):
     y = "y" + part[1:]
     split = split_of([0, 1])._replace(**{part: np.zeros((0, 3)), y: np.zeros(0, int)})
-    with pytest.raises(DataError, match=re.escape("inputs have shape [0, 3]")):
+    with pytest.raises(ConfigError, match=re.escape("inputs have shape [0, 3]")):
         from_split(split, BatchSpec(2))
 
 
@@ -197,21 +192,21 @@ def test_array_files_are_read_for_either_task(tmp_path, name):
             split["x_train"], split["y_train"]
         )
     assert DATASETS[name](BatchSpec(1), path=path, num_classes=7).num_outputs == 7
-    with pytest.raises(DataError, match=f"training part of {re.escape(path)}"):
+    with pytest.raises(ConfigError, match=f"training part of {re.escape(path)}"):
         DATASETS[name](BatchSpec(1), path=path, num_classes=3)
 
 
 @pytest.mark.parametrize("path", [None, ""])
 @pytest.mark.parametrize("name", ["npz", "npy", "mnist", "cifar10"])
 def test_a_missing_path_is_asked_for_by_its_flag(name, path):
-    with pytest.raises(DataError, match=f"{name} needs .*--config.data.path=PATH"):
+    with pytest.raises(ConfigError, match=f"{name} needs .*--config.data.path=PATH"):
         DATASETS[name](BatchSpec(1), path=path)
 
 
 @pytest.mark.parametrize("name", ["npz", "npy", "mnist", "cifar10"])
 def test_a_path_where_nothing_is_is_named(tmp_path, name):
     path = tmp_path / "nowhere" / "a"
-    with pytest.raises(DataError, match=f"{re.escape(str(path))}.*does not exist"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}.*does not exist"):
         DATASETS[name](BatchSpec(1), path=str(path))
 
 

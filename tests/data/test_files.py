@@ -1,4 +1,4 @@
-"""Readers of files: exact values, and a `DataError` that names what is damaged."""
+"""Readers of files: exact values, and a `ConfigError` that names what is damaged."""
 
 import gzip
 import pickle
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from haiku_template.data import ArrayDataset, BatchSpec, DataError, files
+from haiku_template.data import ArrayDataset, BatchSpec, files
+from haiku_template.errors import ConfigError
 
 ARRAYS = {
     "x_train": np.arange(24, dtype=np.float32).reshape(6, 4) / 7,
@@ -33,9 +34,9 @@ def assert_split(split, arrays):
 
 
 def refuses(path, *words):
-    """Expects a `DataError` that names the file and says all `words`."""
+    """Expects a `ConfigError` that names the file and says all `words`."""
     pattern = ".*".join(re.escape(word) for word in (str(path), *words))
-    return pytest.raises(DataError, match=pattern)
+    return pytest.raises(ConfigError, match=pattern)
 
 
 def damage(path, change):
@@ -289,5 +290,5 @@ def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
         path.write_bytes(path.read_bytes()[:-7])
     if damage == "header":
         path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
-    with pytest.raises(DataError, match=re.escape(str(path)) + " is damaged"):
+    with pytest.raises(ConfigError, match=re.escape(str(path)) + " is damaged"):
         files.read_safetensors(path)

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import (
-    DeviceManager,
-    PlacementError,
-    device_put_replicated,
-)
+from haiku_template.devices import DeviceManager, device_put_replicated
+from haiku_template.errors import PlacementError
 
 
 @pytest.fixture

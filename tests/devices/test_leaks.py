@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import PlacementError
+from haiku_template.errors import PlacementError
 
 INPUTS = np.ones((8, 3), np.float32)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import Ledger, PlacementError
+from haiku_template.devices import Ledger
+from haiku_template.errors import PlacementError
 
 
 def test_bytes_are_those_that_travel(devices):

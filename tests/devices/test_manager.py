@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from haiku_template.devices import (
-    DeviceError,
     DeviceManager,
-    PlacementError,
     check_replicas,
     describe,
     mean_over,
     sum_over,
 )
+from haiku_template.errors import DeviceError, PlacementError
 
 
 def test_init_is_born_whole_on_every_device(devices):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from haiku_template.devices import DeviceManager, failures
+from haiku_template.devices import DeviceManager, selection
 from haiku_template.diagnosis import Finding, Machine
 from haiku_template.diagnosis.rows import has_card
 
@@ -107,7 +107,7 @@ def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, n
     code = (
         f"import jax; jax.devices(); jax.config.update('jax_platforms', '{value}')\n"
         "from haiku_template.devices import failures\n"
-        "print(failures.ignored_platforms())"
+        "print(selection.ignored_platforms())"
     )
     assert ("[A46]" in run(code, JAX_PLATFORMS="cpu")) is named
 
@@ -134,8 +134,8 @@ def test_a_default_device_that_was_chosen_properly_is_not_blamed():
     [([CAUSE, BESIDE], "[A22] the cause"), ([BESIDE], "nothing is wrong outside JAX")],
 )
 def test_auto_on_the_cpu_beside_a_card_is_loud(monkeypatch, caplog, found, words):
-    monkeypatch.setattr(failures, "has_card", lambda machine: True)
-    monkeypatch.setattr(failures, "check_environment", lambda asked: found)
+    monkeypatch.setattr(selection, "has_card", lambda machine: True)
+    monkeypatch.setattr(selection, "check_environment", lambda asked: found)
     with caplog.at_level(logging.WARNING):
         DeviceManager.create("auto")
     assert "GPU IS NOT USED" in caplog.text and words in caplog.text

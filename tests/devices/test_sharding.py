@@ -4,11 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from haiku_template.devices import (
-    PlacementError,
-    device_put_replicated,
-    device_put_sharded,
-)
+from haiku_template.devices import device_put_replicated, device_put_sharded
+from haiku_template.errors import PlacementError
 
 DEVICES = jax.devices()[:4]
 DTYPES = [np.float32, np.int32, np.uint8, np.bool_, ml_dtypes.bfloat16, np.complex64]

@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from haiku_template.finetuning.adapters import (
-    fingerprint,
-    load_adapters,
-    save_adapters,
-)
-from haiku_template.finetuning.errors import PretrainedError, StorageError
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.finetuning.adapters import fingerprint, load_adapters, save_adapters
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.tuning import Tuning, make_plan
+from haiku_template.finetuning.plan import Tuning, make_plan
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -72,16 +68,16 @@ def test_adapters_of_another_base_are_refused(tmp_path, devices, parts):
     save_adapters(file, params, base, LORA, devices, step=3)
     other = devices.replicate(jax.tree.map(lambda x: x.at[0].add(1), base))
     skeleton = abstract(devices, params)
-    with pytest.raises(PretrainedError, match="were trained on another base: its SHA"):
+    with pytest.raises(ConfigError, match="were trained on another base: its SHA"):
         load_adapters(file, skeleton, other, LORA, devices)
     for lora, words in (
         (LORA._replace(rank=3), "have rank 2, and here it is 3"),
         (LORA._replace(alpha=5.0), r"have alpha 4\.0, and here it is 5\.0"),
     ):
-        with pytest.raises(PretrainedError, match=words):
+        with pytest.raises(ConfigError, match=words):
             load_adapters(file, skeleton, base, lora, devices)
     more = skeleton | {"more": skeleton["head"]}
-    with pytest.raises(PretrainedError, match="1 missing(.|\n)*more/w"):
+    with pytest.raises(ConfigError, match="1 missing(.|\n)*more/w"):
         load_adapters(file, more, base, LORA, devices)
 
 
@@ -92,10 +88,10 @@ def test_files_that_are_no_adapters_are_refused(tmp_path, one_device, parts):
     facts = {"rank": "2", "alpha": "4.0", "base_sha256": "0", "step": "x"}
     for metadata in (None, facts, facts | {"rank": ""}):
         save_file({"w": np.zeros(3, np.float32)}, file, metadata)
-        with pytest.raises(PretrainedError, match="do not give rank, alpha, base_sha"):
+        with pytest.raises(ConfigError, match="do not give rank, alpha, base_sha"):
             load_adapters(file, skeleton, base, LORA, one_device)
     file.write_bytes(b"no header")
-    with pytest.raises(PretrainedError, match="truncated, damaged"):
+    with pytest.raises(ConfigError, match="truncated, damaged"):
         load_adapters(file, skeleton, base, LORA, one_device)
 
 
@@ -103,7 +99,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half(tmp_path, one_device, p
     params, base = parts
     file = tmp_path / "adapters.safetensors"
     file.write_text("mine")
-    with pytest.raises(PretrainedError, match="exists, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match="exists, and nothing is overwritten"):
         save_adapters(file, params, base, LORA, one_device, step=3)
     assert file.read_text() == "mine"
     with pytest.raises(StorageError, match="cannot be written"):

@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning import (
     FAMILIES,
-    PretrainedError,
     Rule,
-    StorageError,
     describe,
     export_like,
     export_new,
     flatten,
     restore,
     to_config,
-    writing,
 )
 from haiku_template.models import MODELS
+from haiku_template.pretrained import writing
 
 BERT = FAMILIES["bert"].rules
 
@@ -200,7 +199,7 @@ def test_nothing_is_overwritten(references, tmp_path, one_device):
     out.mkdir()
     (out / "mine").write_text("kept")
     arguments = (references / "bert", out, params, BERT, one_device)
-    with pytest.raises(PretrainedError, match="out exists, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match="out exists, and nothing is overwritten"):
         export_like(*arguments)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
@@ -239,7 +238,7 @@ def test_a_parameter_without_a_name_is_refused(references, tmp_path, one_device)
             references / "bert", tmp_path / "out", params, BERT, one_device
         ),
     ):
-        with pytest.raises(PretrainedError, match="names no tensor for odd/w; nothing"):
+        with pytest.raises(ConfigError, match="names no tensor for odd/w; nothing"):
             export()
     assert not (tmp_path / "out").exists()
 

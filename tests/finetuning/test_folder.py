@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from haiku_template.finetuning import PretrainedError, describe
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning import describe
 
 
 def test_a_gpt2_folder_is_described(references):
@@ -49,27 +50,25 @@ def test_what_config_json_leaves_out_has_hugging_faces_default(tmp_path):
     ],
 )
 def test_another_model_is_refused(copy_of, name, changes, words):
-    with pytest.raises(PretrainedError, match=words) as error:
+    with pytest.raises(ConfigError, match=words) as error:
         describe(copy_of(name, **changes))
     assert error.value.exit_code == 64
 
 
 def test_a_model_of_another_kind_than_wanted_is_refused(references):
-    with pytest.raises(
-        PretrainedError, match="'bert'; possible are gpt2 for the model"
-    ):
+    with pytest.raises(ConfigError, match="'bert'; possible are gpt2 for the model"):
         describe(references / "bert", "gpt")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"model_type": []}'])
 def test_a_damaged_config_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(PretrainedError, match="config.json is damaged"):
+    with pytest.raises(ConfigError, match="config.json is damaged"):
         describe(tmp_path)
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(PretrainedError, match="config.json does not exist"):
+    with pytest.raises(ConfigError, match="config.json does not exist"):
         describe(tmp_path)
 
 

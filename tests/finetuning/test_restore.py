@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from haiku_template.finetuning import (
-    PretrainedError,
-    Rule,
-    pretrained,
-    restore,
-    tensors,
-)
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning import Rule, restore
+from haiku_template.pretrained import reading, tensors
 
 RULES = (
     Rule("[model.]layer.{}.weight", "net/layer_{}/w", "transpose"),
@@ -55,9 +51,9 @@ def assert_read(params, file=FILE):
 
 
 def refuses(*words):
-    """Expects a `PretrainedError` that says all of `words`, in this order."""
+    """Expects a `ConfigError` that says all of `words`, in this order."""
     pattern = "(?s)" + ".*".join(re.escape(str(word)) for word in words)
-    return pytest.raises(PretrainedError, match=pattern)
+    return pytest.raises(ConfigError, match=pattern)
 
 
 @pytest.fixture
@@ -70,7 +66,7 @@ def file(tmp_path):
 @pytest.fixture
 def unread(monkeypatch):
     """Makes reading a value a failure, and not an error that one could catch."""
-    monkeypatch.setattr(pretrained, "pieces", lambda _: pytest.fail("values were read"))
+    monkeypatch.setattr(reading, "pieces", lambda _: pytest.fail("values were read"))
 
 
 def test_parameters_are_read_onto_the_devices(file, devices):
@@ -183,7 +179,7 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_read(
         },
         tmp_path / "model.safetensors",
     )
-    with pytest.raises(PretrainedError) as caught:
+    with pytest.raises(ConfigError) as caught:
         restore(tmp_path, init, RULES, one_device)
     first, *lines = str(caught.value).split("\n")
     assert "nothing was read: 1 missing, 2 extra, 2 mismatched" in first
@@ -298,14 +294,14 @@ def test_a_truncated_file_is_refused(file, one_device, unread, size):
 
 
 def test_a_file_truncated_while_it_is_read_is_refused(file, one_device, monkeypatch):
-    headers = pretrained.read_headers
+    headers = reading.read_headers
 
     def truncating(source):
         found = headers(source)
         file.write_bytes(file.read_bytes()[:-8])
         return found
 
-    monkeypatch.setattr(pretrained, "read_headers", truncating)
+    monkeypatch.setattr(reading, "read_headers", truncating)
     with refuses(file, "was truncated while it was read"):
         restore(file, init, RULES, one_device)
 

@@ -7,20 +7,15 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
-from haiku_template.finetuning.errors import TuningError
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.pretrained import flatten
-from haiku_template.finetuning.tuning import Tuning
+from haiku_template.finetuning.plan import Tuning
 from haiku_template.models import mlp
+from haiku_template.pretrained.reading import flatten
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.metrics import read
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.budget import (
-    MemoryBudgetError,
-    check_budget,
-    memory_budget,
-)
-from haiku_template.training.checkpoint import Checkpoints
-from haiku_template.training.metrics import read
-from haiku_template.training.placement import place_data
+from haiku_template.training.memory import check_budget, memory_budget, place_data
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 8, 8, 1)).astype(np.float32)
@@ -263,12 +258,12 @@ def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device)
     ],
 )
 def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
-    with pytest.raises(TuningError, match=words) as caught:
+    with pytest.raises(ConfigError, match=words) as caught:
         made(one_device, tuning)
     assert caught.value.exit_code == 64
 
 
 def test_what_does_not_fit_names_the_base(one_device):
     program = made(one_device)
-    with pytest.raises(MemoryBudgetError, match=r"\.base\['mlp/~/linear_0'\]\['w'\]"):
+    with pytest.raises(ConfigError, match=r"\.base\['mlp/~/linear_0'\]\['w'\]"):
         check_budget(program, 1000)

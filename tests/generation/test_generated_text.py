@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from haiku_template.generation import GenerationError, make_text
+from haiku_template.errors import ConfigError
+from haiku_template.generation import make_text
 
 needs_tokenizers = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed"
@@ -60,14 +61,14 @@ def test_a_tokenizer_s_text_comes_back_a_piece_at_a_time(tokenizer_file):
 def test_a_damaged_tokenizer_is_one_sentence(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text('{"model": ')
-    with pytest.raises(GenerationError, match=r"tokenizer.json is no tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer.json is no tokenizer.json"):
         make_text(str(path))
-    with pytest.raises(GenerationError, match="is not a file; give --tokenizer=PATH"):
+    with pytest.raises(ConfigError, match="is not a file; give --tokenizer=PATH"):
         make_text(str(tmp_path / "other.json"))
 
 
 def test_without_the_package_the_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(GenerationError, match=r"pip install .*\[text\]") as error:
+    with pytest.raises(ConfigError, match=r"pip install .*\[text\]") as error:
         make_text(str(tmp_path / "tokenizer.json"))
     assert error.value.exit_code == 64

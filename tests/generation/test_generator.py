@@ -7,12 +7,13 @@ import pytest
 from conftest import make_config
 from words import CONTEXT, TEXT
 
-from haiku_template.config import ConfigError, default_config
+from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
-from haiku_template.generation import GenerationError, Sampling, load, make_generate
+from haiku_template.errors import ConfigError
+from haiku_template.generation import Sampling, load, make_generate
 from haiku_template.models import multiply_out
+from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import experiment
-from haiku_template.training.checkpoint import Checkpoints
 
 DEVICES = DeviceManager.create("cpu", num_devices=1)
 GREEDY = Sampling(temperature=0.0)
@@ -140,7 +141,7 @@ def test_a_prompt_longer_than_the_context_is_said_to_be_cut(model, caplog):
     ],
 )
 def test_settings_that_do_not_fit_are_refused(model, sampling, words):
-    with pytest.raises(GenerationError, match=words) as error:
+    with pytest.raises(ConfigError, match=words) as error:
         make_generate(DEVICES, model, sampling)
     assert error.value.exit_code == 64
 
@@ -153,7 +154,7 @@ def test_settings_that_do_not_fit_are_refused(model, sampling, words):
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(model, prompt, words):
-    with pytest.raises(GenerationError, match=words):
+    with pytest.raises(ConfigError, match=words):
         make_generate(DEVICES, model, GREEDY)([prompt], 5)
 
 
@@ -162,7 +163,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         params = {"mlp/~/linear_0": {"w": np.zeros((3, 2), np.float32)}}
         checkpoints.save(1, {"params": params}, None)
-    with pytest.raises(GenerationError, match="model.name=mlp .* gpt is"):
+    with pytest.raises(ConfigError, match="model.name=mlp .* gpt is"):
         load(config, DEVICES, tmp_path, "latest")
 
 
@@ -170,7 +171,7 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices)
     config, workdir = trained
     with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*100"):
         load(config, DEVICES, workdir, "7")
-    with pytest.raises(GenerationError, match="on one device, and 4 were asked for"):
+    with pytest.raises(ConfigError, match="on one device, and 4 were asked for"):
         load(config, four_devices, workdir, "latest")
     with pytest.raises(ConfigError, match="holds no checkpoints"):
         load(config, DEVICES, workdir.parent, "latest")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.models import ModelError
+from haiku_template.errors import ConfigError
 from haiku_template.models.attention import Hardware, attend, choose
 
 CPU = Hardware("cpu", "")
@@ -36,7 +36,7 @@ def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
     if obstacle is None:
         assert choose("cudnn", *arguments) == "cudnn"
         return
-    with pytest.raises(ModelError, match=f"attention=cudnn.*{obstacle}") as error:
+    with pytest.raises(ConfigError, match=f"attention=cudnn.*{obstacle}") as error:
         choose("cudnn", *arguments)
     assert error.value.exit_code == 64
 

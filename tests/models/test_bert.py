@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.models import MODELS, ModelError, bert
+from haiku_template.errors import ConfigError
+from haiku_template.models import MODELS, bert
 
 SIZES = {
     "vocab_size": 20,
@@ -134,5 +135,5 @@ def test_impossible_arguments_are_refused(arguments, words):
 def test_a_text_longer_than_the_positions_is_refused():
     longer = {k: np.pad(v, ((0, 0), (0, 4))) for k, v in INPUTS.items()}
     model = bert(3, **SIZES)
-    with pytest.raises(ModelError, match="a text of 9 tokens is longer than the 8"):
+    with pytest.raises(ConfigError, match="a text of 9 tokens is longer than the 8"):
         jax.eval_shape(lambda: model.init(jax.random.key(0), longer, False))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.models import ModelError, gpt, gpt_flops_per_token, multiply_out
+from haiku_template.errors import ConfigError
+from haiku_template.models import gpt, gpt_flops_per_token, multiply_out
 from haiku_template.models.gpt import PRESETS
 
 SMALL = {"num_layers": 2, "width": 24, "num_heads": 4, "context": 16}
@@ -245,7 +246,7 @@ def test_tokens_beyond_the_vocabulary_are_not_taken_for_others(params):
 def test_more_tokens_than_the_context_are_refused(params):
     tokens = np.zeros((1, 17), np.int32)
     with pytest.raises(
-        ModelError, match="sees 16 tokens at once and was given 17"
+        ConfigError, match="sees 16 tokens at once and was given 17"
     ) as e:
         small().apply(params, None, tokens, False)
     assert e.value.exit_code == 64

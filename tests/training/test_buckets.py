@@ -7,13 +7,14 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.config import ConfigError, default_config
+from haiku_template.config import default_config
 from haiku_template.data import BatchSpec, each_shape
 from haiku_template.data.text.examples import jsonl
+from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.budget import memory_budget
 from haiku_template.training.experiment import build
+from haiku_template.training.memory import memory_budget
 from haiku_template.training.tasks import language_model
 
 ENCODER = {

@@ -4,15 +4,15 @@ import pytest
 
 from configs import digits, digits_resnet
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.storage.metrics import read
 from haiku_template.training import experiment, train
-from haiku_template.training.budget import (
-    MemoryBudgetError,
+from haiku_template.training.memory import (
     check_budget,
     in_units,
     memory_budget,
     parse_bytes,
 )
-from haiku_template.training.metrics import read
 
 
 def build(module, num_devices=1, **changes):
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_pa
     program = build(digits_resnet, model=small())
     parted = program.with_parts(accumulate_steps=4)
     limit = memory_budget(parted).peak
-    with pytest.raises(MemoryBudgetError) as caught:
+    with pytest.raises(ConfigError) as caught:
         train(program, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
     assert not (tmp_path / "a").exists()
     words = str(caught.value)
@@ -101,7 +101,7 @@ def test_what_can_never_fit_says_the_least():
     parted = [program.with_parts(accumulate_steps=parts) for parts in (1, 2, 4)]
     least = min(memory_budget(each).peak for each in parted)
     words = f"no accumulate_steps is enough: the least is {in_units(least)}"
-    with pytest.raises(MemoryBudgetError, match=words):
+    with pytest.raises(ConfigError, match=words):
         check_budget(program, least - 1)
 
 
@@ -111,7 +111,7 @@ def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
     kept = budget.params + budget.opt_state + budget.batch + budget.waiting
     monkeypatch.setattr(type(program), "with_parts", None)  # Nothing is tried.
     words = rf"is enough: {in_units(kept)} are what the run keeps, its state"
-    with pytest.raises(MemoryBudgetError, match=words):
+    with pytest.raises(ConfigError, match=words):
         check_budget(program, kept - 1)
 
 
@@ -129,5 +129,5 @@ def test_amounts_of_memory_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "24GB", "inf", "nan"])
 def test_what_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(MemoryBudgetError, match="is not an amount of memory"):
+    with pytest.raises(ConfigError, match="is not an amount of memory"):
         parse_bytes(text)

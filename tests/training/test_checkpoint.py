@@ -6,9 +6,10 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import StorageError
 from haiku_template.models import mlp
+from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import classification, make_program
-from haiku_template.training.checkpoint import CheckpointError, Checkpoints
 
 INPUTS = np.ones((8, 5), np.float32)
 DATA = Data(ArrayDataset(INPUTS, np.zeros(8, np.int32), BatchSpec(8)), None, 3)
@@ -101,14 +102,14 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
         checkpoints.save(3, program.devices.init(program.init), None)
     other = made(width=7)
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(StorageError) as caught:
             checkpoints.restore(3, other.devices.abstract(other.init))
         words = str(caught.value)
         assert "nothing was loaded" in words
         assert "unexpected ema_params/mlp/~/linear_0/w" in words
         shapes = "params/mlp/~/linear_0/w is float32[5, 4] there and float32[5, 7] here"
         assert shapes in made_long(checkpoints, other)
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 9.*\[3\]"):
+        with pytest.raises(StorageError, match=r"no checkpoint of step 9.*\[3\]"):
             checkpoints.restore(9, other.devices.abstract(other.init))
 
 
@@ -116,7 +117,7 @@ def made_long(checkpoints, program):
     """The message without the part that differs in structure."""
     abstract = program.devices.abstract(program.init)
     abstract = abstract._replace(ema_params=abstract.params)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(StorageError) as caught:
         checkpoints.restore(3, abstract)
     return str(caught.value)
 
@@ -126,7 +127,7 @@ def test_another_dtype_is_refused_and_not_cast(tmp_path):
         checkpoints.save(1, {"w": jnp.ones(3)}, None)
         checkpoints.wait()
         wanted = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
-        with pytest.raises(CheckpointError, match=r"float32\[3\] there and bfloat16"):
+        with pytest.raises(StorageError, match=r"float32\[3\] there and bfloat16"):
             checkpoints.restore(1, wanted)
 
 

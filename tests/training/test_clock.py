@@ -11,9 +11,9 @@ import pytest
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
+from haiku_template.reporting.perf import PARTS, Clock, bound, bound_text
+from haiku_template.storage.metrics import read
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.clock import PARTS, Clock, bound, bound_text
-from haiku_template.training.metrics import read
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3

@@ -13,7 +13,9 @@ import pytest
 from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
 from haiku_template.models import LazyLogits, gpt, multiply_out
+from haiku_template.storage.metrics import read
 from haiku_template.training import (
     experiment,
     language_model,
@@ -21,8 +23,6 @@ from haiku_template.training import (
     perplexity,
     train,
 )
-from haiku_template.training.metrics import read
-from haiku_template.training.tasks import TaskError
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(3, 10, 8)).astype(np.float32)
@@ -146,7 +146,7 @@ def test_labels_beyond_the_vocabulary_are_not_taken_for_others():
     ],
 )
 def test_what_does_not_fit_is_refused(outputs, options, words):
-    with pytest.raises(TaskError, match=words) as error:
+    with pytest.raises(ConfigError, match=words) as error:
         language_model(outputs, {"labels": LABELS}, **options)
     assert error.value.exit_code == 64
 

@@ -13,16 +13,18 @@ import optax
 import pytest
 
 from configs import digits, digits_resnet
-from haiku_template.config import ConfigError
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import DeviceManager, PlacementError
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import (
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    PlacementError,
+    StorageError,
+)
 from haiku_template.models import mlp, resnet
+from haiku_template.storage.metrics import read
 from haiku_template.training import classification, experiment, make_program, train
-from haiku_template.training.checkpoint import CheckpointError
-from haiku_template.training.finite import NonFiniteError
-from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.metrics import read
-from haiku_template.training.tasks import TaskError
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
@@ -339,13 +341,13 @@ def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, wor
     program = make_program(
         **made().parts | {"task": lambda outputs, batch: {"loss": loss(outputs)}}
     )
-    with pytest.raises(TaskError, match=words):
+    with pytest.raises(ConfigError, match=words):
         train(program, num_steps=2, workdir=tmp_path)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_best_metric_that_is_not_measured_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="eval/acuracy.*eval/accuracy, eval/loss"):
+    with pytest.raises(StorageError, match="eval/acuracy.*eval/accuracy, eval/loss"):
         train(made(), num_steps=2, workdir=tmp_path, best_metric="eval/acuracy")
 
 

@@ -4,8 +4,8 @@ import math
 import pytest
 from tensorboardX import SummaryWriter  # noqa: F401  (importable without TensorFlow)
 
-from haiku_template.training import report
-from haiku_template.training.metrics import MetricsWriter, read
+from haiku_template.reporting import plots
+from haiku_template.storage.metrics import MetricsWriter, read
 
 
 def test_lines_keep_full_precision(tmp_path):
@@ -41,5 +41,5 @@ def test_the_report_is_drawn_for_any_number_of_lines(tmp_path, rows):
         for step in range(1, rows + 1):
             writer.write(step, {"train/loss": 1 / step, "train/learning_rate": 0.1})
             writer.write(step, {"eval/loss": 1 / step})
-    picture = report.write(tmp_path)
+    picture = plots.write(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -7,21 +7,12 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.config import ConfigError
-from haiku_template.data import (
-    ArrayDataset,
-    BatchSpec,
-    Data,
-    DataError,
-    EvaluationSet,
-    staging,
-)
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet, staging
+from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
+from haiku_template.storage.metrics import read
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.budget import memory_budget
-from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.metrics import read
-from haiku_template.training.placement import place_data
+from haiku_template.training.memory import memory_budget, place_data
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(0, 255, size=(50, 8, 8, 1)).astype(np.uint8)
@@ -125,7 +116,7 @@ def test_the_budget_counts_what_is_staged(devices):
 
 def test_what_the_host_augments_is_not_staged(devices):
     program = made(devices, augment=lambda inputs, rng: inputs)
-    with pytest.raises(DataError, match="batches are made on the host"):
+    with pytest.raises(ConfigError, match="batches are made on the host"):
         place_data(program, "device")
     assert "made on the host" in place_data(program, "auto", 2**40).placement
 
@@ -134,7 +125,7 @@ def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):
     class Large:
         staged_size = 10_248_871_837, 2 * 10_248_871_837
 
-    with pytest.raises(DataError, match=r"10,248,871,837 rows \(19.09 GiB\)"):
+    with pytest.raises(ConfigError, match=r"10,248,871,837 rows \(19.09 GiB\)"):
         staging.RowBlocks(Large(), 8)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.config import ConfigError, interval
+from haiku_template.config import interval
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
+from haiku_template.reporting.profile import operations
 from haiku_template.training import classification, make_program, train
-from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.profiling import operations
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3

@@ -11,14 +11,13 @@ from safetensors.numpy import save_file
 
 from configs import digits
 from haiku_template import config as configs
-from haiku_template.config import ConfigError
 from haiku_template.devices import DeviceManager
-from haiku_template.finetuning.errors import PretrainedError
-from haiku_template.finetuning.pretrained import flatten
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning.source import make_source, with_sizes
+from haiku_template.pretrained.reading import flatten
+from haiku_template.runs.run import evaluate_checkpoint
+from haiku_template.storage.checkpoint import restore
 from haiku_template.training import experiment
-from haiku_template.training.evaluate_run import evaluate_checkpoint
-from haiku_template.training.restoring import restore
-from haiku_template.training.sources import make_source, with_sizes
 
 REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
 HEAD = "mlp/~/linear_2/*"
@@ -119,9 +118,9 @@ def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
     experiment.run(values, cpu, str(workdir))  # Nothing is left to do.
     leaves["mlp/~/linear_0/b"] = leaves["mlp/~/linear_0/b"] + 1
     save_file(leaves, source)
-    with pytest.raises(PretrainedError, match="were trained on another base"):
+    with pytest.raises(ConfigError, match="were trained on another base"):
         experiment.run(values, cpu, str(workdir))
-    with pytest.raises(PretrainedError, match="were trained on another base"):
+    with pytest.raises(ConfigError, match="were trained on another base"):
         evaluated(values, cpu, workdir)
     assert (workdir / "metrics.jsonl").read_text() == before
     with pytest.raises(ConfigError, match="trained a part of its model"):
@@ -134,7 +133,7 @@ def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained):
     file = tmp_path / "model.safetensors"
     save_file({"mlp/~/linear_0/w": np.zeros((3, 3), np.float32)}, file)
     program = experiment.build(config(init_from=str(file)), cpu)
-    with pytest.raises(PretrainedError, match="5 missing, 0 extra, 1 mismatched"):
+    with pytest.raises(ConfigError, match="5 missing, 0 extra, 1 mismatched"):
         program.first_state()
     wider = {"init_from": str(pretrained), "model.width": 9}
     with pytest.raises(RuntimeError, match="does not fit this model, and nothing was"):
@@ -149,14 +148,14 @@ def test_a_folder_says_the_sizes_of_its_model(tmp_path):
     assert values["num_heads"] == sizes["n_head"]
     with pytest.raises(ConfigError, match=r"config\.model\.num_heads=99, and the mod"):
         with_sizes({"name": "gpt", "num_heads": 99}, folder)
-    with pytest.raises(PretrainedError, match="of type 'gpt2'"):
+    with pytest.raises(ConfigError, match="of type 'gpt2'"):
         with_sizes({"name": "bert"}, folder)
     assert with_sizes({"name": "gpt"}, None) == {"name": "gpt"}
 
 
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     from haiku_template.finetuning.lora import Lora
-    from haiku_template.finetuning.tuning import Tuning, make_plan
+    from haiku_template.finetuning.plan import Tuning, make_plan
     from haiku_template.models import MODELS
 
     folder = REFERENCES / "gpt2"
@@ -172,5 +171,5 @@ def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     (copied / "config.json").unlink()
-    with pytest.raises(PretrainedError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         make_source(str(copied), "gpt", cpu)

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import PlacementError, check_replicas
+from haiku_template.devices import check_replicas
+from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.training import classification, make_program, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule

@@ -9,8 +9,9 @@ from sklearn.metrics import confusion_matrix, f1_score
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.models import mlp
-from haiku_template.training import classification, make_program, report
-from haiku_template.training.tally import TALLIES, confusion, macro_f1
+from haiku_template.reporting import plots
+from haiku_template.training import classification, make_program
+from haiku_template.training.tasks import TALLIES, confusion, macro_f1
 
 RNG = np.random.default_rng(0)
 
@@ -63,7 +64,7 @@ def test_very_many_classes_are_not_counted():
 def test_the_picture_is_replaced_and_nothing_else_is_left(tmp_path):
     matrix = np.array([[3.0, 0], [1, 2]])
     for classes in (["costs $5", "free"], ["a", "b"]):
-        path = report.write_confusion(tmp_path, matrix, classes, "step 1")
+        path = plots.write_confusion(tmp_path, matrix, classes, "step 1")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [tmp_path / "confusion.png"]
 
@@ -72,9 +73,9 @@ def test_without_matplotlib_or_a_place_there_is_a_warning(
     tmp_path, monkeypatch, caplog
 ):
     matrix = np.eye(2)
-    assert report.write_confusion(tmp_path / "none", matrix, "ab", "") is None
+    assert plots.write_confusion(tmp_path / "none", matrix, "ab", "") is None
     assert "no " in caplog.text and "confusion.png: " in caplog.text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.write_confusion(tmp_path, matrix, "ab", "") is None
+    assert plots.write_confusion(tmp_path, matrix, "ab", "") is None
     assert "no confusion.png: matplotlib is not installed" in caplog.text
     assert not list(tmp_path.iterdir())

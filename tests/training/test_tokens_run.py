@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from configs import gpt2_124m, gpt_bytes
-from haiku_template.data import DataError
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, Interrupted
+from haiku_template.storage.metrics import read
 from haiku_template.training import experiment, train
-from haiku_template.training.interrupts import Interrupted
-from haiku_template.training.metrics import read
 
 NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.
 MIDDLE = NUM_TOKENS // 2
@@ -77,7 +76,7 @@ def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_f
 def test_it_cannot_be_staged_and_the_sizes_say_why(large_file):
     config = small(gpt2_124m.get_config(), path=str(large_file), placement="device")
     devices = DeviceManager.create("cpu", num_devices=1)
-    with pytest.raises(DataError, match=r"rows \(17.18 GiB\).*2,147,483,647"):
+    with pytest.raises(ConfigError, match=r"rows \(17.18 GiB\).*2,147,483,647"):
         experiment.build(config, devices)
 
 
@@ -148,9 +147,9 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
     options = {"path": str(token_file), "vocab_size": 49}
     devices = DeviceManager.create("cpu", num_devices=1)
     words = r"tokens.npy, token \d+, is 49; the vocabulary has 49 tokens"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ConfigError, match=words):
         experiment.build(small(gpt2_124m.get_config(), **options), devices)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ConfigError, match=words):
         staged = small(gpt2_124m.get_config(), placement="device", **options)
         experiment.build(staged, devices)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from haiku_template.data.arrays import Batch, BatchSpec, drawn, share
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
@@ -129,7 +129,7 @@ class BucketedDataset:
       spec: the size of a batch, the seed, and this process's share.
 
     Raises:
-      DataError: a batch that the processes cannot share.
+      ConfigError: a batch that the processes cannot share.
     """
 
     examples: Examples
@@ -224,10 +224,10 @@ def choose_lengths(
       Rising multiples of 8, or `most`.
 
     Raises:
-      DataError: fewer than one bucket.
+      ConfigError: fewer than one bucket.
     """
     if count < 1:
-        raise DataError(f"num_buckets={count}; possible is 1 or more")
+        raise ConfigError(f"num_buckets={count}; possible is 1 or more")
     shares = np.arange(1, count) / count
     edges = [*np.quantile(sizes, shares, method="higher"), longest]
     return tuple(

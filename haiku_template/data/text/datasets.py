@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data.arrays import BatchSpec, Data
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import given_path
 from haiku_template.data.text.documents import Document, read_documents, split_text
 from haiku_template.data.text.files import (
@@ -16,6 +15,7 @@ from haiku_template.data.text.files import (
 )
 from haiku_template.data.text.stream import Shard, TokenStream
 from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
+from haiku_template.errors import ConfigError
 
 PADDING = 128  # Vocabularies are rounded up to multiples of this, for faster products.
 
@@ -51,7 +51,7 @@ def tokens(
       eval_windows: evaluate on at most so many windows, spread evenly; None means all.
 
     Raises:
-      DataError: see `open_tokens`, `TokenDataset` and `TokenEvaluationSet`; or a part
+      ConfigError: see `open_tokens`, `TokenDataset` and `TokenEvaluationSet`; or a part
         to evaluate on that leaves nothing, or a vocabulary that is not known or not
         the tokenizer's.
     """
@@ -83,7 +83,7 @@ def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> 
     if count is not None and 0 <= count < len(stream):
         return count
     given = f"fraction={fraction}" if count is None else f"tokens={count}"
-    raise DataError(
+    raise ConfigError(
         f"validation_{given} of the {len(stream)} tokens from {stream.locate(0)} on "
         "leaves none to train on; hold out a smaller part, or 0 for none"
     )
@@ -93,7 +93,7 @@ def _vocab_size(given: int | None, tokenizer: Path | None, source: Path) -> int:
     """The size of the vocabulary: as given, and as the tokenizer has it."""
     if tokenizer is None:
         if given is None or given < 1:
-            raise DataError(
+            raise ConfigError(
                 f"vocab_size={given}, and no tokenizer.json lies beside {source} to "
                 "say it; give --config.data.vocab_size (GPT-2's tokens, which nanoGPT "
                 "writes, have 50257)"
@@ -101,7 +101,7 @@ def _vocab_size(given: int | None, tokenizer: Path | None, source: Path) -> int:
         return given
     size = tokenizer_vocab_size(tokenizer)
     if given is not None and not size <= given < size + PADDING:
-        raise DataError(
+        raise ConfigError(
             f"vocab_size={given}, and the tokenizer {tokenizer} has {size} tokens; "
             f"possible is {size}, or more by less than {PADDING} as padding"
         )
@@ -132,7 +132,7 @@ def byte_text(
       eval_windows: evaluate on at most so many windows, spread evenly; None means all.
 
     Raises:
-      DataError: no text there; see also `TokenDataset` and `TokenEvaluationSet`.
+      ConfigError: no text there; see also `TokenDataset` and `TokenEvaluationSet`.
     """
     training, held_out = split_text(read_documents(path), validation_fraction)
     train = TokenDataset(_stream(training), context, spec, 256, order)

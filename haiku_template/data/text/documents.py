@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
 from haiku_template.data.text.held_out import check_fraction, rank
+from haiku_template.errors import ConfigError
 
 # Of the standard library: other programs, tests and tables; and pydoc_data, which is
 # a source of its own.
@@ -59,7 +59,7 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
         Python's standard library; `pydoc` for the topics of its help, in English.
 
     Raises:
-      DataError: nothing there, no text, or what may not be read.
+      ConfigError: nothing there, no text, or what may not be read.
     """
     if path == "pydoc":
         return _pydoc_topics()
@@ -75,9 +75,9 @@ def is_text(content: bytes) -> bool:
 
 
 def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
-    """What was found, or `DataError` when that is nothing."""
+    """What was found, or `ConfigError` when that is nothing."""
     if not found:
-        raise DataError(
+        raise ConfigError(
             f"{where} holds no text; a text is a file with something in it, and "
             "without zero bytes"
         )
@@ -91,7 +91,7 @@ def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
       path: a file, a folder with all in it, or several of them.
 
     Raises:
-      DataError: a path that does not exist, a folder that may not be read.
+      ConfigError: a path that does not exist, a folder that may not be read.
     """
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
     return sorted(found for p in paths for found in _walk(p, frozenset()))
@@ -114,7 +114,9 @@ def _walk(root: Path, left_out: Collection[str]) -> Iterator[TextFile]:
         return
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"the folder {error.filename} cannot be read: {error.strerror}")
+        raise ConfigError(
+            f"the folder {error.filename} cannot be read: {error.strerror}"
+        )
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
@@ -128,7 +130,7 @@ def _pydoc_topics() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise DataError(
+        raise ConfigError(
             "this Python has no pydoc_data.topics, the help on its topics; some "
             "distributions package it apart"
         ) from error
@@ -149,13 +151,13 @@ def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[
       The documents to train on and those held out, in their order.
 
     Raises:
-      DataError: a fraction outside [0, 1), or a single document to divide.
+      ConfigError: a fraction outside [0, 1), or a single document to divide.
     """
     check_fraction(fraction)
     if fraction == 0:
         return documents, []
     if len(documents) < 2:
-        raise DataError(
+        raise ConfigError(
             f"{documents[0].name} is a single text, and whole texts are held out; give "
             "several, or validation_fraction=0"
         )
@@ -175,7 +177,7 @@ def split_text(
     """As `split_documents`; of a single document the end is held out.
 
     Raises:
-      DataError: a fraction outside [0, 1).
+      ConfigError: a fraction outside [0, 1).
     """
     if len(documents) > 1 or not 0 < fraction < 1:
         return split_documents(documents, fraction)

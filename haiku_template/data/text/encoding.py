@@ -5,10 +5,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
 from haiku_template.data.text.documents import TextFile
 from haiku_template.data.text.writer import TokenWriter
+from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,7 +23,7 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     """Reads a tokenizer.json.
 
     Raises:
-      DataError: it is missing or damaged, or the package `tokenizers` is.
+      ConfigError: it is missing or damaged, or the package `tokenizers` is.
     """
     library = _tokenizers()
     return read_with(path, lambda file: library.Tokenizer.from_file(str(file)))
@@ -37,10 +37,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
       vocab_size: tokens at most; the 256 bytes and the end of a text are among them.
 
     Raises:
-      DataError: too small a vocabulary, or `tokenizers` is not installed.
+      ConfigError: too small a vocabulary, or `tokenizers` is not installed.
     """
     if vocab_size < 257:
-        raise DataError(
+        raise ConfigError(
             f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "
             "text make 257"
         )
@@ -67,12 +67,12 @@ def end_of_text(tokenizer: "Tokenizer", name: str | None) -> int | None:
       name: None means the first of `END_OF_TEXT` that the tokenizer has.
 
     Raises:
-      DataError: the tokenizer has no token `name`.
+      ConfigError: the tokenizer has no token `name`.
     """
     ids = [tokenizer.token_to_id(n) for n in ([name] if name else END_OF_TEXT)]
     known = [i for i in ids if i is not None]
     if name and not known:
-        raise DataError(f"the tokenizer has no token {name!r} to end a text with")
+        raise ConfigError(f"the tokenizer has no token {name!r} to end a text with")
     return known[0] if known else None
 
 
@@ -95,7 +95,7 @@ def write_tokens(
       report: called with the number of bytes that were worked on since the last call.
 
     Raises:
-      DataError: a file that cannot be read or is not UTF-8, or that the tokenizer
+      ConfigError: a file that cannot be read or is not UTF-8, or that the tokenizer
         cannot encode.
     """
     tokenizer.encode_special_tokens = True
@@ -104,7 +104,9 @@ def write_tokens(
         try:
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # The package raises no other class.
-            raise DataError(f"the tokenizer cannot encode the text: {error}") from error
+            raise ConfigError(
+                f"the tokenizer cannot encode the text: {error}"
+            ) from error
         for (_, is_last), encoding in zip(batch, encoded, strict=True):
             writer.write(encoding.ids)
             if is_last and end is not None:
@@ -134,7 +136,7 @@ def pieces(file: TextFile) -> Iterator[str]:
     without such a place for `LONGEST_PIECE` characters is cut anywhere.
 
     Raises:
-      DataError: it cannot be read or is not UTF-8.
+      ConfigError: it cannot be read or is not UTF-8.
     """
     held = ""
     try:
@@ -146,9 +148,9 @@ def pieces(file: TextFile) -> Iterator[str]:
                     yield held[: cut or None]
                     held = held[cut:] if cut else ""
     except UnicodeDecodeError as error:
-        raise DataError(f"{file.path} is not UTF-8 text: {error.reason}") from error
+        raise ConfigError(f"{file.path} is not UTF-8 text: {error.reason}") from error
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file.path} cannot be read: {error.strerror}") from error
     if held:
         yield held
 
@@ -165,7 +167,7 @@ def _tokenizers() -> ModuleType:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(
+        raise ConfigError(
             "tokenizing text needs Hugging Face's tokenizers, which is not installed: "
             'pip install "haiku_template[text]"'
         ) from error

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from haiku_template.data.arrays import BatchSpec, Data
-from haiku_template.data.errors import DataError
 from haiku_template.data.text.buckets import (
     BucketedDataset,
     BucketedEvaluationSet,
@@ -30,6 +29,7 @@ from haiku_template.data.text.vocabulary import (
     bytes_vocabulary,
     read_vocabulary,
 )
+from haiku_template.errors import ConfigError
 
 
 def jsonl(
@@ -64,17 +64,17 @@ def jsonl(
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      DataError: see `read_lines`, `hold_out` and `class_names`; an example that is
+      ConfigError: see `read_lines`, `hold_out` and `class_names`; an example that is
         longer than `context`, or has nothing to learn from; a label that is only held
         out; a tokenizer with tokens that `vocab_size` does not have. Names the line.
     """
     if not path:
-        raise DataError(
+        raise ConfigError(
             "the data set jsonl needs a file with a JSON object in each line: "
             "--config.data.path=PATH (nothing is downloaded)"
         )
     if context < 1:
-        raise DataError(f"context={context}; possible is 1 or more")
+        raise ConfigError(f"context={context}; possible is 1 or more")
     training, held_out = read_lines(Path(path).expanduser(), spec.task), []
     if validation_path is not None:
         held_out = read_lines(Path(validation_path).expanduser(), spec.task)
@@ -129,7 +129,7 @@ def _completions(
     whole = [p + c + end for p, c in zip(prompts, completions, strict=True)]
     for line, tokens, prompt in zip(lines, whole, prompts, strict=True):
         if len(tokens) < 2 or len(tokens) == len(prompt):
-            raise DataError(
+            raise ConfigError(
                 f"{line.where} has nothing to learn from: its prompt has {len(prompt)} "
                 f"tokens and its completion {len(tokens) - len(prompt)}"
             )
@@ -142,10 +142,10 @@ def _completions(
 def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:
     if sizes.max(initial=0) > context:
         index = int(sizes.argmax())
-        raise DataError(
+        raise ConfigError(
             f"{lines[index].where} is the longest example, with {sizes[index]} tokens "
             f"for the model to see, and context={context}; cut it, raise context as "
             "far as the model has positions, or set config.data.truncate=True"
         )
     if len(sizes) and sizes.min() < 1:
-        raise DataError(f"{lines[int(sizes.argmin())].where} has a text of no tokens")
+        raise ConfigError(f"{lines[int(sizes.argmin())].where} has a text of no tokens")

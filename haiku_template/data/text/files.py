@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import read_with
 from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.errors import ConfigError
 
 TOKENIZER = "tokenizer.json"
 DTYPES = {  # As safetensors names them.
@@ -59,7 +59,7 @@ def open_tokens(
       random: windows will be read in no order, so that reading ahead is a waste.
 
     Raises:
-      DataError: nothing there, files that are damaged, empty, of different dtypes, or
+      ConfigError: nothing there, files that are damaged, empty, of different dtypes, or
         hold no tokens; a folder that holds validation files among others.
     """
     layouts: dict[str, Callable[[Path], Layout]] = {
@@ -70,7 +70,7 @@ def open_tokens(
 
     def shard(file: Path) -> Shard:
         if file.suffix not in layouts:
-            raise DataError(
+            raise ConfigError(
                 f"{file} is no token file; possible are {', '.join(layouts)}"
             )
         return _map(file, layouts[file.suffix](file), random)
@@ -82,10 +82,10 @@ def open_tokens(
 def _shard_files(folder: Path, suffixes: Any) -> list[Path]:
     files = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
     if not files:
-        raise DataError(f"{folder} holds no {', '.join(suffixes)} file")
+        raise ConfigError(f"{folder} holds no {', '.join(suffixes)} file")
     held_out = [p.name for p in files if VALIDATION.search(p.stem)]
     if 0 < len(held_out) < len(files):
-        raise DataError(
+        raise ConfigError(
             f"{folder} holds {held_out[0]} among files to train on; name the parts "
             "apart with --config.data.path and --config.data.validation_path"
         )
@@ -98,7 +98,7 @@ def _map(file: Path, layout: Layout, random: bool) -> Shard:
     if stop > length:
         raise ValueError(f"its header promises {stop} bytes and it has {length}")
     if not layout.size:
-        raise DataError(f"{file} holds no tokens; one is the least")
+        raise ConfigError(f"{file} holds no tokens; one is the least")
     with file.open("rb") as f:
         mapping = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_READ)
     if random:
@@ -122,13 +122,13 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
     if len(names) != 1:
         found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
         wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
-        raise DataError(
+        raise ConfigError(
             f"{file} has {wanted}, but {found or 'nothing'}; name the tokens with "
             "--config.data.tensor"
         )
     entry = header[names[0]]
     if not _is_line(entry):
-        raise DataError(
+        raise ConfigError(
             f"the tensor {tensor!r} of {file} is {entry['dtype']}{entry['shape']}; "
             f"tokens have one dimension and a dtype of {', '.join(DTYPES)}"
         )
@@ -152,7 +152,7 @@ def _npy_layout(file: Path) -> Layout:
         shape, _, dtype = readers[version](f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
-        raise DataError(
+        raise ConfigError(
             f"{file} holds {dtype}{list(shape)}; tokens are whole numbers in one "
             "dimension"
         )
@@ -165,7 +165,7 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     except TypeError:
         kind = None
     if kind is None or kind.kind not in "iu":
-        raise DataError(
+        raise ConfigError(
             f"dtype={dtype!r} is no type of token; a .bin file holds uint16 or uint32"
         )
     length = file.stat().st_size
@@ -186,7 +186,7 @@ def tokenizer_vocab_size(file: Path) -> int:
     Read without the `tokenizers` package, which training does not need.
 
     Raises:
-      DataError: no such file, or another kind of file.
+      ConfigError: no such file, or another kind of file.
     """
 
     def read(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 
 def rank(name: bytes) -> float:
@@ -11,8 +11,8 @@ def rank(name: bytes) -> float:
 
 
 def check_fraction(fraction: float) -> None:
-    """Raises `DataError` unless `fraction` is in [0, 1)."""
+    """Raises `ConfigError` unless `fraction` is in [0, 1)."""
     if not 0 <= fraction < 1:
-        raise DataError(
+        raise ConfigError(
             f"validation_fraction={fraction}; possible is from 0 to below 1"
         )

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.data.errors import DataError
 from haiku_template.data.text.held_out import check_fraction, rank
+from haiku_template.errors import ConfigError
 
 # Of the keys, by task; other keys of a line are not read.
 KINDS = {
@@ -36,11 +36,11 @@ def read_lines(path: Path, task: str) -> list[Line]:
       task: a key of `KINDS`.
 
     Raises:
-      DataError: the file is missing, not UTF-8 or empty, the task needs other data, or
-        a line is no such example; the message names the first.
+      ConfigError: the file is missing, not UTF-8 or empty, the task needs other data,
+        or a line is no such example; the message names the first.
     """
     if task not in KINDS:
-        raise DataError(
+        raise ConfigError(
             f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
             f"is {task}"
         )
@@ -50,7 +50,7 @@ def read_lines(path: Path, task: str) -> list[Line]:
         if text.strip()
     ]
     if not lines:
-        raise DataError(f"{path} is empty; at least one example is needed")
+        raise ConfigError(f"{path} is empty; at least one example is needed")
     return lines
 
 
@@ -59,11 +59,11 @@ def _text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(
+        raise ConfigError(
             f"line {line} of {path} is not UTF-8 text: {error.reason}"
         ) from error
     except OSError as error:
-        raise DataError(
+        raise ConfigError(
             f"the data file {path} cannot be read: {error.strerror}"
         ) from error
 
@@ -73,15 +73,15 @@ def _line(where: str, text: str, task: str) -> Line:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         words = getattr(error, "msg", "it is nested too deeply")
-        raise DataError(f"{where} is no JSON: {words}") from error
+        raise ConfigError(f"{where} is no JSON: {words}") from error
     if not isinstance(values, dict):
-        raise DataError(f"{where} is no JSON object but {text.strip()[:40]}")
+        raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
     keys = KINDS[task]
     missing = [key for key in keys if key not in values]
     if missing:
         other = next((k for k, v in KINDS.items() if set(v) <= values.keys()), None)
         hint = f"; it is of the kind for config.task.name={other}" if other else ""
-        raise DataError(
+        raise ConfigError(
             f"{where} has no {' and no '.join(missing)}, only "
             f"{', '.join(values) or 'an empty object'}; the task {task} needs "
             f"{' and '.join(keys)}{hint}"
@@ -91,7 +91,9 @@ def _line(where: str, text: str, task: str) -> Line:
     for key, value, kinds in zip(keys, example[1:], ((str,), possible), strict=True):
         if not isinstance(value, kinds) or isinstance(value, bool):
             words = "text" if kinds == (str,) else "text or a whole number"
-            raise DataError(f"{where} has {key}={json.dumps(value)}; {words} is needed")
+            raise ConfigError(
+                f"{where} has {key}={json.dumps(value)}; {words} is needed"
+            )
     return example
 
 
@@ -109,14 +111,14 @@ def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]
       The lines to train on and those held out, in their order.
 
     Raises:
-      DataError: a fraction outside [0, 1), or a single text to divide.
+      ConfigError: a fraction outside [0, 1), or a single text to divide.
     """
     check_fraction(fraction)
     if fraction == 0:
         return lines, []
     ranks = sorted({_rank(line.text) for line in lines})
     if len(ranks) < 2:
-        raise DataError(
+        raise ConfigError(
             f"{lines[0].where} and all others have the same text, so that nothing can "
             "be held out; give several, or validation_fraction=0"
         )
@@ -137,12 +139,12 @@ def class_names(lines: list[Line]) -> dict[Any, int]:
     """The number of each label, in the order of the labels.
 
     Raises:
-      DataError: labels of two kinds.
+      ConfigError: labels of two kinds.
     """
     first = lines[0]
     for line in lines:
         if type(line.target) is not type(first.target):
-            raise DataError(
+            raise ConfigError(
                 f"{line.where} has the label {line.target!r} and {first.where} the "
                 f"label {first.target!r}; all are text, or all whole numbers"
             )
@@ -153,11 +155,11 @@ def classes_of(lines: list[Line], names: dict[Any, int]) -> list[int]:
     """The number of each line's label.
 
     Raises:
-      DataError: a label that was not found in the lines to train on.
+      ConfigError: a label that was not found in the lines to train on.
     """
     for line in lines:
         if line.target not in names:
-            raise DataError(
+            raise ConfigError(
                 f"{line.where} has the label {line.target!r}, which no example to "
                 f"train on has; those have {', '.join(map(str, list(names)[:20]))}"
             )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 RELEASE_EVERY = 1024  # Windows; each brings in up to 128 KiB of cached pages.
 
@@ -68,7 +68,7 @@ class TokenStream:
       dtype: of every token.
 
     Raises:
-      DataError: an empty shard, or two dtypes; names the shard.
+      ConfigError: an empty shard, or two dtypes; names the shard.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -76,9 +76,9 @@ class TokenStream:
         self.dtype = self.shards[0].tokens.dtype
         for shard in self.shards:
             if not len(shard.tokens):
-                raise DataError(f"{shard.name} holds no tokens; one is the least")
+                raise ConfigError(f"{shard.name} holds no tokens; one is the least")
             if shard.tokens.dtype != self.dtype:
-                raise DataError(
+                raise ConfigError(
                     f"{shard.name} holds {shard.tokens.dtype} tokens and "
                     f"{self.shards[0].name} {self.dtype}; shards are one stream and "
                     "have one dtype"

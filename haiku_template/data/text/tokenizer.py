@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,30 +24,31 @@ def read_tokenizer(source: str | Path) -> "Tokenizer":
       source: a tokenizer.json, or a Hugging Face folder with one.
 
     Raises:
-      DataError: `tokenizers` is not installed, or tokenizer.json is missing or damaged.
+      ConfigError: `tokenizers` is not installed, or tokenizer.json is missing or
+        damaged.
     """
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(
+        raise ConfigError(
             "tokenizer.json is read by tokenizers, which is not installed: pip install "
             '"haiku_template[text]"'
         ) from error
     path = Path(source) / FILE if Path(source).is_dir() else Path(source)
     if path.suffix == ".safetensors":
-        raise DataError(
+        raise ConfigError(
             f"{path} holds parameters and no tokenizer; config.data.tokenizer is a "
             "tokenizer.json, a folder with one, or None for bytes"
         )
     if not path.is_file():
-        raise DataError(
+        raise ConfigError(
             f"{path} does not exist; a folder with only a vocab.txt or merges.txt gets "
             "one from transformers' AutoTokenizer, with save_pretrained"
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing more exact.
-        raise DataError(f"{path} is damaged: {error}") from error
+        raise ConfigError(f"{path} is damaged: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -74,7 +75,7 @@ def encode(
       `tokens` (int32 [B, T], 0 where padded) and `mask` (int32 [B, T], 0 there).
 
     Raises:
-      DataError: a text has more tokens than `context`, or than `length`.
+      ConfigError: a text has more tokens than `context`, or than `length`.
     """
     most = context if length is None else min(context, length)
     if cut:
@@ -84,7 +85,7 @@ def encode(
     sizes = np.array([len(row) for row in rows])
     if sizes.max(initial=0) > most:
         index = int(sizes.argmax())
-        raise DataError(
+        raise ConfigError(
             f"the text that begins {texts[index][:40]!r} has {sizes[index]} tokens, "
             f"and {most} are possible: cut it, or give cut=True"
         )

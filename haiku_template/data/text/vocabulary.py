@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from haiku_template.data.errors import DataError
 from haiku_template.data.text.encoding import END_OF_TEXT
 from haiku_template.data.text.tokenizer import FILE, read_tokenizer
+from haiku_template.errors import ConfigError
 
 Texts = Sequence[str]
 
@@ -32,10 +32,10 @@ class Vocabulary(NamedTuple):
         """The size of a model's vocabulary; None means this one's.
 
         Raises:
-          DataError: tokens that the model does not have.
+          ConfigError: tokens that the model does not have.
         """
         if vocab_size is not None and vocab_size < self.size:
-            raise DataError(
+            raise ConfigError(
                 f"{self.name} has {self.size} tokens, and vocab_size={vocab_size}; the "
                 "model must know all of them"
             )
@@ -59,7 +59,7 @@ def read_vocabulary(source: str | Path) -> Vocabulary:
       source: the file, or a folder with one.
 
     Raises:
-      DataError: see `read_tokenizer`.
+      ConfigError: see `read_tokenizer`.
     """
     path = Path(source).expanduser()
     path = path / FILE if path.is_dir() else path
@@ -89,6 +89,6 @@ def _encode_batch(encode_batch: Callable, path: Path, texts: Texts) -> list:
     try:
         return encode_batch(list(texts))
     except Exception as error:  # The package raises no other class.
-        raise DataError(
+        raise ConfigError(
             f"the tokenizer {path} cannot encode the texts: {error}"
         ) from error

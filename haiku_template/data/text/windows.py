@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data.arrays import Batch, BatchSpec
-from haiku_template.data.errors import DataError
 from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import TokenStream
+from haiku_template.errors import ConfigError
 
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
 ORDERS = ("random", "epochs")
@@ -35,7 +35,7 @@ class TokenDataset:
       order: `random` or `epochs`.
 
     Raises:
-      DataError: a stream shorter than a window, an unknown order, a batch size that
+      ConfigError: a stream shorter than a window, an unknown order, a batch size that
         the processes cannot share.
     """
 
@@ -48,11 +48,11 @@ class TokenDataset:
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "train on")
         if self.order not in ORDERS:
-            raise DataError(
+            raise ConfigError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
             )
         if self.spec.batch_size % self.spec.process_count:
-            raise DataError(
+            raise ConfigError(
                 f"a batch of {self.spec.batch_size} windows cannot be shared evenly "
                 f"by {self.spec.process_count} processes"
             )
@@ -90,7 +90,7 @@ class TokenDataset:
         """What `gather` reads from: all tokens, looked at once.
 
         Raises:
-          DataError: a token that is not in the vocabulary; names its place.
+          ConfigError: a token that is not in the vocabulary; names its place.
         """
         whole = self.tokens.whole
         for start in range(0, len(whole), LOOKED_AT):
@@ -110,7 +110,7 @@ class TokenDataset:
           `inputs` and `labels` [B / processes, T] in the dtype of the files, new.
 
         Raises:
-          DataError: a token that is not in the vocabulary; names its place.
+          ConfigError: a token that is not in the vocabulary; names its place.
         """
         return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
 
@@ -127,7 +127,7 @@ class TokenEvaluationSet:
       num_windows: at most so many, spread evenly; None means all.
 
     Raises:
-      DataError: a stream shorter than a window, or no windows wanted.
+      ConfigError: a stream shorter than a window, or no windows wanted.
     """
 
     tokens: TokenStream
@@ -139,7 +139,7 @@ class TokenEvaluationSet:
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "evaluate on")
         if self.num_windows is not None and self.num_windows < 1:
-            raise DataError(
+            raise ConfigError(
                 f"eval_windows={self.num_windows}; possible is 1 or more, or None for "
                 "all"
             )
@@ -175,9 +175,9 @@ def _count(tokens: TokenStream, context: int) -> int:
 
 def _check_context(tokens: TokenStream, context: int, purpose: str) -> None:
     if context < 1:
-        raise DataError(f"context={context}; possible is 1 or more")
+        raise ConfigError(f"context={context}; possible is 1 or more")
     if len(tokens) <= context:
-        raise DataError(
+        raise ConfigError(
             f"context={context} needs windows of {context + 1} tokens, and there are "
             f"{len(tokens)} to {purpose}, from {tokens.locate(0)} on"
         )
@@ -199,7 +199,7 @@ def _check_vocabulary(
     if low < 0 or high >= vocab_size:
         wrong = (windows < 0) | (windows >= vocab_size)
         row, column = np.argwhere(wrong)[0]
-        raise DataError(
+        raise ConfigError(
             f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
             f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
         )

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.errors import ConfigError
 
 HEADER_BYTES = 256  # Written last, when the number of tokens is known.
 
@@ -70,7 +70,7 @@ def write_new(path: Path, contents: bytes) -> None:
     A file with the same contents may be there.
 
     Raises:
-      DataError: there is another.
+      ConfigError: there is another.
     """
     check_same(path, contents)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -82,9 +82,9 @@ def write_new(path: Path, contents: bytes) -> None:
 
 
 def check_same(path: Path, contents: bytes) -> None:
-    """Raises `DataError` when there is a file with other contents."""
+    """Raises `ConfigError` when there is a file with other contents."""
     if path.exists() and path.read_bytes() != contents:
-        raise DataError(
+        raise ConfigError(
             f"{path} is another tokenizer; write to a folder of its own, where the "
             "tokenizer lies beside its tokens"
         )

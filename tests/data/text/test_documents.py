@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from haiku_template.data import DATASETS, BatchSpec, DataError
+from haiku_template.data import DATASETS, BatchSpec
 from haiku_template.data.text import documents as text
+from haiku_template.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +41,7 @@ def write_files(folder, number=40):
 
 def refuses(*words):
     pattern = ".*".join(re.escape(str(word)) for word in words)
-    return pytest.raises(DataError, match=f"^[^\\n]*{pattern}[^\\n]*$")
+    return pytest.raises(ConfigError, match=f"^[^\\n]*{pattern}[^\\n]*$")
 
 
 def test_every_file_is_either_trained_on_or_held_out_whole(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from haiku_template.data import BatchSpec, DataError, each_shape
+from haiku_template.data import BatchSpec, each_shape
 from haiku_template.data.text.buckets import (
     BucketedDataset,
     Texts,
@@ -13,6 +13,7 @@ from haiku_template.data.text.buckets import (
     choose_lengths,
 )
 from haiku_template.data.text.examples import jsonl
+from haiku_template.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 CLASSIFICATION = BatchSpec(8)
@@ -106,7 +107,7 @@ def test_processes_share_each_batch_in_one_shape(labelled):
     for step, whole in enumerate(batches(0, 1)):
         joined = [share[step]["inputs"]["tokens"] for share in shares]
         np.testing.assert_array_equal(np.concatenate(joined), whole["inputs"]["tokens"])
-    with pytest.raises(DataError, match="8 examples cannot be shared evenly by 3"):
+    with pytest.raises(ConfigError, match="8 examples cannot be shared evenly by 3"):
         batches(0, 3)
 
 
@@ -193,7 +194,7 @@ def test_tokens_are_those_of_tokenizer_json(tmp_path, tokenizer):
         [2, 4, 3],
         [2, 7, 3],
     ]
-    with pytest.raises(DataError, match="has 9 tokens, and vocab_size=8"):
+    with pytest.raises(ConfigError, match="has 9 tokens, and vocab_size=8"):
         jsonl(BatchSpec(2), path=path, tokenizer=tokenizer, vocab_size=8)
 
 
@@ -221,7 +222,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tmp_path):
     batch = jsonl(LANGUAGE, truncate=True, **options).evaluation.batch(0)
     assert bytes(batch["inputs"][0].tolist()) == b"89ab"
     assert bytes(batch["labels"][0][batch["loss_mask"][0]].tolist()) == b"ab\0"
-    with pytest.raises(DataError, match="line 1 of .*12 tokens.*context=4.*truncate"):
+    with pytest.raises(ConfigError, match="line 1 of .*12 tokens.*context=4.*truncate"):
         jsonl(LANGUAGE, **options)
 
 
@@ -240,7 +241,7 @@ def test_bucket_lengths_hold_equal_shares():
     assert choose_lengths(sizes, 4, 100, 100) == (32, 56, 80, 100)
     assert choose_lengths(sizes, 1, 512, 130) == (136,)
     assert choose_lengths(np.full(9, 5), 4, 512, 5) == (8,)
-    with pytest.raises(DataError, match="num_buckets=0"):
+    with pytest.raises(ConfigError, match="num_buckets=0"):
         choose_lengths(sizes, 0, 512, 100)
 
 
@@ -275,13 +276,13 @@ def test_bad_lines_are_refused_by_their_number(tmp_path, name):
     content, words = REFUSED[name]
     path = tmp_path / "a.jsonl"
     path.write_text(content)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ConfigError, match=words):
         jsonl(CLASSIFICATION, path=str(path), context=16, validation_fraction=0)
 
 
 def test_other_mistakes_are_refused(tmp_path, labelled):
     def refuse(words, spec=CLASSIFICATION, **options):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(ConfigError, match=words):
             jsonl(spec, **{"path": labelled, "context": 64} | options)
 
     (tmp_path / "latin.jsonl").write_bytes(f"{GOOD}\n".encode() + b'{"text": "\xe9"}')

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from haiku_template.data import DataError
 from haiku_template.data.text.tokenizer import encode, read_tokenizer
+from haiku_template.errors import ConfigError
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##b", "c"]
 
@@ -52,27 +52,29 @@ def test_no_texts_are_an_empty_batch(folder):
 @pytest.mark.parametrize("limits", [{"context": 4}, {"context": 16, "length": 4}])
 def test_a_text_that_is_too_long_is_refused_or_cut(folder, limits):
     tokenizer = read_tokenizer(folder)
-    with pytest.raises(DataError, match="begins 'a b c' has 5 tokens, and 4 are poss"):
+    with pytest.raises(
+        ConfigError, match="begins 'a b c' has 5 tokens, and 4 are poss"
+    ):
         encode(tokenizer, ["a", "a b c"], **limits)
     batch = encode(tokenizer, ["a b c"], cut=True, **limits)
     assert batch["tokens"].tolist() == [[2, 4, 5, 3]]
-    with pytest.raises(DataError, match="5 tokens"):  # Cutting is for one call.
+    with pytest.raises(ConfigError, match="5 tokens"):  # Cutting is for one call.
         encode(tokenizer, ["a b c"], **limits)
 
 
 def test_a_damaged_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match="tokenizer.json is damaged"):
+    with pytest.raises(ConfigError, match="tokenizer.json is damaged"):
         read_tokenizer(folder)
 
 
 def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match="does not exist.*AutoTokenizer"):
+    with pytest.raises(ConfigError, match="does not exist.*AutoTokenizer"):
         read_tokenizer(tmp_path)
 
 
 def test_without_the_library_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r'pip install "haiku_template\[text\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "haiku_template\[text\]"'):
         read_tokenizer(tmp_path)

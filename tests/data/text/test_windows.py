@@ -12,16 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from haiku_template.data import (
-    DATASETS,
-    BatchSpec,
-    DataError,
-    TokenDataset,
-    TokenEvaluationSet,
-)
+from haiku_template.data import DATASETS, BatchSpec, TokenDataset, TokenEvaluationSet
 from haiku_template.data.text.files import open_tokens, tokenizer_vocab_size
 from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 TOKENS = np.random.default_rng(0).integers(1000, size=997).astype(np.uint16)
@@ -55,7 +50,7 @@ def load(path, **keys):
 def refuses(*words):
     """Expects one line that says all `words`, in this order."""
     pattern = ".*".join(re.escape(str(word)) for word in words)
-    return pytest.raises(DataError, match=f"^[^\\n]*{pattern}[^\\n]*$")
+    return pytest.raises(ConfigError, match=f"^[^\\n]*{pattern}[^\\n]*$")
 
 
 # Files
@@ -604,8 +599,8 @@ READ_SPARSE = """
 import sys
 from pathlib import Path
 import numpy as np
-from haiku_template.data import DATASETS, BatchSpec
-from haiku_template.data.text.files import open_tokens
+from haiku_template.data import (DATASETS, BatchSpec)
+from haiku_template.data.text.files import (open_tokens)
 
 def status(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -658,7 +653,7 @@ READ_MUCH = """
 import sys
 from pathlib import Path
 import numpy as np
-from haiku_template.data.text.files import open_tokens
+from haiku_template.data.text.files import (open_tokens)
 
 def resident():
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,0 +1,309 @@
+"""Where every array is, and what is wrong with that."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from haiku_template.errors import PlacementError
+
+
+def device_index(device: jax.Device) -> int:
+    """The number that `--device` counts by: among this host's devices of its kind."""
+    local = device.local_hardware_id
+    return device.id if local is None else local
+
+
+def describe(leaf: Any) -> str:
+    """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
+    if not isinstance(leaf, jax.Array):
+        return "host (NumPy)"
+    devices = sorted(leaf.devices(), key=device_index)
+    ids = [device_index(device) for device in devices]
+    if len(ids) == 1:
+        return f"{devices[0].platform}:{ids[0]}"
+    consecutive = ids == list(range(ids[0], ids[-1] + 1))
+    names = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids))
+    layout = "whole on each" if leaf.is_fully_replicated else "split"
+    return f"{devices[0].platform}:{names} {layout}"
+
+
+class Placement(NamedTuple):
+    """One leaf of a tree: what it is, where it lives, and what is wrong with that.
+
+    Attributes:
+      path: as `jax.tree_util.keystr` writes it.
+      shape: of the whole array.
+      dtype: its name.
+      bytes: on each device that holds a part.
+      where: devices and layout, as `describe` says it.
+      committed: whether computations must follow it; False for arrays that nobody
+        placed.
+      memory_kind: `device`, `pinned_host`, ...; empty for what is no JAX array.
+      verdict: empty when it is whole on each of the devices in use; else the fault
+        and its remedy.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    where: str
+    committed: bool
+    memory_kind: str
+    verdict: str
+
+
+def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
+    """Where each leaf of a state lives, and what is wrong with it.
+
+    Args:
+      tree: pytree that should be whole on each of `devices`.
+      devices: those in use.
+    """
+    return [
+        _placement(jax.tree_util.keystr(path), leaf, devices)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
+    verdict = _verdict(leaf, devices)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        size = max(shard.data.nbytes for shard in leaf.addressable_shards)
+        kind = leaf.sharding.memory_kind or ""
+        facts = (leaf.shape, str(leaf.dtype), size, describe(leaf), leaf.committed)
+        return Placement(path, *facts, kind, verdict)
+    shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
+    where = "nowhere (tracer)" if isinstance(leaf, jax.core.Tracer) else describe(leaf)
+    size = 0 if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf).nbytes
+    return Placement(path, shape, dtype, size, where, False, "", verdict)
+
+
+def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
+    """The fault of a leaf that should be whole on each of the devices; "" for none."""
+    if isinstance(leaf, jax.core.Tracer):
+        return f"a tracer left by init: {REMEDY}"
+    if not isinstance(leaf, jax.Array):
+        return "in host memory (NumPy): put it on the devices with devices.replicate"
+    where, wanted = leaf.devices(), set(devices)
+    if where == wanted:
+        if leaf.is_fully_replicated:
+            return ""
+        if leaf.ndim and leaf.shape[0] == len(devices):
+            return (
+                "a stacked copy, one entry a device: use devices.replicate, which adds "
+                "no leading axis"
+            )
+        return "split over the devices: a state is whole on each; use devices.replicate"
+    if where < wanted:
+        return (
+            f"on {len(where)} of the {len(devices)} devices: make it with "
+            "devices.init, or use devices.replicate"
+        )
+    if not leaf.committed:
+        return (
+            "uncommitted, on a device that this run does not use: it was made under "
+            "jax.default_device or devices.on_host, or outside them (they hold for "
+            "their own thread alone), and each use moves all of it; use "
+            "devices.replicate"
+        )
+    if {d.platform for d in where} == {"cpu"} and devices[0].platform != "cpu":
+        return "committed to the CPU, as by from_dlpack: use devices.replicate"
+    return "on devices that this run does not use: use devices.replicate"
+
+
+def check(tree: Any, devices: Sequence[jax.Device]) -> None:
+    """Asserts that every leaf is whole on each of the devices.
+
+    Raises:
+      PlacementError: a leaf is not; names the first ones and the remedy.
+    """
+    faults = [leaf for leaf in audit(tree, devices) if leaf.verdict]
+    if faults:
+        first = faults[0]
+        others = ", ".join(leaf.path for leaf in faults[1:4])
+        more = f"; so are {others}" * bool(others)
+        more += f" and {len(faults) - 4} more" * (len(faults) > 4)
+        raise PlacementError(
+            f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
+            f"{first.verdict}{more}"
+        )
+
+
+def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
+    """The first leaf that is not on these devices alone, and where it is; "" if none.
+
+    Unlike `check` it takes any layout: a batch is split, a state is whole.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array) or leaf.devices() != set(devices):
+            dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
+            return (
+                f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "
+                f"{describe(leaf)}, and using it would be a copy that nobody asked "
+                "for; give it with devices.replicate or devices.shard"
+            )
+    return ""
+
+
+def audit_table(rows: Sequence[Placement]) -> Group:
+    """What `audit` found, for `rich.print`; 80 columns are enough.
+
+    Leaves that live alike share a table, and above it stand where they are, whether
+    they are committed, their memory kind and the verdict. Faults come last, where a
+    terminal still shows them.
+    """
+    alike: dict[Any, list[Placement]] = {}
+    for row in rows:
+        key = (row.verdict, row.where, row.committed, row.memory_kind)
+        alike.setdefault(key, []).append(row)
+    groups = sorted(alike.values(), key=lambda group: bool(group[0].verdict))
+    parts = [part for group in groups for part in ("", *_tables(group))]
+    return Group(*parts[1:])
+
+
+def _tables(group: list[Placement]) -> tuple[Table, Table]:
+    """The facts that the rows share, and a row for each leaf."""
+    first = group[0]
+    facts = [first.where]
+    if first.memory_kind:
+        facts += ["committed" if first.committed else "uncommitted"]
+        facts += [f"memory kind {first.memory_kind}"]
+    shared = Table.grid(padding=(0, 1))
+    shared.add_row("where", "; ".join(facts))
+    shared.add_row("verdict", first.verdict or "ok", style="bold" * bool(first.verdict))
+    leaves = Table(box=None, padding=(0, 0, 0, 2))
+    leaves.add_column("path", overflow="fold")
+    leaves.add_column("shape", no_wrap=True)
+    leaves.add_column("dtype", no_wrap=True)
+    leaves.add_column("bytes", no_wrap=True, justify="right")
+    for row in group:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        # As Text: brackets in a path are no markup.
+        leaves.add_row(Text(row.path), shape, row.dtype, f"{row.bytes:,}")
+    return shared, leaves
+
+
+def check_replicas(tree: Any) -> None:
+    """Asserts that every replicated leaf is bitwise the same on all its devices.
+
+    Each device reduces its own copy of each leaf to one 32-bit number; only those
+    travel to the host, so the cost is one pass over the tree in device memory.
+
+    Raises:
+      PlacementError: a leaf differs; the message names it and its devices.
+    """
+    shared = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
+        if leaf.is_fully_replicated
+    ]
+    if not shared:
+        return
+    devices = tuple(sorted(shared[0][1].devices(), key=lambda device: device.id))
+    sums = _fingerprints(devices)([leaf for _, leaf in shared])
+    differing = [
+        f"{path} ({describe(leaf)})"
+        for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
+        if len(set(values.tolist())) > 1
+    ]
+    if differing:
+        raise PlacementError(
+            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
+            f"should hold copies: {', '.join(differing[:3])}; something in the step is "
+            "not averaged over devices (hk.BatchNorm needs "
+            "cross_replica_axis=devices.axis_name)"
+        )
+
+
+@functools.cache
+def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
+    """Maps a list of n leaves to n uint32 [devices]: one number from each copy."""
+    mesh = Mesh(np.array(devices), "copy")
+    return jax.jit(
+        jax.shard_map(
+            lambda leaves: [_fingerprint(x)[None] for x in leaves],
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec("copy"),
+            check_vma=False,
+        )
+    )
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """A 32-bit sum of the array's bits, weighted by position: uint32 []."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
+    weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
+    return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+
+
+REMEDY = (
+    "jax.jit or jax.lax.scan around Haiku modules inside hk.transform leaves tracers; "
+    "use hk.scan or hk.remat, or jit outside the transform"
+)
+PLACE = re.compile(r"(\S+\.py:\d+)(?::\d+)? (?:\(|traced for)")
+
+
+@contextlib.contextmanager
+def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Turns JAX's page about a leaked tracer into a sentence.
+
+    Args:
+      make: the function that is traced inside, to find out which of its results are
+        tracers of traces that have ended: `hk.transform`'s init returns such
+        parameters in silence.
+
+    Raises:
+      PlacementError: names these results, and where the value was made.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise leak_error(error, make) from error
+
+
+def leak_error(
+    error: jax.errors.UnexpectedTracerError, make: Callable[[], Any] | None = None
+) -> PlacementError:
+    """What `leaks_named` raises for JAX's error."""
+    places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
+    kind = re.search(r"with type (\S+)", str(error))
+    leaves = _leaked_leaves(make) if make is not None else []
+    return PlacementError(
+        f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
+        f"of type {kind[1] if kind else 'unknown'} made at "
+        f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
+        f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
+        "attribute or a global"
+    )
+
+
+def _leaked_leaves(make: Callable[[], Any]) -> list[str]:
+    """The results that stay tracers where nothing is traced."""
+    try:
+        tree = make()
+    except Exception:  # It fails for the same reason before it has results.
+        return []
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, jax.core.Tracer)
+    ]

@@ -1,0 +1,255 @@
+"""The two placement functions that JAX removed, with the semantics that they had.
+
+`jax.device_put_sharded` and `jax.device_put_replicated` left JAX in 0.10. Both give
+arrays with a leading axis of one entry a device, as `pmap` takes them. Here every
+shard goes straight to its own device: nothing is stacked on the host, and nothing
+passes through device 0.
+"""
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haiku_template.devices.checks import describe
+from haiku_template.errors import PlacementError
+
+AXIS_NAME = "data"
+
+
+def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
+    """Puts `shards[i]` on `devices[i]` and joins them along a new leading axis.
+
+    Args:
+      shards: one pytree for each device, all of one structure; corresponding leaves
+        (NumPy or JAX arrays, PRNG keys, scalars) have one shape and one dtype.
+      devices: as many distinct devices.
+
+    Returns:
+      A pytree like one shard; a leaf of shape S becomes (len(devices), *S), with entry
+      i on `devices[i]`.
+
+    Raises:
+      PlacementError: not one shard for each device, or shards that differ in
+        structure, shape or dtype; the message names the leaf.
+    """
+    devices = _distinct(devices)
+    if not isinstance(shards, Sequence):
+        raise PlacementError(
+            "device_put_sharded takes a sequence with one pytree for each device, and "
+            f"got {type(shards).__name__}"
+        )
+    if len(shards) != len(devices):
+        raise PlacementError(
+            f"device_put_sharded got {len(shards)} shards for {len(devices)} devices; "
+            "it takes one shard for each device"
+        )
+    structure = jax.tree.structure(shards[0])
+    for i, shard in enumerate(shards):
+        if jax.tree.structure(shard) != structure:
+            raise PlacementError(
+                f"the shards differ in structure: shard 0 is {structure}, shard {i} is "
+                f"{jax.tree.structure(shard)}"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: _join(jax.tree_util.keystr(path), leaves, devices),
+        *shards,
+    )
+
+
+def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """Puts a copy of `tree` on every device, along a new leading axis.
+
+    Args:
+      tree: a pytree of NumPy or JAX arrays, PRNG keys or scalars.
+      devices: distinct devices, at least one.
+
+    Returns:
+      A pytree like `tree`; a leaf of shape S becomes (len(devices), *S).
+
+    Raises:
+      PlacementError: no devices, or one named twice.
+    """
+    devices = _distinct(devices)
+    return jax.tree.map(lambda leaf: _join("", [leaf] * len(devices), devices), tree)
+
+
+def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
+    """Puts row block i of every leaf on device i.
+
+    Args:
+      batch: pytree of NumPy arrays [B, ...]; B is a multiple of the devices.
+      devices: distinct devices, n of them.
+
+    Returns:
+      On one device a pytree of arrays [B, ...], on several [n, B / n, ...].
+    """
+    n = len(devices)
+    if n == 1:
+        return jax.tree.map(lambda x: jax.device_put(x, devices[0]), batch)
+    shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
+    return device_put_sharded(shares, devices)
+
+
+def _distinct(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    devices = list(devices)
+    if not devices or len(set(devices)) != len(devices):
+        raise PlacementError(f"one or more distinct devices are needed, not {devices}")
+    return devices
+
+
+def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
+    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
+    for i, leaf in enumerate(leaves):
+        if (leaf.shape, leaf.dtype) != (leaves[0].shape, leaves[0].dtype):
+            raise PlacementError(
+                f"the shards differ at leaf {path or 'root'}: shard 0 has "
+                f"{leaves[0].dtype}{list(leaves[0].shape)}, shard {i} has "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+    # NumPy gains its new axis as a view; a JAX array only once on its own device.
+    shards = jax.device_put(
+        [x if isinstance(x, jax.Array) else x[None] for x in leaves], devices
+    )
+    shards = [
+        shard[None] if isinstance(x, jax.Array) else shard
+        for x, shard in zip(leaves, shards, strict=True)
+    ]
+    sharding = NamedSharding(Mesh(np.array(devices), AXIS_NAME), PartitionSpec("data"))
+    shape = (len(devices), *leaves[0].shape)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
+
+
+def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that CPU devices take over in place, when it is put there.
+
+    `np.empty` is rarely aligned as they need it, and is then held twice for a while.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + CPU_ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % CPU_ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def check_batch_size(
+    batch_size: int, num_devices: int, accumulate_steps: int = 1
+) -> int:
+    """The rows of one device's share of a batch.
+
+    Raises:
+      PlacementError: the batch does not split evenly; names the nearest sizes.
+    """
+    parts = num_devices * accumulate_steps
+    if batch_size % parts == 0 and batch_size > 0:
+        return batch_size // num_devices
+    below = batch_size // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    each = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
+    raise PlacementError(
+        f"a batch of {batch_size} examples cannot be split evenly over "
+        f"{num_devices} devices{each}; the nearest batch sizes that can are {nearest}"
+    )
+
+
+def check_host_batch(batch: Any, num_devices: int) -> None:
+    """Asserts that a batch is in host memory, and splits over the devices.
+
+    Raises:
+      PlacementError: it does not; or a leaf is on a device already, where making it
+        cost a copy that nobody asked for. The message names the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(leaf, jax.Array):
+            raise PlacementError(
+                f"the batch's {jax.tree_util.keystr(path)} is a JAX array on "
+                f"{describe(leaf)}{' and committed there' * leaf.committed}; batches "
+                "come from the host: give NumPy arrays"
+            )
+        if not getattr(leaf, "ndim", 0):
+            raise PlacementError(
+                f"the batch's {jax.tree_util.keystr(path)} is {leaf!r}, without rows; "
+                "each leaf of a batch is a NumPy array [B, ...]"
+            )
+        check_batch_size(len(leaf), num_devices)
+
+
+def shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Shapes, shardings, and dtypes as JAX makes them of NumPy's.
+
+    float64 becomes float32 unless `jax_enable_x64` is set; PRNG keys stay keys.
+    """
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype
+        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+class Ledger:
+    """Adds up amounts by name, from any thread.
+
+    The device manager enters what it does:
+
+    * `bytes_to_devices`, `bytes_from_devices`: of copies that were asked for; one that
+      puts an array whole on four devices counts four times.
+    * `to_devices`, `from_devices`: seconds that these copies took.
+    * `dispatch`: seconds in calls of compiled steps, until they returned.
+    * `compute`: seconds waited for the devices to finish.
+
+    and the loop `data` (seconds in which a batch was made) and `waiting` (seconds
+    waited for one that was not there yet).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
+
+    def add(self, name: str, amount: float) -> None:
+        """Enters an amount: bytes or seconds."""
+        with self._lock:
+            self._totals[name] += amount
+
+    def add_since(self, name: str, begun: float) -> None:
+        """Enters the seconds since `begun`, a reading of `time.perf_counter()`."""
+        self.add(name, time.perf_counter() - begun)
+
+    def arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
+        """Waits for a copy to the devices that was asked for at `begun`; enters it."""
+        jax.block_until_ready(placed)
+        self.add_since("to_devices", begun)
+        self.add("bytes_to_devices", copies * tree_bytes(placed))
+        return placed
+
+    def totals(self) -> Counter[str]:
+        """Everything entered so far; what never was, counts as 0."""
+        with self._lock:
+            return self._totals.copy()
+
+    def waits(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The same items; the seconds until each is there are `waiting`."""
+        iterator = iter(items)
+        while True:
+            begun = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self.add_since("waiting", begun)
+            yield item
+
+
+def tree_bytes(tree: Any) -> int:
+    """The bytes of all leaves; PRNG keys are those of their key data."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

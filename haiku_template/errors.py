@@ -1,0 +1,43 @@
+"""Exceptions whose message is a sentence for the user, each with its exit code.
+
+A command shows the sentence without a traceback (`cli.run`); an exception without an
+`exit_code` is a defect and shows where it happened.
+"""
+
+
+class ConfigError(ValueError):
+    """A configuration, data or a pretrained model that cannot be used as asked."""
+
+    exit_code = 64
+
+
+class PlacementError(ValueError):
+    """Arrays that cannot be, or are not, where a run needs them."""
+
+    exit_code = 64
+
+
+class DeviceError(RuntimeError):
+    """A device that was asked for and cannot be had."""
+
+    exit_code = 69
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a part of the train state that is infinite or NaN."""
+
+    exit_code = 70
+
+
+class StorageError(RuntimeError):
+    """A checkpoint or a file that cannot be written or read."""
+
+    exit_code = 74
+
+
+class Interrupted(RuntimeError):
+    """A signal that stopped the run after its state was saved."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,116 @@
+"""The config.json of a Hugging Face folder, to and from a model's keyword arguments."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from haiku_template.errors import ConfigError
+from haiku_template.pretrained.families import FAMILIES, Family
+
+CONFIG = "config.json"
+
+
+class Description(NamedTuple):
+    """What a Hugging Face folder says of its model.
+
+    Attributes:
+      config: the content of config.json.
+      family: what the model is.
+      arguments: keyword arguments of the function of its name in `MODELS`. Those of a
+        BERT leave out `num_outputs`, which is the task's, and `pooling`.
+    """
+
+    config: dict[str, Any]
+    family: Family
+    arguments: dict[str, Any]
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+      ConfigError: it is missing, or no JSON object with a model_type.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config["model_type"], str):
+            raise TypeError("model_type is no text")
+        return config
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path} does not exist; the folder of a Hugging Face model has one"
+        ) from error
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged: it is no JSON object with a model_type"
+        ) from error
+
+
+def describe(folder: str | Path, model: str | None = None) -> Description:
+    """Reads the config.json of a Hugging Face folder.
+
+    Args:
+      folder: holds config.json.
+      model: the name in `MODELS` that it should be of; None for any.
+
+    Raises:
+      ConfigError: config.json is missing or damaged, or it describes a model that
+        `MODELS` cannot compute, or another one than `model`; says in what.
+    """
+    path, config = Path(folder) / CONFIG, read_config(folder)
+    kind, architectures = config["model_type"], config.get("architectures") or []
+    family = FAMILIES.get(kind)
+    if family is None or (model and model != family.model):
+        wanted = [k for k, f in FAMILIES.items() if model in (None, f.model)]
+        raise ConfigError(
+            f"{path} describes a model of type {kind!r}; possible are "
+            f"{', '.join(wanted) or 'none'}" + f" for the model {model}" * bool(model)
+        )
+    if not set(map(str, architectures)) <= set(family.architectures):
+        raise ConfigError(
+            f"{path} describes the architecture {', '.join(map(str, architectures))}; "
+            f"possible are {', '.join(family.architectures)}"
+        )
+    arguments = _arguments(path, config, family)
+    for key, possible in family.fixed(config).items():
+        value = config.get(key, possible[0])
+        if value not in possible:
+            raise ConfigError(
+                f"{path} has {key}={value!r}, which the model {family.model} cannot "
+                f"compute; possible is {' or '.join(map(repr, possible))}"
+            )
+    return Description(config, family, arguments)
+
+
+def _arguments(path: Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
+    values = {}
+    for name, key, default in family.keywords:
+        value = config.get(key, default)
+        accepted = int if isinstance(default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted) or value < 0:
+            what = "whole number" if accepted is int else "number"
+            raise ConfigError(
+                f"{path} has {key}={value!r}; a {what} is needed, such as {default}"
+            )
+        values[name] = value
+    return values
+
+
+def to_config(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model made here, for other software to load it.
+
+    Args:
+      kind: a key of `FAMILIES`, which is Hugging Face's `model_type`.
+      arguments: the keyword arguments that made the model, `num_outputs` of a GPT among
+        them; what is left out has the default of the family.
+    """
+    family = FAMILIES[kind]
+    sizes = {
+        keyword.key: arguments.get(keyword.name, keyword.default)
+        for keyword in family.keywords
+    }
+    fixed = {key: possible[0] for key, possible in family.fixed(sizes).items()}
+    return (
+        {"model_type": kind, "architectures": [family.architectures[0]]} | fixed | sizes
+    )

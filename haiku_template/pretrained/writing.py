@@ -1,0 +1,291 @@
+"""Parameters to files: safetensors in Hugging Face's names, for other software."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.pretrained.folder import CONFIG, read_config
+from haiku_template.pretrained.reading import flatten
+from haiku_template.pretrained.rules import TRANSFORMS, Rule, find, tensor_name
+from haiku_template.pretrained.tensors import (
+    INDEX,
+    SINGLE,
+    Tensor,
+    locate,
+    pieces,
+    read_headers,
+    read_index,
+    read_metadata,
+)
+
+FORMAT = {"format": "pt"}  # transformers wants to be told whose orientation it is.
+# What is copied beside the tensors: tokenizers, and how sentences are pooled.
+BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
+
+
+def export_like(
+    source: str | Path,
+    folder: str | Path,
+    params: hk.Params,
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    *,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Writes parameters as the files that they were read from, changed or not.
+
+    Each tensor keeps its name, dtype and file. What the model does not use is copied,
+    and so are config.json and the tokenizer. Parameters that the source does not have,
+    such as those of a new head, follow in its last file. Memory holds one file at a
+    time.
+
+    Args:
+      source: the Hugging Face folder that was read.
+      folder: to write; it must not exist.
+      params: the model's parameters, on the devices.
+      rules: the rename table.
+      devices: where they are.
+      config: changes to config.json, such as the names of the labels.
+
+    Raises:
+      ConfigError: `folder` exists, `source` cannot be read, or no rule names one of
+        the parameters.
+      StorageError: the files cannot be written.
+    """
+    source, leaves = Path(source), flatten(params)
+    located, headers = locate(source), read_headers(source)
+    shards = {
+        file.name: Shard(read_metadata(file), {})
+        for file in dict.fromkeys(tensor.file for tensor in headers.values())
+    }
+    written = set()
+    for name, tensor in headers.items():
+        rule, path = find(rules, name) or (None, None)
+        written.add(path)
+        shards[tensor.file.name].tensors[name] = (
+            _from_params(leaves[path], rule, tensor.numpy_dtype, devices)
+            if path in leaves
+            else _from_file(tensor)
+        )
+    new = {path: leaf for path, leaf in leaves.items() if path not in written}
+    # New names have the prefix that may be missing, in brackets, if the others have.
+    brackets = max(
+        (True, False), key=lambda b: len(headers.keys() & _named(leaves, rules, b))
+    )
+    list(shards.values())[-1].tensors.update(
+        _new_tensors(new, rules, devices, with_brackets=brackets)
+    )
+    index = read_index(located) if located.suffix == ".json" else {}
+    others = {
+        str(path.relative_to(source)): path.read_bytes()
+        for pattern in BESIDE
+        for path in source.glob(pattern)
+        if path.is_file() and path.name != INDEX
+    }
+    if config is not None:
+        others[CONFIG] = to_json(read_config(source) | config)
+    write_folder(
+        Path(folder), shards, others, located.name, index.get("metadata") or {}
+    )
+
+
+def export_new(
+    folder: str | Path,
+    params: hk.Params,
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    *,
+    config: dict[str, Any],
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes the parameters of a model made here, in the names of a rename table.
+
+    Args:
+      folder: to write; it must not exist.
+      params: the model's parameters, on the devices.
+      rules: the rename table.
+      devices: where they are.
+      config: the content of config.json; see `folder.to_config`.
+      shard_bytes: the most that one file holds, unless a single parameter has more;
+        and the most that is in host memory.
+
+    Raises:
+      ConfigError: `folder` exists, or no rule names one of the parameters.
+      StorageError: the files cannot be written.
+    """
+    leaves = flatten(params)
+    tensors = _new_tensors(leaves, rules, devices)
+    groups, room = [{}], shard_bytes
+    for (name, make), leaf in zip(tensors.items(), leaves.values(), strict=True):
+        if leaf.nbytes > room and groups[-1]:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = make
+        room -= leaf.nbytes
+    total = len(groups)
+    names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    names, located = ([SINGLE], SINGLE) if total == 1 else (names, INDEX)
+    shards = {
+        name: Shard(FORMAT, group) for name, group in zip(names, groups, strict=True)
+    }
+    write_folder(Path(folder), shards, {CONFIG: to_json(config)}, located, {})
+
+
+def _new_tensors(
+    leaves: dict[str, Any],
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    with_brackets: bool = True,
+) -> dict[str, Callable[[], np.ndarray]]:
+    """What makes the tensors of parameters, in the order of the parameters."""
+    named = {path: tensor_name(rules, path, with_brackets) for path in leaves}
+    unnamed = [path for path, found in named.items() if found is None]
+    if unnamed:
+        raise ConfigError(
+            f"the rename table names no tensor for {', '.join(unnamed)}; nothing was "
+            "written"
+        )
+    return {
+        name: _from_params(leaves[path], rule, leaves[path].dtype, devices)
+        for path, (name, rule) in named.items()
+    }
+
+
+def _named(leaves: dict[str, Any], rules: Sequence[Rule], brackets: bool) -> set[str]:
+    found = (tensor_name(rules, path, brackets) for path in leaves)
+    return {name for name, _ in filter(None, found)}
+
+
+def _from_params(
+    leaf: Any, rule: Rule, dtype: Any, devices: DeviceManager
+) -> Callable[[], np.ndarray]:
+    view = TRANSFORMS[rule.transform]
+    # safetensors writes what is not contiguous in the wrong order.
+    return lambda: np.asarray(view(devices.fetch(leaf)), dtype, order="C")
+
+
+def _from_file(tensor: Tensor) -> Callable[[], np.ndarray]:
+    def make() -> np.ndarray:
+        array = np.empty(tensor.shape, tensor.numpy_dtype)
+        for rows, values in pieces(tensor):
+            array[rows] = values
+        return array
+
+    return make
+
+
+class Shard(NamedTuple):
+    """What one file is to hold.
+
+    Attributes:
+      metadata: words beside the tensors.
+      tensors: what makes each tensor, by name; called when the file is written.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, Callable[[], np.ndarray]]
+
+
+def write_folder(
+    folder: Path,
+    shards: dict[str, Shard],
+    others: dict[str, bytes],
+    located: str,
+    metadata: dict[str, Any],
+) -> None:
+    """Writes a folder, whole or not at all.
+
+    Args:
+      folder: must not exist.
+      shards: the files of tensors, by name.
+      others: the content of other files, by name.
+      located: the name of the only file of tensors, or of their index.
+      metadata: of the index.
+
+    Raises:
+      ConfigError: `folder` exists.
+      StorageError: it cannot be written; nothing of it is left.
+    """
+    with new_folder(folder) as partial:
+        _fill(partial, shards, others, located, metadata)
+
+
+def check_new(folder: Path) -> None:
+    """Raises `ConfigError` if `folder` exists."""
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} exists, and nothing is overwritten; name a folder that does not"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to fill, which gets the name `folder` if nothing goes wrong.
+
+    Raises:
+      ConfigError: `folder` exists.
+      StorageError: it cannot be written; nothing of it is left.
+    """
+    check_new(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent
+        ) as temporary:
+            partial = Path(temporary) / folder.name
+            partial.mkdir()
+            yield partial
+            partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder} cannot be written: {error}") from error
+
+
+def save_tensors(
+    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Writes a safetensors file that may be read by whom other new files may be."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata)
+    file.chmod(mode)  # The library lets only the owner read.
+
+
+def _fill(
+    folder: Path,
+    shards: dict[str, Shard],
+    others: dict[str, bytes],
+    located: str,
+    metadata: dict[str, Any],
+) -> None:
+    for name, content in others.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    size = 0
+    for name, shard in shards.items():
+        tensors = {tensor: make() for tensor, make in shard.tensors.items()}
+        save_tensors(folder / name, tensors, shard.metadata)
+        size += sum(array.nbytes for array in tensors.values())
+    if located in shards:
+        return
+    if metadata.get("total_size") != size:
+        metadata = {"total_size": size}
+    places = {
+        tensor: name for name, shard in shards.items() for tensor in shard.tensors
+    }
+    index = {"metadata": metadata, "weight_map": places}
+    (folder / located).write_bytes(to_json(index))
+
+
+def to_json(content: dict[str, Any]) -> bytes:
+    """As transformers writes it."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,84 @@
+"""What a config names: an entry of a table or a user's function, called by keywords."""
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from haiku_template.errors import ConfigError
+from haiku_template.training.tasks import TASKS, Task
+
+
+def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
+    """The entry of a table, or the function that `module:function` names.
+
+    Raises:
+      ConfigError: neither; the message lists the table and the nearest name.
+    """
+    if name in table:
+        return table[name]
+    module, colon, function = str(name).partition(":")
+    if not colon:
+        near = difflib.get_close_matches(str(name), table, n=1)
+        guess = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(
+            f"config.{key}.name={name!r} is not known{guess}; possible are "
+            f"{', '.join(table)}, or a function of yours as module:function"
+        )
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"config.{key}.name={name!r} cannot be imported from here: {error}"
+        ) from error
+
+
+def make(
+    key: str, values: Any, table: dict[str, Callable], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls what `values.name` means with the other values as keyword arguments.
+
+    Args:
+      key: of the config, for messages.
+      values: `name` and the other keys.
+      table: what names mean.
+      *args: of the function.
+      **kwargs: of the function.
+
+    Raises:
+      ConfigError: an unknown name or key, or a value that does not fit.
+    """
+    name = values.pop("name", None)
+    function = resolve(key, name, table)
+    _check_keys(key, name, function, values, *args, **kwargs)
+    try:
+        return function(*args, **kwargs, **values)
+    except ValueError as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise ConfigError(f"config.{key}: {error}") from error
+
+
+def make_task(values: Any) -> Task:
+    """The task, with the other keys of `config.task` as keyword arguments."""
+    values = values.to_dict()
+    name = values.pop("name")
+    task = resolve("task", name, TASKS)
+    _check_keys("task", name, task, values, None, None)
+    return functools.partial(task, **values) if values else task
+
+
+def _check_keys(
+    key: str, name: str, function: Callable, values: dict, *args: Any, **kwargs: Any
+) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs, **values)
+    except TypeError as error:
+        given = list(signature.parameters)[len(args) :]
+        takes = [parameter for parameter in given if parameter not in kwargs]
+        raise ConfigError(
+            f"config.{key}: {name} {error}; it takes {', '.join(takes) or 'no keys'}"
+        ) from error

@@ -1,0 +1,193 @@
+"""What a run shows: tables first, then a progress bar, or plain lines to a file."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+from haiku_template.devices import DeviceManager, describe
+from haiku_template.finetuning.plan import count, partition
+from haiku_template.finetuning.source import Start
+from haiku_template.reporting.perf import bound_text, rate_text, speed_text
+from haiku_template.storage import workdir as names
+from haiku_template.training.state import TrainState
+from haiku_template.training.trainer import Program
+
+REDRAW_SECONDS = 0.2
+WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
+WIDTH = 120  # Columns of tables in files and pipes.
+
+
+class Display:
+    """Standard output and the log file of a run. Use as a context manager.
+
+    On a terminal a bar shows the step, the loss, examples/s, the time to go and the
+    memory; everywhere else, and in the log, each report is a plain line.
+    """
+
+    def __init__(self, workdir: Path, num_steps: int) -> None:
+        self.num_steps = num_steps
+        # In a notebook rich would send both to the cell, the log as well.
+        plain = {"highlight": False, "soft_wrap": True, "force_jupyter": False}
+        self._screen = Console(**plain, width=None if sys.stdout.isatty() else WIDTH)
+        self._log_file = (workdir / names.LOG).open("a", buffering=1)
+        self._log = Console(
+            **plain, file=self._log_file, width=WIDTH, force_terminal=False
+        )
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}", table_column=WHOLE),
+            BarColumn(bar_width=12),
+            TextColumn("{task.description}"),
+            console=self._screen,
+            disable=not self._screen.is_terminal,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._bar.add_task("starting", total=num_steps)
+        self._drawn = 0.0
+
+    def __enter__(self) -> "Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        self._log_file.close()
+
+    def print(self, *things: Any) -> None:
+        """Prints text or tables on the screen and in the log."""
+        for thing in things:
+            self._screen.print(thing)
+            self._log.print(thing)
+
+    def step(self, step: int) -> None:
+        """Moves the bar, a few times a second at most; cheap enough for every step."""
+        now = time.monotonic()
+        if self._bar.disable or now - self._drawn < REDRAW_SECONDS:
+            return
+        self._drawn = now
+        self._bar.update(self._task, completed=step, refresh=True)
+
+    def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
+        """Reports training metrics: in the bar, or as a line."""
+        left = (self.num_steps - step) / metrics["perf/steps_per_second"]
+        numbers = f"{_numbers(metrics, 'train/')}  {rate_text(metrics)}"
+        time_left, bound = f"ETA {_clock(left)}", bound_text(metrics)
+        line = f"{numbers}  {time_left}  {bound}  memory {memory}"
+        full = f"step {step:>6}/{self.num_steps}  {line}"
+        if self._bar.disable:
+            self._screen.print(full)
+        # What 80 columns have room for comes first.
+        loss = f"loss {metrics['train/loss']:.4g}"
+        brief = "  ".join((loss, speed_text(metrics), time_left, memory, bound))
+        self._bar.update(self._task, completed=step, description=brief, refresh=True)
+        self._log.print(full)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Reports evaluation metrics as a line."""
+        self.print(
+            f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}"
+        )
+
+
+def first_lines(
+    program: Program, state: TrainState, directory: Path, start: int
+) -> list[Any]:
+    """What is shown before step 0: devices, parameters, batch for each device."""
+    devices = program.devices
+    share = program.batch_size // devices.num_devices
+    resumed = f", going on from step {start}" if start else ""
+    return [
+        f"devices   {devices.describe()}",
+        parameter_table(state.params),
+        *tuning_tables(program.start, state.params),
+        f"batch     {program.batch_size} examples, {share} on each device",
+        f"data      {program.placement}",
+        f"workdir   {directory}{resumed}",
+    ]
+
+
+def parameter_table(params: Any) -> Table:
+    """One row for each parameter: name, shape, dtype, bytes, where it lives."""
+    table = Table(title="Parameters", title_justify="left")
+    for column in ("name", "shape", "dtype", "bytes", "where"):
+        table.add_column(
+            column,
+            justify="right" if column == "bytes" else "left",
+            overflow="fold",
+            no_wrap=column != "name",
+        )
+    total = 0
+    for name, leaf in _named(params):
+        total += leaf.nbytes
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        table.add_row(name, shape, str(leaf.dtype), f"{leaf.nbytes:,}", describe(leaf))
+    count = sum(int(np.prod(leaf.shape)) for _, leaf in _named(params))
+    table.add_section()
+    table.add_row(f"{count:,} parameters", "", "", f"{total:,}", "on each device")
+    return table
+
+
+def tuning_tables(start: Start, params: Any) -> list[Table]:
+    """One row each for what trains and what is frozen; no table if nothing is."""
+    if not start.plan.frozen:
+        return []
+    table = Table(title="Fine-tuning", title_justify="left")
+    table.add_column("what")
+    for column in ("parameters", "share", "bytes"):
+        table.add_column(column, justify="right")
+    table.add_column("dtypes")
+    trained, adapters = partition(params, start.plan.trained)
+    base = start.base.abstract
+    total = count((params, base))[0]
+    for what, tree in (
+        ("trained whole", trained),
+        ("adapters", adapters),
+        ("frozen", base),
+    ):
+        number, size = count(tree)
+        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
+        row = (f"{number:,}", f"{number / total:.2%}", f"{size:,}", ", ".join(dtypes))
+        table.add_row(what, *row)
+    return [table]
+
+
+def _named(params: Any) -> Iterator[tuple[str, jax.Array]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        yield "/".join(str(getattr(key, "key", key)) for key in path), leaf
+
+
+def memory_text(devices: DeviceManager) -> str:
+    """Bytes in use: of the fullest device, or of this process on the CPU."""
+    used = devices.memory_in_use()
+    if used is not None:
+        return f"{used / 2**20:,.0f} MiB"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return f"{int(line.split()[1]) / 2**10:,.0f} MiB (host)"
+    return "unknown"
+
+
+def _numbers(metrics: dict[str, float], prefix: str) -> str:
+    shown = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
+    known = {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
+    rest = () if prefix == "train/" else [n for n in known if n not in shown]
+    names = [name for name in shown if name in known] + list(rest)
+    return "  ".join(f"{name} {known[name]:.4g}" for name in names)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,157 @@
+"""A checkpoint as a program that JAX runs without Haiku."""
+
+from haiku_template.errors import ConfigError
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+import jax
+import numpy as np
+from ml_collections import config_dict
+from haiku_template.data import (each_shape)
+from haiku_template.devices import (DeviceManager)
+from haiku_template.pretrained.writing import (check_new, new_folder)
+from haiku_template.models import (MODELS, LazyLogits, multiply_out)
+from haiku_template.runs.run import (restore_run)
+from haiku_template.training.experiment import (make_model)
+from haiku_template.runs.export import (whole_model)
+from haiku_template.registry import (resolve)
+from haiku_template.training.precision import (Precision)
+from haiku_template.training.trainer import (with_state)
+from haiku_template.training.step import (make_forward)
+
+
+PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
+PLATFORMS = ("cpu", "cuda")
+MOST_BYTES = 2**31  # Of what jax.export serialises, parameters included.
+
+
+
+
+def export_stablehlo(
+    config: config_dict.ConfigDict,
+    devices: DeviceManager,
+    workdir: Path,
+    which: str,
+    output: Path,
+) -> int:
+    """Writes the forward pass with its parameters, as `jax.export` serialises it.
+
+    `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` gives the outputs,
+    on a CPU or an NVIDIA GPU, for a batch of any size. Inputs are those that the data
+    set gives, of its largest shape; forward.json says which. Arguments and result are
+    those of `exporting.export_safetensors`, and so are errors, besides:
+
+    Raises:
+      ConfigError: the model is too large, or needs a batch of one size.
+    """
+    check_new(output)
+    _check_flatbuffers()
+    program, step, state = restore_run(config, devices, workdir, which)
+    whole = devices.fetch(whole_model(program, state))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    if size >= MOST_BYTES:
+        raise ConfigError(
+            f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
+            f"{MOST_BYTES:,}; --format=safetensors has no such limit"
+        )
+    forward = make_forward(
+        model=with_state(_portable_model(config, program.data.num_outputs)),
+        preprocess=program.data.preprocess,
+        precision=Precision.create(config.precision),
+        combine=lambda params, base: params,
+    )
+    exported, serialised = export_forward(
+        lambda inputs: _plain(forward(whole, inputs, {})),
+        each_shape(program.data.train)[0]["inputs"],
+    )
+    described = {
+        "step": step,
+        "jax": jax.__version__,
+        "platforms": list(exported.platforms),
+        "inputs": _described(_inputs(exported)),
+        "outputs": _described(
+            jax.tree.unflatten(exported.out_tree, exported.out_avals)
+        ),
+        "class_names": list(program.data.class_names),
+    }
+    with new_folder(output) as folder:
+        (folder / PROGRAM).write_bytes(serialised)
+        (folder / DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")
+    return step
+
+
+def export_forward(
+    forward: Callable[[Any], Any], inputs: Any
+) -> tuple[jax.export.Exported, bytearray]:
+    """Lowers a function of a batch of inputs, for a batch of any size.
+
+    Args:
+      forward: of inputs alone.
+      inputs: pytree of arrays [B, ...]; only shapes and dtypes count, and not B.
+
+    Returns:
+      What `jax.export` made, and its bytes.
+
+    Raises:
+      ConfigError: JAX cannot; says what JAX says.
+    """
+    (batch,) = jax.export.symbolic_shape("b")
+
+    def any_size(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((batch, *x.shape[1:]), dtype)
+
+    try:
+        compiled = jax.jit(lambda inputs: forward(inputs))
+        exported = jax.export.export(compiled, platforms=PLATFORMS)(
+            jax.tree.map(any_size, inputs)
+        )
+        return exported, exported.serialize()
+    except Exception as error:  # JAX has a class for each thing that it cannot do.
+        raise ConfigError(
+            "the model cannot be exported for a batch of any size, on "
+            f"{' and '.join(PLATFORMS)}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _portable_model(config: config_dict.ConfigDict, num_outputs: int) -> Any:
+    """The model for one device, computed by XLA alone, on whatever platform."""
+    function = resolve("model", config.model.name, MODELS)
+    if "attention" in inspect.signature(function).parameters:
+        config.model.attention = "xla"
+    return make_model(config, num_outputs)
+
+
+def _plain(outputs: Any) -> Any:
+    return jax.tree.map(
+        multiply_out, outputs, is_leaf=lambda x: isinstance(x, LazyLogits)
+    )
+
+
+def _inputs(exported: jax.export.Exported) -> Any:
+    (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    return inputs
+
+
+def _described(tree: Any) -> dict[str, Any]:
+    """Shapes and dtypes by name, "" for a single array; `b` is the batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): {
+            "shape": [n if isinstance(n, int) else str(n) for n in leaf.shape],
+            "dtype": str(leaf.dtype),
+        }
+        for path, leaf in leaves
+    }
+
+
+def _check_flatbuffers() -> None:
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "jax.export writes through flatbuffers, which is not installed: pip "
+            'install "haiku_template[export]"'
+        ) from error

@@ -1,0 +1,345 @@
+"""Checkpoints with Orbax: the only module that calls it."""
+
+import contextlib
+import functools
+import logging
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+from orbax.checkpoint import v1 as ocp
+
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.storage.workdir import CHECKPOINTS, is_locked
+
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
+
+
+class Checkpoints:
+    """The checkpoints of one run, newest last. Use as a context manager.
+
+    Saves are asynchronous: `save` returns once the arrays are copied to the host, and
+    the next `save`, or leaving the context, waits for the last to be on disk.
+
+    Args:
+      directory: made where needed.
+      keep_last: how many of the newest stay.
+      keep_best: how many of the best stay, among those saved with metrics.
+      best_metric: the name of the metric that says which are best.
+      best_mode: `min` or `max`.
+      cleanup: remove what a killed save left; only for the one process that saves.
+
+    Raises:
+      StorageError: the directory cannot be used.
+      ValueError: another `best_mode`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        best_metric: str = "eval/loss",
+        best_mode: str = "min",
+        cleanup: bool = False,
+    ) -> None:
+        if best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
+        self.directory = directory.absolute()
+        self._metric = best_metric
+        self._highest = best_mode == "max"
+        # Otherwise the first save compiles a slice for each device and shape.
+        context = ocp.Context()
+        context.array.saving.use_replica_parallel = False
+        when = ocp.training.save_decision_policies
+        policies = ocp.training.preservation_policies
+        best = policies.BestN(
+            get_metric_fn=self._rank,
+            n=keep_best,
+            keep_checkpoints_without_metrics=False,
+        )
+        try:
+            # Orbax's own cleanup is a thread that a start which fails would outrun.
+            for left in self.directory.glob(UNFINISHED) if cleanup else ():
+                shutil.rmtree(left)
+            self._checkpointer = ocp.training.Checkpointer(
+                self.directory,
+                save_decision_policy=when.FixedIntervalPolicy(1),
+                preservation_policy=policies.AnyPreservationPolicy(
+                    [policies.LatestN(keep_last), best]
+                ),
+                context=context,
+            )
+        except OSError as error:
+            raise StorageError(f"{self.directory} cannot be used: {error}") from error
+
+    def _rank(self, metrics: dict[str, float]) -> float:
+        """Orbax sorts by this, upwards, and the last are the best."""
+        value = metrics.get(self._metric)
+        if value is None or not math.isfinite(value):
+            return float("-inf")
+        return value if self._highest else -value
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._checkpointer.close()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StorageError(
+                f"the last checkpoint in {self.directory} was not finished: {error}"
+            ) from error
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, upwards."""
+        return [found.step for found in self._checkpointer.checkpoints]
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step; None without checkpoints."""
+        return self.steps[-1] if self.steps else None
+
+    @property
+    def best(self) -> int | None:
+        """The step that is best by the metric; None when none was evaluated."""
+        known = [
+            found
+            for found in self._checkpointer.checkpoints
+            if found.metrics and math.isfinite(self._rank(found.metrics))
+        ]
+        return max(known, key=lambda f: self._rank(f.metrics)).step if known else None
+
+    def check_metric(self, metrics: dict[str, float]) -> None:
+        """Raises `StorageError` unless `best_metric` is among the metrics."""
+        if self._metric not in metrics:
+            raise StorageError(
+                f"best_metric={self._metric} is not measured; possible are "
+                f"{', '.join(metrics)}"
+            )
+
+    def save(self, step: int, state: Any, metrics: dict[str, float] | None) -> None:
+        """Starts to save `state`; with metrics it may be kept as one of the best.
+
+        Raises:
+          StorageError: this save, or the one before it, failed.
+        """
+        if step in self.steps:
+            return
+        try:
+            self._checkpointer.save_async(step, state, metrics=metrics)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StorageError(
+                f"the checkpoint of step {step} could not be saved in "
+                f"{self.directory}: {error}"
+            ) from error
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+          StorageError: it failed.
+        """
+        try:
+            self._checkpointer.wait()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StorageError(
+                f"the last checkpoint in {self.directory} was not finished: {error}"
+            ) from error
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """Reads the state of `step` straight to its devices.
+
+        Args:
+          step: one of `steps`.
+          abstract: pytree of `jax.ShapeDtypeStruct` with shardings; any number and
+            kind of devices, whatever the checkpoint was saved from.
+
+        Raises:
+          StorageError: no such step, a damaged checkpoint, or one of another
+            structure: lists what is missing, unexpected and of another shape or dtype.
+            Nothing is loaded then.
+        """
+        _check_fits(step, self.saved(step), abstract)
+        with self._damage_as_error(step):
+            return self._checkpointer.load(step, abstract)
+
+    def restore_part(
+        self, step: int, part: str, abstract: Any, skip: Collection[str] = ()
+    ) -> Any:
+        """Reads one field of the state of `step`, such as `params`, and nothing else.
+
+        Args:
+          step: one of `steps`.
+          part: the name of the field.
+          abstract: as for `restore`, of the field alone.
+          skip: names of its leaves (`module/name`) that are left out.
+
+        Raises:
+          StorageError: as for `restore`.
+        """
+        _check_fits(step, self.saved(step)[part], abstract, skip)
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with self._damage_as_error(step), context:
+            return self._checkpointer.load(step, {part: abstract})[part]
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` holds: shapes and dtypes, by field.
+
+        Raises:
+          StorageError: no such step, or a damaged checkpoint.
+        """
+        if step not in self.steps:
+            raise StorageError(
+                f"there is no checkpoint of step {step} in {self.directory}; there are "
+                f"{self.steps}"
+            )
+        with self._damage_as_error(step):
+            saved = self._checkpointer.metadata(step).metadata
+            if saved is None:
+                raise ValueError("its arrays cannot be listed")
+            return saved
+
+    @contextlib.contextmanager
+    def _damage_as_error(self, step: int) -> Iterator[None]:
+        """Turns what Orbax raises into one sentence."""
+        try:
+            with quiet_orbax():
+                yield
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
+            raise StorageError(
+                f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
+            ) from error
+
+
+def _named_leaves(tree: Any) -> dict[str, str]:
+    """Leaf names, the same for the tuples of a state and the lists Orbax makes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        "/".join(
+            str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))))
+            for key in path
+        ): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
+
+
+def _check_fits(
+    step: int, saved: Any, abstract: Any, skip: Collection[str] = ()
+) -> None:
+    there, wanted = _named_leaves(saved), _named_leaves(abstract)
+    there = {name: leaf for name, leaf in there.items() if name not in skip}
+    lines = [f"missing {name} {wanted[name]}" for name in wanted if name not in there]
+    lines += [
+        f"unexpected {name} {there[name]}" for name in there if name not in wanted
+    ]
+    lines += [
+        f"{name} is {there[name]} there and {wanted[name]} here"
+        for name in wanted
+        if name in there and there[name] != wanted[name]
+    ]
+    if lines:
+        more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
+        raise StorageError(
+            f"the checkpoint of step {step} does not fit this model, and nothing was "
+            f"loaded: {'; '.join(lines[:10])}{more}"
+        )
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Holds back what Orbax logs about a checkpoint that it cannot read."""
+    orbax = logging.getLogger("absl")
+    level = orbax.level
+    orbax.setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_not_of_abandoned_reads)
+    _ignore_closed_loops()
+    try:
+        yield
+    finally:
+        orbax.setLevel(level)
+
+
+def _not_of_abandoned_reads(record: logging.LogRecord) -> bool:
+    """Leaves out the tracebacks of reads that Orbax gave up, which come at any time."""
+    return "never retrieved" not in record.getMessage()
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+    """Keeps those reads from reporting that their event loop is gone."""
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            report(unraisable)
+
+    sys.unraisablehook = hook
+
+
+BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
+REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
+
+
+def restore(
+    config: config_dict.ConfigDict,
+    workdir: Path,
+    which: str,
+    read: Callable[[Checkpoints, int], Any],
+) -> tuple[int, Any]:
+    """The step of a run's checkpoint, and what `read(checkpoints, step)` gives.
+
+    Args:
+      config: as saved in the workdir.
+      workdir: of the run, which may be alive.
+      which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
+      read: reads what is wanted of the checkpoint.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      StorageError: it is damaged, or does not fit.
+    """
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise ConfigError(f"{workdir} holds no checkpoints")
+    for _ in range(REPLACED_TRIES):
+        try:
+            return _restore_once(config, workdir, which, read)
+        except StorageError:
+            # A run that is alive may have replaced it meanwhile.
+            if not is_locked(workdir):
+                raise
+        time.sleep(REPLACED_SECONDS)
+    return _restore_once(config, workdir, which, read)
+
+
+def _restore_once(
+    config: config_dict.ConfigDict,
+    workdir: Path,
+    which: str,
+    read: Callable[[Checkpoints, int], Any],
+) -> tuple[int, Any]:
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    with Checkpoints(
+        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
+    ) as checkpoints:
+        named = {"latest": checkpoints.latest, "best": checkpoints.best}
+        named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
+        step = named.get(which, int(which) if which.isdecimal() else None)
+        if step not in checkpoints.steps:
+            raise ConfigError(
+                f"--checkpoint={which} is not in {workdir}; there are steps "
+                f"{checkpoints.steps}, and best is {checkpoints.best}"
+            )
+        return step, read(checkpoints, step)
