@@ -24,13 +24,12 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Reads the saved config, restores the checkpoint and evaluates it."""
-    workdir = Path(_WORKDIR.value)
-    saved = config.of_run(workdir)
+    config.of_run(Path(_WORKDIR.value))  # Wrong ones are told before JAX starts.
     devices = cli.device_manager()
-    from haiku_template.runs import run
+    from haiku_template.runs import Run
 
-    step, metrics = run.evaluate_checkpoint(saved, devices, workdir, _CHECKPOINT.value)
-    print(json.dumps({"step": step, **metrics}))
+    run = Run.open(_WORKDIR.value, devices, _CHECKPOINT.value)
+    print(json.dumps({"step": run.step, **run.evaluate()}))
 
 
 if __name__ == "__main__":

@@ -34,17 +34,17 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and writes it."""
     workdir = Path(_WORKDIR.value)
-    saved = config.of_run(workdir)
+    config.of_run(workdir)  # Wrong ones are told before JAX starts.
     devices = cli.device_manager()
-    from haiku_template.runs import export, stablehlo
+    from haiku_template import runs
 
     write = {
-        "safetensors": export.export_safetensors,
-        "stablehlo": stablehlo.export_stablehlo,
-        "adapters": export.export_adapters,
+        "safetensors": runs.export_safetensors,
+        "stablehlo": runs.export_stablehlo,
+        "adapters": runs.export_adapters,
     }[_FORMAT.value]
     output = Path(_OUTPUT.value)
-    step = write(saved, devices, workdir, _CHECKPOINT.value, output)
+    step = write(runs.Run.open(workdir, devices, _CHECKPOINT.value), output)
     print(f"{output}: step {step} of {workdir}")
 
 

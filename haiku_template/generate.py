@@ -60,9 +60,10 @@ def main() -> None:
     saved = config.of_run(workdir)
     devices = cli.device_manager(num_devices=1)
     from haiku_template import generation
+    from haiku_template.runs import Run
 
     text = generation.make_text(_TOKENIZER.value or _tokenizer_of(saved))
-    model = generation.load(saved, devices, workdir, _CHECKPOINT.value)
+    model = generation.load(Run.open(workdir, devices, _CHECKPOINT.value))
     sampling = generation.Sampling(
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
@@ -106,7 +107,6 @@ def read_prompts() -> list[str]:
 
 def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
     """What the tokens of a run's data set stand for."""
-    from haiku_template.errors import ConfigError
     from haiku_template.training import experiment
 
     choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"

@@ -17,6 +17,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import describe
 from haiku_template.models import mlp, multiply_out
+from haiku_template.runs import export
 from haiku_template.runs.export import export_safetensors
 from haiku_template.runs.run import restore_run
 from haiku_template.runs.stablehlo import export_forward, export_stablehlo

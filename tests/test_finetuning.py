@@ -150,9 +150,7 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     assert metrics["eval/accuracy"] > 0.9 and metrics["eval/macro_f1"] > 0.9
     assert (workdir / "confusion.png").stat().st_size > 1000
 
-    export.export_safetensors(
-        saved, cpu, workdir, "latest", tmp_path / "out"
-    )
+    export.export_safetensors(saved, cpu, workdir, "latest", tmp_path / "out")
     before, after = (
         load_file(where / "model.safetensors") for where in (folder, tmp_path / "out")
     )
@@ -161,13 +159,9 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["label2id"] == {"bad": 0, "good": 1}
-    stablehlo.export_stablehlo(
-        saved, cpu, workdir, "latest", tmp_path / "program"
-    )
+    stablehlo.export_stablehlo(saved, cpu, workdir, "latest", tmp_path / "program")
     with pytest.raises(ConfigError, match="trained a whole model, and --format=adap"):
-        export.export_adapters(
-            saved, cpu, workdir, "latest", tmp_path / "adapters"
-        )
+        export.export_adapters(saved, cpu, workdir, "latest", tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
     # What was exported starts another run where this one ended.

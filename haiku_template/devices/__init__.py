@@ -7,7 +7,7 @@ from haiku_template.devices.checks import (
     describe,
 )
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.step import Shared, mean_over, sum_over
+from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,
     device_put_replicated,
@@ -15,7 +15,6 @@ from haiku_template.devices.transfer import (
     host_buffer,
 )
 from haiku_template.errors import DeviceError, PlacementError
-from haiku_template.reporting.perf import matmul_peak
 
 __all__ = [
     "DeviceError",
@@ -23,14 +22,12 @@ __all__ = [
     "Ledger",
     "Placement",
     "PlacementError",
-    "Shared",
     "audit_table",
     "check_replicas",
     "describe",
     "device_put_replicated",
     "device_put_sharded",
     "host_buffer",
-    "matmul_peak",
     "mean_over",
     "sum_over",
 ]

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from haiku_template.devices import checks, selection, transfer
 from haiku_template.devices.checks import leaks_named
-from haiku_template.devices.step import CompiledStep, Shared, with_axis
+from haiku_template.devices.step import CompiledStep, with_axis
 from haiku_template.devices.transfer import (
     AXIS_NAME,
     Ledger,
@@ -185,21 +185,22 @@ class DeviceManager(NamedTuple):
         self,
         step: Callable[..., Any],
         donate_argnums: int | tuple = 0,
-        shared: Sequence[Shared] = (),
+        replicated: int = 1,
     ) -> CompiledStep:
-        """Compiles `step(state, batch)`, written for one device's share of the batch.
+        """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
         `jax.jit` on one device, `jax.pmap` on several. The state goes in and out
         replicated; the batch comes from `shard`. What `step` returns must be the same
         on every device: average it with `mean_over`. `check_replicas` tells if it is.
 
         Args:
-          step: pure function of (state, batch), and of the arrays of each of `shared`.
+          step: pure function of the state, of more trees that are whole on each device
+            if `replicated` is more than 1, and of the batch.
           donate_argnums: arguments whose memory the results may take over.
-          shared: what every call gets besides; made at the first call.
+          replicated: arguments before the batch.
         """
         where = self.devices, self.axis_name, self.ledger
-        return CompiledStep(step, *where, donate_argnums, shared)
+        return CompiledStep(step, *where, donate_argnums, replicated)
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""

@@ -1,9 +1,8 @@
 """A compiled step: its call is timed, and its errors name the leaf."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -15,34 +14,17 @@ from haiku_template.errors import PlacementError
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 
 
-class Shared(NamedTuple):
-    """Arrays that every call of a step gets; several steps may share them.
-
-    Attributes:
-      abstract: pytree of their shapes, dtypes and shardings.
-      arrays: gives them, whole on each device; makes them at its first call.
-    """
-
-    abstract: Any
-    arrays: Callable[[], Any]
-
-    @classmethod
-    def create(cls, abstract: Any, make: Callable[[], Any]) -> "Shared":
-        """What `make()` gives, which is called once, and only when it is needed."""
-        return cls(abstract, functools.cache(make))
-
-
 class CompiledStep:
     """`jax.jit` of a step on one device, `jax.pmap` of it on several.
 
     Args:
-      step: pure function of (state, batch, *shared), for one device's share of the
-        batch.
+      step: pure function of `replicated` trees that are whole on each device, the state
+        first, and of one device's share of the batch.
       devices: where it runs.
       axis_name: the mesh axis over several devices; None on one.
       ledger: where the time of each call is entered.
       donate_argnums: arguments whose memory the results may take over.
-      shared: what every call gets besides.
+      replicated: arguments before the batch.
     """
 
     def __init__(
@@ -52,7 +34,7 @@ class CompiledStep:
         axis_name: str | None,
         ledger: Ledger,
         donate_argnums: int | tuple,
-        shared: Sequence[Shared],
+        replicated: int,
     ) -> None:
         if axis_name is None:
             self._jitted = jax.jit(step, donate_argnums=donate_argnums)
@@ -60,47 +42,45 @@ class CompiledStep:
             self._jitted = jax.pmap(
                 step,
                 axis_name,
-                in_axes=(None, 0, *(None for _ in shared)),
+                in_axes=(*(None,) * replicated, 0),
                 out_axes=None,
                 devices=devices,
                 donate_argnums=donate_argnums,
             )
         self._devices = devices
         self._ledger = ledger
-        self._shared = tuple(shared)
 
-    def lower(self, state: Any, batch: Any) -> Any:
+    def lower(self, *args: Any) -> Any:
         """What `jax.jit` would compile for arrays of these shapes.
 
         Raises:
           PlacementError: the step leaks a tracer.
         """
         with leaks_named():
-            more = (shared.abstract for shared in self._shared)
-            return self._jitted.lower(state, batch, *more)
+            return self._jitted.lower(*args)
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Starts the step; its results are there when the devices have finished.
 
         Raises:
           PlacementError: an argument is elsewhere, and using it would be a copy that
             nobody asked for; the message names the leaf. Or the step leaks a tracer.
         """
-        more = [shared.arrays() for shared in self._shared]
         begun = time.perf_counter()
         try:
-            return self._jitted(state, batch, *more)
+            return self._jitted(*args)
         except jax.errors.UnexpectedTracerError as error:
             raise leak_error(error) from error
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
-                self._name_leaf(error, state, batch)
+                self._name_leaf(error, args)
             raise
         finally:
             self._ledger.add_since("dispatch", begun)
 
-    def _name_leaf(self, error: Exception, state: Any, batch: Any) -> None:
-        for name, tree in (("state", state), ("batch", batch)):
+    def _name_leaf(self, error: Exception, args: tuple[Any, ...]) -> None:
+        names = ("state", *("frozen parameters",) * (len(args) - 2), "batch")
+        for name, tree in zip(names, args, strict=True):
             fault = astray(tree, self._devices)
             if fault:
                 raise PlacementError(f"the {name}'s {fault}") from error

@@ -1,35 +1,40 @@
-"""Fine-tuning: parameters that others trained, and what of them trains on."""
+"""Fine-tuning: which parameters train, LoRA adapters, where parameters start."""
 
-from haiku_template.errors import ConfigError, StorageError
-from haiku_template.finetuning.adapters import fingerprint, load_adapters, save_adapters
+from haiku_template.finetuning.adapters import (
+    ADAPTERS,
+    check_frozen,
+    check_same_frozen,
+    fingerprint,
+    load_adapters,
+    read_facts,
+    save_adapters,
+)
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.plan import Plan, Tuning, make_plan
-from haiku_template.pretrained.families import FAMILIES, Family
-from haiku_template.pretrained.folder import Description, describe, to_config
-from haiku_template.pretrained.reading import flatten, read, restore
-from haiku_template.pretrained.rules import Rule
-from haiku_template.pretrained.writing import export_like, export_new
+from haiku_template.finetuning.plan import Finetuning, Plan, make_plan, scale_updates
+from haiku_template.finetuning.source import (
+    Source,
+    is_folder,
+    open_source,
+    vocabulary_of,
+    with_sizes,
+)
 
 __all__ = [
-    "FAMILIES",
-    "Description",
-    "Family",
+    "ADAPTERS",
+    "Finetuning",
     "Lora",
     "Plan",
-    "ConfigError",
-    "Rule",
-    "StorageError",
-    "Tuning",
-    "ConfigError",
-    "describe",
-    "export_like",
-    "export_new",
+    "Source",
+    "check_frozen",
+    "check_same_frozen",
     "fingerprint",
-    "flatten",
+    "is_folder",
     "load_adapters",
     "make_plan",
-    "read",
-    "restore",
+    "open_source",
+    "read_facts",
     "save_adapters",
-    "to_config",
+    "scale_updates",
+    "vocabulary_of",
+    "with_sizes",
 ]

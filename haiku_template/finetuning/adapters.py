@@ -5,6 +5,7 @@ Its metadata say rank and alpha, which base they were trained on, and for how lo
 """
 
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ from safetensors import SafetensorError
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning.lora import Lora
-from haiku_template.pretrained.reading import flatten, read, unflatten
+from haiku_template.params import flatten, unflatten
+from haiku_template.pretrained.reading import read
 from haiku_template.pretrained.rules import Rule
 from haiku_template.pretrained.tensors import read_headers, read_metadata
 from haiku_template.pretrained.writing import save_tensors
+from haiku_template.storage.workdir import BASE, has_checkpoints, write_atomically
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
 
@@ -150,12 +153,12 @@ def load_adapters(
             raise ConfigError(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
-    check_base(found.base_sha256, devices, base, f"the adapters in {file}")
+    check_frozen(found.base_sha256, devices, base, f"the adapters in {file}")
     rules = same_names(skeleton)
     return unflatten(read(file, skeleton, rules, devices))
 
 
-def check_base(expected: str, devices: DeviceManager, base: Any, whose: str) -> str:
+def check_frozen(expected: str, devices: DeviceManager, base: Any, whose: str) -> str:
     """The fingerprint of a base, which is the expected one.
 
     Raises:
@@ -169,6 +172,30 @@ def check_base(expected: str, devices: DeviceManager, base: Any, whose: str) -> 
             "and values of what is frozen must all be the same"
         )
     return found
+
+
+def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) -> None:
+    """Asserts that frozen parameters are those that the run in `workdir` has.
+
+    The first start of a run writes their fingerprint.
+
+    Args:
+      devices: where they are.
+      frozen: read from `config.init_from`.
+      workdir: of the run; it exists.
+
+    Raises:
+      ConfigError: they are others than they were.
+    """
+    if not frozen:
+        return
+    file = workdir / BASE
+    if file.exists() and has_checkpoints(workdir):
+        expected = json.loads(file.read_text())["sha256"]
+        check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
+    else:
+        found = {"sha256": fingerprint(devices, frozen)}
+        write_atomically(file, json.dumps(found) + "\n")
 
 
 def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:

@@ -90,6 +90,11 @@ def adapt(
     return adapted
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter."""
+    return name.endswith((A, B))
+
+
 def is_adapted(leaf: Any) -> bool:
     """Whether a parameter can have an adapter."""
     return len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,148 +1,35 @@
-"""Where parameters come from when a run starts: the seed, or what others trained."""
+"""Pretrained parameters that a run starts from: files, or another run's checkpoint."""
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from haiku_template.config import load
-from haiku_template.devices import DeviceManager, Shared
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.adapters import (
-    ADAPTERS,
-    check_base,
-    fingerprint,
-    load_adapters,
-    same_names,
-)
-from haiku_template.finetuning.plan import Plan, Tuning, join, make_plan
+from haiku_template.finetuning.adapters import ADAPTERS, same_names
+from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained.families import FAMILIES
 from haiku_template.pretrained.folder import describe
-from haiku_template.pretrained.reading import flatten, read, unflatten
+from haiku_template.pretrained.reading import read
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
-from haiku_template.storage.workdir import (
-    BASE,
-    CHECKPOINTS,
-    CONFIG,
-    has_checkpoints,
-    write_atomically,
-)
-from haiku_template.training.state import NOTHING_GIVEN, Given
+from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
+
+# (shapes of all parameters, paths to leave out, shapes of the Haiku state or None) to
+# ({path: leaf} of the dtypes asked for, on the devices; the state, or None for the
+# seed's).
+Source = Callable[
+    [hk.Params, Collection[str], hk.State | None],
+    tuple[dict[str, jax.Array], hk.State | None],
+]
 
 
-class Source(NamedTuple):
-    """Parameters that others trained; see `finetuning.source`.
-
-    Attributes:
-      read: (shapes of all parameters, paths to leave out) to {path: leaf}, of the
-        dtypes asked for, on the devices.
-      net_state: shapes of the Haiku state to the state; None for that of the seed.
-    """
-
-    read: Callable[[hk.Params, Collection[str]], dict[str, jax.Array]]
-    net_state: Callable[[hk.State], hk.State | None]
-
-
-class Start(NamedTuple):
-    """What a run starts from.
-
-    Attributes:
-      plan: what trains, and how it and the base make the model's parameters.
-      base: what is frozen: read, or made from the seed, each time that a run starts.
-        The steps get it by themselves.
-      given: reads what of the first state does not come from the seed.
-      read: whether the base is; else it is made from the seed.
-    """
-
-    plan: Plan
-    base: Shared
-    given: Callable[[], Given]
-    read: bool
-
-
-def make_start(
-    devices: DeviceManager,
-    model_init: Callable[[], tuple[hk.Params, hk.State]],
-    tuning: Tuning,
-    source: Source | None,
-) -> Start:
-    """Plans the start of a run; nothing is read or made yet.
-
-    Args:
-      devices: where the parameters are to live.
-      model_init: makes the model's parameters and state from the seed.
-      tuning: what trains.
-      source: of other parameters; None for the seed's.
-
-    Raises:
-      ConfigError: see `make_plan`.
-    """
-
-    def base_of_seed() -> hk.Params:
-        return plan.base(model_init()[0])
-
-    def make_base() -> hk.Params:
-        if source is None:
-            return devices.init(base_of_seed)
-        return unflatten(source.read(join(whole, abstract_base), plan.trained))
-
-    def given() -> Given:
-        if tuning.adapters is not None:
-            skeleton = devices.abstract(
-                lambda: plan.params(model_init()[0], jax.random.key(0))
-            )
-            params = load_adapters(
-                tuning.adapters, skeleton, base.arrays(), plan.lora, devices
-            )
-            return flatten(params), source and source.net_state(net_state)
-        if source is None:
-            return NOTHING_GIVEN
-        leaves = {}
-        if plan.trained > plan.fresh:
-            leaves = source.read(whole, plan.frozen | plan.fresh)
-        return leaves, source.net_state(net_state)
-
-    whole, net_state = devices.abstract(model_init)
-    plan = make_plan(tuning, whole)
-    abstract_base = devices.abstract(base_of_seed)
-    base = Shared.create(abstract_base, make_base if plan.frozen else dict)
-    return Start(plan, base, given, source is not None)
-
-
-def place_base(devices: DeviceManager, start: Start, workdir: Path) -> None:
-    """Makes the base, and asserts that it is the one that the run in `workdir` has.
-
-    The first start of a run keeps the fingerprint of a base that was read.
-
-    Args:
-      devices: where it lives.
-      start: of the run.
-      workdir: of the run; it exists.
-
-    Raises:
-      ConfigError: the base cannot be read, or is another one than it was.
-    """
-    if not start.plan.frozen:
-        return
-    base = start.base.arrays()
-    devices.check(base)
-    if not start.read:
-        return  # Made from the seed, which config.json keeps.
-    file = workdir / BASE
-    if file.exists() and has_checkpoints(workdir):
-        expected = json.loads(file.read_text())["sha256"]
-        check_base(expected, devices, base, f"the parameters in {workdir}")
-    else:
-        found = {"sha256": fingerprint(devices, base)}
-        write_atomically(file, json.dumps(found) + "\n")
-
-
-def make_source(init_from: str | None, model: str, devices: DeviceManager) -> Source:
-    """The source that `config.init_from` names.
+def open_source(init_from: str, model: str, devices: DeviceManager) -> Source:
+    """Opens the parameters that `config.init_from` names.
 
     Args:
       init_from: a workdir, a Hugging Face folder, or a safetensors file with names of
@@ -151,8 +38,7 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
       devices: where the parameters are to live.
 
     Raises:
-      ConfigError: nothing is there, or what holds no whole model.
-      ConfigError: see `describe`.
+      ConfigError: nothing is there, or no whole model; see `describe`.
     """
     path = Path(init_from)
     if not path.exists():
@@ -173,23 +59,24 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
     families = [family for family in FAMILIES.values() if family.model == model]
     rules = sum((family.rules for family in families), ())
 
-    def of_files(shapes: hk.Params, skip: Collection[str]) -> dict[str, jax.Array]:
-        table = rules + same_names(shapes)
-        return read(path, shapes, table, devices, skip=skip)
+    def of_files(
+        shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
+    ) -> tuple[dict[str, jax.Array], None]:
+        del net_state
+        return read(path, shapes, rules + same_names(shapes), devices, skip=skip), None
 
-    return Source(of_files, lambda net_state: None)
+    return of_files
 
 
 def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
-    """The keys of `config.model`, with what a Hugging Face folder says of its model.
+    """Keys of `config.model`, completed from a Hugging Face folder.
 
     Args:
       values: the keys; those that are None or absent are taken from the folder.
-      init_from: see `make_source`.
+      init_from: see `open_source`.
 
     Raises:
-      ConfigError: a key says something else than the folder.
-      ConfigError: see `describe`.
+      ConfigError: a key says something else than the folder; see `describe`.
     """
     if not is_folder(init_from):
         return values
@@ -205,11 +92,10 @@ def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
 
 
 def vocabulary_of(init_from: str | None) -> int | None:
-    """How many tokens a model has: a Hugging Face folder's, or a run's that says it.
+    """Vocabulary size of a Hugging Face folder, or of a run whose config says it.
 
     Raises:
-      ConfigError: see `config.load`.
-      ConfigError: see `describe`.
+      ConfigError: see `config.load` and `describe`.
     """
     if init_from is not None and is_workdir(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
@@ -246,32 +132,32 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
             "start from that, or with --format=adapters for config.finetuning.adapters"
         )
 
-    def of_run(shapes: hk.Params, skip: Collection[str]) -> dict[str, jax.Array]:
+    def of_run(
+        shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
+    ) -> tuple[dict[str, jax.Array], hk.State | None]:
         wanted = {k: v for k, v in flatten(shapes).items() if k not in skip}
         as_saved = {k: _like_saved(leaf) for k, leaf in wanted.items()}
 
-        def part(checkpoints: Checkpoints, step: int) -> hk.Params:
+        def parts(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
             averaged = checkpoints.saved(step).get("ema_params")
             name = "ema_params" if averaged else "params"
-            return checkpoints.restore_part(step, name, unflatten(as_saved), skip)
+            params = {}
+            if wanted:
+                whole = unflatten(as_saved)
+                params = checkpoints.restore_part(step, name, whole, skip)
+            if not net_state:
+                return params, None
+            return params, checkpoints.restore_part(step, "net_state", net_state)
 
-        _, params = restore(saved, workdir, BEST_OR_LATEST, part)
+        _, (params, state) = restore(saved, workdir, BEST_OR_LATEST, parts)
         leaves = flatten(params)
         # Leaf by leaf, so that no second copy of all of them exists.
         for path, leaf in wanted.items():
             if leaf.dtype != leaves[path].dtype:
                 leaves[path] = devices.init(_cast_to(leaf.dtype), leaves[path])
-        return leaves
+        return leaves, state
 
-    def net_state(shapes: hk.State) -> hk.State | None:
-        def part(checkpoints: Checkpoints, step: int) -> hk.State:
-            return checkpoints.restore_part(step, "net_state", shapes)
-
-        if not shapes:
-            return None
-        return restore(saved, workdir, BEST_OR_LATEST, part)[1]
-
-    return Source(of_run, net_state)
+    return of_run
 
 
 def _like_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

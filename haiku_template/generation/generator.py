@@ -2,21 +2,18 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import config_dict
 
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.generation.sampling import Sampling, make_steps
-from haiku_template.runs.export import whole_model
-from haiku_template.runs.run import restore_run
-from haiku_template.storage.checkpoint import Checkpoints, restore
+from haiku_template.runs import Run
+from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import experiment
 from haiku_template.training.precision import Precision
 
@@ -45,22 +42,18 @@ class LanguageModel(NamedTuple):
     context: int
 
 
-def load(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> LanguageModel:
+def load(run: Run) -> LanguageModel:
     """Reads the parameters of a checkpoint, and nothing else, to the device.
 
     Args:
-      config: as saved in the workdir.
-      devices: one; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
+      run: on one device.
 
     Raises:
       ConfigError: no such checkpoint.
       StorageError: the checkpoint is damaged, or does not fit.
       ConfigError: the run's model is not `gpt`, or there are several devices.
     """
+    config, devices = run.config, run.devices
     if devices.num_devices != 1:
         raise ConfigError(
             f"text is generated on one device, and {devices.num_devices} were asked "
@@ -68,50 +61,43 @@ def load(
         )
     in_part = config.finetuning.train or config.finetuning.lora.rank is not None
     read = _merged if in_part else _whole
-    step, params = read(config, devices, workdir, which)
-    vocabulary, context = _sizes(params, config, workdir)
+    step, params = read(run)
+    vocabulary, context = _sizes(params, run)
     precision = Precision.create(config.precision, devices.platform)
     params = devices.init(precision.policy.cast_to_compute, params)
     model = experiment.make_model(config, vocabulary)
     return LanguageModel(step, params, model, precision, vocabulary, context)
 
 
-def _whole(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[int, hk.Params]:
+def _whole(run: Run) -> tuple[int, hk.Params]:
     """The step and the parameters of a checkpoint, and nothing else of it."""
-    part = "params" if config.ema_decay is None else "ema_params"
+    part = "params" if run.config.ema_decay is None else "ema_params"
 
     def read(checkpoints: Checkpoints, step: int) -> hk.Params:
-        vocabulary, _ = _sizes(checkpoints.saved(step)[part], config, workdir)
-        model = experiment.make_model(config, vocabulary)
+        vocabulary, _ = _sizes(checkpoints.saved(step)[part], run)
+        model = experiment.make_model(run.config, vocabulary)
 
         def init() -> hk.Params:
             tokens = jnp.zeros((1, 1), jnp.int32)
             return model.init(jax.random.key(0), tokens, False)
 
-        return checkpoints.restore_part(step, part, devices.abstract(init))
+        return checkpoints.restore_part(step, part, run.devices.abstract(init))
 
-    return restore(config, workdir, which, read)
-
-
-def _merged(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[int, hk.Params]:
-    """The same of a run whose checkpoints hold only what was trained."""
-    program, step, state = restore_run(config, devices, workdir, which)
-    return step, whole_model(program, state)[0]
+    return run.restore(read)
 
 
-def _sizes(
-    params: Any, config: config_dict.ConfigDict, workdir: Path
-) -> tuple[int, int]:
+def _merged(run: Run) -> tuple[int, hk.Params]:
+    """The same of a run whose checkpoints hold only trainable parameters."""
+    return run.step, run.model()[0]
+
+
+def _sizes(params: Any, run: Run) -> tuple[int, int]:
     """The vocabulary and the context of a model, from the shapes of its tables."""
     tables = [params.get(f"gpt/{name}") for name in ("embed", "positions")]
     if None in tables:
         raise ConfigError(
-            f"config.model.name={config.model.name} of the run in {workdir} is not a "
-            "language model that text can be generated with; gpt is"
+            f"config.model.name={run.config.model.name} of the run in {run.workdir} is "
+            "not a language model that text can be generated with; gpt is"
         )
     vocabulary, context = (table["embeddings"].shape[0] for table in tables)
     return vocabulary, context

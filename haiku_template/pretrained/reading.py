@@ -10,7 +10,8 @@ import jax
 
 from haiku_template.devices import DeviceManager, host_buffer
 from haiku_template.errors import ConfigError
-from haiku_template.pretrained.rules import TRANSFORMS, Match, Rule, match, near
+from haiku_template.params import flatten, near, unflatten
+from haiku_template.pretrained.rules import TRANSFORMS, Match, Rule, match
 from haiku_template.pretrained.tensors import pieces, read_headers
 
 
@@ -95,24 +96,6 @@ def read(
     for found in tied:
         _check_tied(found, by_path[found.path])
     return {found.path: _load(found, wanted[found.path], devices) for found in matches}
-
-
-def flatten(params: hk.Params) -> dict[str, Any]:
-    """The leaves of {module: {name: leaf}} by path, which is `module/name`."""
-    return {
-        f"{module}/{name}": leaf
-        for module, leaves in params.items()
-        for name, leaf in leaves.items()
-    }
-
-
-def unflatten(leaves: dict[str, Any]) -> hk.Params:
-    """What `flatten` flattened."""
-    params: dict[str, dict[str, Any]] = {}
-    for path, leaf in leaves.items():
-        module, _, name = path.rpartition("/")
-        params.setdefault(module, {})[name] = leaf
-    return params
 
 
 def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:

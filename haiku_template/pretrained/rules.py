@@ -3,17 +3,16 @@
 A parameter's path is its module and its name: `gpt/block_0/attention/qkv/w`.
 """
 
-import difflib
 import functools
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.errors import ConfigError
+from haiku_template.params import near
 from haiku_template.pretrained.tensors import FLOATS, Tensor
 
 GUESSES = 50  # Names for which the nearest is looked for, which takes milliseconds.
@@ -145,12 +144,6 @@ def match(
 def _rank(rules: Sequence[Rule], fit: tuple[Rule, str | None] | None) -> int:
     """Where a tensor's rule stands: of tied tensors the earliest gives the values."""
     return rules.index(fit[0]) if fit else len(rules)
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """`; nearest is ...` with the most similar of the names, or nothing."""
-    found = difflib.get_close_matches(name, list(itertools.islice(names, 1000)), n=1)
-    return f"; nearest is {found[0]}" if found else ""
 
 
 def _missing(

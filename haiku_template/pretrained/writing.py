@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
+from haiku_template.params import flatten
 from haiku_template.pretrained.folder import CONFIG, read_config
-from haiku_template.pretrained.reading import flatten
 from haiku_template.pretrained.rules import TRANSFORMS, Rule, find, tensor_name
 from haiku_template.pretrained.tensors import (
     INDEX,

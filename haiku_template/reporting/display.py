@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import haiku as hk
 import jax
 import numpy as np
 from rich.console import Console
@@ -13,12 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from haiku_template.devices import DeviceManager, describe
-from haiku_template.finetuning.plan import count, partition
-from haiku_template.finetuning.source import Start
+from haiku_template.finetuning.lora import is_adapter
 from haiku_template.reporting.perf import bound_text, rate_text, speed_text
 from haiku_template.storage import workdir as names
-from haiku_template.training.state import TrainState
-from haiku_template.training.trainer import Program
 
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
@@ -98,19 +96,24 @@ class Display:
 
 
 def first_lines(
-    program: Program, state: TrainState, directory: Path, start: int
+    devices: DeviceManager,
+    params: hk.Params,
+    frozen: hk.Params,
+    batch_size: int,
+    placement: str,
+    workdir: Path,
+    start: int,
 ) -> list[Any]:
     """What is shown before step 0: devices, parameters, batch for each device."""
-    devices = program.devices
-    share = program.batch_size // devices.num_devices
-    resumed = f", going on from step {start}" if start else ""
+    resumed = f", resumed at step {start}" if start else ""
     return [
         f"devices   {devices.describe()}",
-        parameter_table(state.params),
-        *tuning_tables(program.start, state.params),
-        f"batch     {program.batch_size} examples, {share} on each device",
-        f"data      {program.placement}",
-        f"workdir   {directory}{resumed}",
+        parameter_table(params),
+        *frozen_tables(params, frozen),
+        f"batch     {batch_size} examples, {batch_size // devices.num_devices} on each "
+        "device",
+        f"data      {placement}",
+        f"workdir   {workdir}{resumed}",
     ]
 
 
@@ -135,24 +138,26 @@ def parameter_table(params: Any) -> Table:
     return table
 
 
-def tuning_tables(start: Start, params: Any) -> list[Table]:
-    """One row each for what trains and what is frozen; no table if nothing is."""
-    if not start.plan.frozen:
+def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
+    """Trainable and frozen parameters in numbers; no table if nothing is frozen."""
+    if not frozen:
         return []
     table = Table(title="Fine-tuning", title_justify="left")
     table.add_column("what")
     for column in ("parameters", "share", "bytes"):
         table.add_column(column, justify="right")
     table.add_column("dtypes")
-    trained, adapters = partition(params, start.plan.trained)
-    base = start.base.abstract
-    total = count((params, base))[0]
+    adapters, whole = hk.data_structures.partition(
+        lambda module, name, _: is_adapter(name), params
+    )
+    total = hk.data_structures.tree_size((params, frozen))
     for what, tree in (
-        ("trained whole", trained),
+        ("trained whole", whole),
         ("adapters", adapters),
-        ("frozen", base),
+        ("frozen", frozen),
     ):
-        number, size = count(tree)
+        number = hk.data_structures.tree_size(tree)
+        size = hk.data_structures.tree_bytes(tree)
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
         row = (f"{number:,}", f"{number / total:.2%}", f"{size:,}", ", ".join(dtypes))
         table.add_row(what, *row)

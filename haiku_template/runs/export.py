@@ -3,38 +3,36 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-import haiku as hk
+
 import numpy as np
 from ml_collections import config_dict
-from haiku_template.errors import ConfigError
-from haiku_template.config import (to_dict)
-from haiku_template.data import (Data)
-from haiku_template.devices import (DeviceManager)
-from haiku_template.finetuning.adapters import (ADAPTERS, save_adapters)
-from haiku_template.pretrained.writing import (export_like, export_new)
-from haiku_template.pretrained.families import (FAMILIES)
-from haiku_template.pretrained.folder import (CONFIG, to_config)
-from haiku_template.pretrained.reading import (flatten)
-from haiku_template.pretrained.writing import (Shard, check_new, new_folder, to_json, write_folder)
-from haiku_template.models.gpt import (PRESETS)
-from haiku_template.runs.run import (restore_run)
-from haiku_template.training.evaluation import (variables)
-from haiku_template.training.experiment import (model_keys)
-from haiku_template.training.trainer import (Program)
-from haiku_template.finetuning.source import (is_folder)
-from haiku_template.training.state import (TrainState)
 
+from haiku_template.config import to_dict
+from haiku_template.data import Data
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.finetuning import ADAPTERS, is_folder, save_adapters
+from haiku_template.models.gpt import PRESETS
+from haiku_template.params import flatten
+from haiku_template.pretrained import (
+    CONFIG,
+    FAMILIES,
+    Shard,
+    check_new,
+    export_like,
+    export_new,
+    new_folder,
+    to_config,
+    to_json,
+    write_folder,
+)
+from haiku_template.runs.run import Run
+from haiku_template.training.experiment import model_keys
 
 SINGLE, STATE = "model.safetensors", "state.safetensors"
 
 
-def export_safetensors(
-    config: config_dict.ConfigDict,
-    devices: DeviceManager,
-    workdir: Path,
-    which: str,
-    output: Path,
-) -> int:
+def export_safetensors(run: Run, output: Path) -> int:
     """Writes parameters: the averaged ones where there are any, adapters merged.
 
     Models that Hugging Face knows get its names and a config.json of its kind; where
@@ -42,10 +40,7 @@ def export_safetensors(
     `module/name`, and network state goes into state.safetensors.
 
     Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run.
-      which: `latest`, `best`, or a step.
+      run: with its checkpoint.
       output: the folder to write.
 
     Returns:
@@ -58,36 +53,30 @@ def export_safetensors(
       StorageError: it is damaged.
     """
     check_new(output)
-    program, step, state = restore_run(config, devices, workdir, which)
-    params, net_state = whole_model(program, state)
+    config, devices, data = run.config, run.devices, run.trainer.experiment.data
+    params, net_state = run.model()
     kinds = [k for k, family in FAMILIES.items() if family.model == config.model.name]
     if not kinds:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
         shards = {name: Shard({}, _makers(devices, t)) for name, t in trees.items()}
         others = {CONFIG: to_json(to_dict(config))}
         write_folder(output, shards, others, SINGLE, {})
-        return step
+        return run.step
     rules, source = FAMILIES[kinds[0]].rules, config.init_from
-    described = _classes(config, program.data)
+    described = _classes(config, data)
     if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
-        return step
-    arguments = {"num_outputs": program.data.num_outputs} | model_keys(config)
+        return run.step
+    arguments = {"num_outputs": data.num_outputs} | model_keys(config)
     if config.model.name == "gpt":
         sizes = PRESETS[arguments.get("preset") or "124M"]._asdict()
         arguments = sizes | {k: v for k, v in arguments.items() if v is not None}
     made = to_config(kinds[0], arguments) | described
     export_new(output, params, rules, devices, config=made)
-    return step
+    return run.step
 
 
-def export_adapters(
-    config: config_dict.ConfigDict,
-    devices: DeviceManager,
-    workdir: Path,
-    which: str,
-    output: Path,
-) -> int:
+def export_adapters(run: Run, output: Path) -> int:
     """Writes what trained, and the hash of the base that it belongs to.
 
     Evaluation, generation and export take the folder as a workdir, and training goes on
@@ -99,35 +88,25 @@ def export_adapters(
       ConfigError: what trained is not parameters alone, on a frozen base that was read.
     """
     check_new(output)
-    program, step, state = restore_run(config, devices, workdir, which)
-    plan, (params, net_state) = program.start.plan, variables(state)
-    if net_state or not plan.frozen:
+    plan, state = run.trainer.plan, run.state
+    if state.net_state or not plan.frozen:
         found = "network state besides parameters" if plan.frozen else "a whole model"
         raise ConfigError(
-            f"the run in {workdir} trained {found}, and --format=adapters is for what "
-            "trained on a frozen base; --format=safetensors writes all of it"
+            f"the run in {run.workdir} trained {found}, and --format=adapters is for "
+            "adapters of frozen parameters; --format=safetensors writes all of it"
         )
-    if not program.start.read:
+    if run.config.init_from is None:
         raise ConfigError(
-            f"the base of the run in {workdir} comes from its seed, which gives other "
-            "last bits on other devices, so that no hash can tell it; "
-            "--format=safetensors writes all of the model"
+            f"the frozen parameters of the run in {run.workdir} come from its seed, "
+            "which gives other last bits on other devices, so that no hash can tell "
+            "them; --format=safetensors writes all of the model"
         )
-    base = program.start.base.arrays()
     with new_folder(output) as folder:
-        save_adapters(folder / ADAPTERS, params, base, plan.lora, devices, step=step)
-        (folder / CONFIG).write_bytes(to_json(to_dict(config)))
-    return step
-
-
-def whole_model(program: Program, state: TrainState) -> tuple[hk.Params, hk.State]:
-    """The parameters and state to use: averaged where they are, adapters merged."""
-    params, net_state = variables(state)
-    start = program.start
-    if start.plan.frozen:
-        base = start.base.arrays()
-        params = program.devices.init(start.plan.merge, params, base)
-    return params, net_state
+        trees = state.averaged(), state.frozen
+        where = plan.lora, run.devices
+        save_adapters(folder / ADAPTERS, *trees, *where, step=run.step)
+        (folder / CONFIG).write_bytes(to_json(to_dict(run.config)))
+    return run.step
 
 
 def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndarray]]:

@@ -1,92 +1,132 @@
-"""Evaluates a checkpoint of a run, from what its workdir holds."""
+"""A finished run as one value: its config, its trainer, one of its checkpoints."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import haiku as hk
 from ml_collections import config_dict
+
+from haiku_template.config import of_run
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.devices import (DeviceManager)
-from haiku_template.finetuning.adapters import (ADAPTERS, read_facts)
-from haiku_template.reporting import (plots)
-from haiku_template.training.experiment import (build)
-from haiku_template.training.trainer import (Program)
-from haiku_template.storage.checkpoint import (restore)
-from haiku_template.finetuning.source import (place_base)
-from haiku_template.training.state import (TrainState)
+from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
+from haiku_template.reporting import plots
+from haiku_template.storage.checkpoint import Checkpoints, restore
+from haiku_template.training import Experiment, Trainer
+from haiku_template.training.state import TrainState
 
 
-def evaluate_checkpoint(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[int, dict[str, float]]:
-    """The step and the metrics of one checkpoint of a run.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One checkpoint of a run, on devices of one's choice; each part read when asked.
 
-    Where classes are told apart, confusion.png in `workdir` shows which are not.
-
-    Args:
-      config: as saved in the workdir.
+    Attributes:
+      workdir: of the run, or a folder of exported adapters.
+      config: as saved there.
       devices: any; the run may have used others.
-      workdir: of the run.
       which: `latest`, `best`, or a step.
-
-    Raises:
-      ConfigError: no such checkpoint, or nothing to evaluate on.
-      StorageError: the checkpoint is damaged.
-      ConfigError: the base is not that of the run.
     """
-    program, step, state = restore_run(config, devices, workdir, which)
-    if program.data.evaluation is None:
-        raise ConfigError(f"the data set {config.data.name} has nothing to evaluate on")
-    with devices.explicit_transfers():
-        metrics, counts = program.measure(state)
-    if "confusion" in counts:
-        names = program.data.class_names or range(program.data.num_outputs)
-        title = f"{workdir.name}, step {step}"
-        plots.write_confusion(
-            workdir, counts["confusion"], tuple(map(str, names)), title
+
+    workdir: Path
+    config: config_dict.ConfigDict
+    devices: DeviceManager
+    which: str
+
+    @classmethod
+    def open(cls, workdir: str | Path, devices: DeviceManager, which: str) -> "Run":
+        """Reads the config of a run, and nothing else yet.
+
+        Raises:
+          ConfigError: it is no run's.
+        """
+        workdir = Path(workdir)
+        return cls(workdir, of_run(workdir), devices, which)
+
+    @functools.cached_property
+    def trainer(self) -> Trainer:
+        """The experiment, compiled for the devices.
+
+        Raises:
+          ConfigError: see `Experiment.from_config`.
+        """
+        config = self.config.copy_and_resolve_references()
+        config.data.placement = "host"
+        # Rows of padding make up for a batch that does not split over these devices.
+        config.batch_size += -config.batch_size % (
+            self.devices.num_devices * config.accumulate_steps
         )
-    return step, metrics
+        if self._holds_adapters:
+            config.finetuning.adapters = str(self.workdir)
+        return Experiment.from_config(config, self.devices).trainer(self.devices)
+
+    @functools.cached_property
+    def checkpoint(self) -> tuple[int, TrainState]:
+        """The step and the train state, on the devices.
+
+        Raises:
+          ConfigError: no such checkpoint, or other frozen parameters than the run's.
+          StorageError: the checkpoint is damaged.
+        """
+        trainer = self.trainer
+        if self._holds_adapters:
+            return _step_of_adapters(self.workdir, self.which), trainer.init()
+        step, state = self.restore(
+            lambda saved, step: saved.restore(step, trainer.abstract.trained())
+        )
+        state = state._replace(frozen=trainer.frozen())
+        if self.config.init_from is not None:
+            check_same_frozen(self.devices, state.frozen, self.workdir)
+        return step, state
+
+    def restore(self, read: Callable[[Checkpoints, int], Any]) -> tuple[int, Any]:
+        """The step of the checkpoint, and what `read(checkpoints, step)` gives."""
+        return restore(self.config, self.workdir, self.which, read)
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint."""
+        return self.checkpoint[0]
+
+    @property
+    def state(self) -> TrainState:
+        """The train state of the checkpoint."""
+        return self.checkpoint[1]
+
+    @property
+    def _holds_adapters(self) -> bool:
+        return (self.workdir / ADAPTERS).is_file()
+
+    def model(self) -> tuple[hk.Params, hk.State]:
+        """The whole model to use: averages where there are any, adapters merged."""
+        return self.trainer.merged(self.state)
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics over the evaluation set; draws confusion.png where classes are told.
+
+        Raises:
+          ConfigError: the data set has nothing to evaluate on.
+        """
+        data = self.trainer.experiment.data
+        if data.evaluation is None:
+            raise ConfigError(
+                f"the data set {self.config.data.name} has nothing to evaluate on"
+            )
+        with self.devices.explicit_transfers():
+            metrics, counts = self.trainer.measure(self.state)
+        if "confusion" in counts:
+            names = tuple(map(str, data.class_names or range(data.num_outputs)))
+            title = f"{self.workdir.name}, step {self.step}"
+            plots.write_confusion(self.workdir, counts["confusion"], names, title)
+        return metrics
 
 
-def restore_run(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path, which: str
-) -> tuple[Program, int, TrainState]:
-    """The program of a run, and the step and the state of one of its checkpoints.
-
-    Args:
-      config: as saved in the workdir.
-      devices: any; the run may have used others.
-      workdir: of the run; or a folder of exported adapters.
-      which: `latest`, `best`, or a step.
-
-    Raises:
-      ConfigError: no such checkpoint.
-      StorageError: the checkpoint is damaged.
-      ConfigError: the base is not that of the run.
-    """
-    config = config.copy_and_resolve_references()
-    config.data.placement = "host"
-    # Rows of padding make up for a batch that does not split over these devices.
-    config.batch_size += -config.batch_size % (
-        devices.num_devices * config.accumulate_steps
-    )
-    if (workdir / ADAPTERS).is_file():
-        return _restore_adapters(config, devices, workdir, which)
-    program = build(config, devices)
-    abstract = devices.abstract(program.init)
-    step, state = restore(
-        config, workdir, which, lambda saved, step: saved.restore(step, abstract)
-    )
-    place_base(devices, program.start, workdir)
-    return program, step, state
-
-
-def _restore_adapters(
-    config: config_dict.ConfigDict, devices: DeviceManager, folder: Path, which: str
-) -> tuple[Program, int, TrainState]:
-    """The state of a run that would go on from a folder of adapters."""
+def _step_of_adapters(folder: Path, which: str) -> int:
     step = read_facts(folder / ADAPTERS).step
     if which not in ("latest", str(step)):
         raise ConfigError(
             f"--checkpoint={which} is not in {folder}; its adapters are of step {step}"
         )
-    config.finetuning.adapters = str(folder)
-    program = build(config, devices)
-    return program, step, program.first_state()
+    return step

@@ -1,41 +1,32 @@
 """A checkpoint as a program that JAX runs without Haiku."""
 
-from haiku_template.errors import ConfigError
 import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
 from ml_collections import config_dict
-from haiku_template.data import (each_shape)
-from haiku_template.devices import (DeviceManager)
-from haiku_template.pretrained.writing import (check_new, new_folder)
-from haiku_template.models import (MODELS, LazyLogits, multiply_out)
-from haiku_template.runs.run import (restore_run)
-from haiku_template.training.experiment import (make_model)
-from haiku_template.runs.export import (whole_model)
-from haiku_template.registry import (resolve)
-from haiku_template.training.precision import (Precision)
-from haiku_template.training.trainer import (with_state)
-from haiku_template.training.step import (make_forward)
 
+from haiku_template.data import each_shape
+from haiku_template.errors import ConfigError
+from haiku_template.models import MODELS, LazyLogits, multiply_out
+from haiku_template.pretrained import check_new, new_folder
+from haiku_template.registry import resolve
+from haiku_template.runs.run import Run
+from haiku_template.training.experiment import make_model
+from haiku_template.training.precision import Precision
+from haiku_template.training.step import make_forward
+from haiku_template.training.trainer import with_state
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
 PLATFORMS = ("cpu", "cuda")
 MOST_BYTES = 2**31  # Of what jax.export serialises, parameters included.
 
 
-
-
-def export_stablehlo(
-    config: config_dict.ConfigDict,
-    devices: DeviceManager,
-    workdir: Path,
-    which: str,
-    output: Path,
-) -> int:
+def export_stablehlo(run: Run, output: Path) -> int:
     """Writes the forward pass with its parameters, as `jax.export` serialises it.
 
     `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` gives the outputs,
@@ -48,8 +39,8 @@ def export_stablehlo(
     """
     check_new(output)
     _check_flatbuffers()
-    program, step, state = restore_run(config, devices, workdir, which)
-    whole = devices.fetch(whole_model(program, state))
+    config, data = run.config, run.trainer.experiment.data
+    whole = run.devices.fetch(run.model())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     if size >= MOST_BYTES:
         raise ConfigError(
@@ -57,29 +48,31 @@ def export_stablehlo(
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
     forward = make_forward(
-        model=with_state(_portable_model(config, program.data.num_outputs)),
-        preprocess=program.data.preprocess,
+        model=with_state(
+            _portable_model(config.copy_and_resolve_references(), data.num_outputs)
+        ),
+        preprocess=data.preprocess,
         precision=Precision.create(config.precision),
-        combine=lambda params, base: params,
+        combine=lambda params, frozen: params,
     )
     exported, serialised = export_forward(
-        lambda inputs: _plain(forward(whole, inputs, {})),
-        each_shape(program.data.train)[0]["inputs"],
+        lambda inputs: _plain(forward(whole, {}, inputs)),
+        each_shape(data.train)[0]["inputs"],
     )
     described = {
-        "step": step,
+        "step": run.step,
         "jax": jax.__version__,
         "platforms": list(exported.platforms),
         "inputs": _described(_inputs(exported)),
         "outputs": _described(
             jax.tree.unflatten(exported.out_tree, exported.out_avals)
         ),
-        "class_names": list(program.data.class_names),
+        "class_names": list(data.class_names),
     }
     with new_folder(output) as folder:
         (folder / PROGRAM).write_bytes(serialised)
         (folder / DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")
-    return step
+    return run.step
 
 
 def export_forward(

@@ -1,5 +1,6 @@
 """Training: what a step computes, and what happens between steps."""
 
+from haiku_template.training.experiment import Experiment
 from haiku_template.training.loop import Result, train
 from haiku_template.training.tasks import (
     classification,
@@ -7,14 +8,14 @@ from haiku_template.training.tasks import (
     perplexity,
     regression,
 )
-from haiku_template.training.trainer import Program, make_program
+from haiku_template.training.trainer import Trainer
 
 __all__ = [
-    "Program",
+    "Experiment",
     "Result",
+    "Trainer",
     "classification",
     "language_model",
-    "make_program",
     "perplexity",
     "regression",
     "train",

@@ -4,20 +4,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import haiku as hk
 import jax
 import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
-from haiku_template.training.state import TrainState
 from haiku_template.training.tasks import Derive, nothing_more
-
-
-def variables(state: TrainState) -> tuple[hk.Params, hk.State]:
-    """What is evaluated: the averaged parameters where there are any."""
-    params = state.params if state.ema_params is None else state.ema_params
-    return params, state.net_state
 
 
 def pad(batch: dict[str, Any], size: int) -> dict[str, Any]:
@@ -33,29 +25,16 @@ def pad(batch: dict[str, Any], size: int) -> dict[str, Any]:
     return jax.tree.map(longer, batch) | {"mask": np.arange(size) < rows}
 
 
-def evaluate(
-    devices: DeviceManager,
-    eval_step: Callable[[Any, Any], dict[str, Any]],
-    state: TrainState,
-    dataset: Any,
-    derive: Derive = nothing_more,
-) -> dict[str, float]:
-    """Averages the values of the task over a whole set; see `add_up`, `summarise`."""
-    return summarise(add_up(devices, eval_step, state, dataset), derive)[0]
-
-
 def add_up(
     devices: DeviceManager,
-    eval_step: Callable[[Any, Any], dict[str, Any]],
-    state: TrainState,
+    eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
 ) -> dict[str, np.ndarray]:
     """Adds up what `eval_step` returns over a whole set.
 
     Args:
-      devices: where `state` is.
-      eval_step: from `steps.make_eval_step`, compiled without donation.
-      state: whole on every device.
+      devices: where it runs.
+      eval_step: of a batch on the devices; see `Trainer.eval_step`.
       dataset: gives `num_batches` batches; none has more rows than the first.
 
     Returns:
@@ -76,7 +55,7 @@ def add_up(
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for batch in batches:
-            running.append(eval_step(variables(state), batch))
+            running.append(eval_step(batch))
             if len(running) >= devices.steps_in_flight:
                 finish_oldest()
     while running:

@@ -1,10 +1,12 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
+import dataclasses
 import inspect
 import logging
 from pathlib import Path
 from typing import Any
 
+import optax
 from ml_collections import config_dict
 from rich.console import Console
 
@@ -12,19 +14,32 @@ from haiku_template.config import to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.plan import Tuning
-from haiku_template.finetuning.source import make_source, vocabulary_of, with_sizes
+from haiku_template.finetuning import (
+    Finetuning,
+    Lora,
+    Source,
+    open_source,
+    vocabulary_of,
+    with_sizes,
+)
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
 from haiku_template.registry import make, make_task, resolve
 from haiku_template.reporting.perf import UNKNOWN, Work
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training.loop import train
 from haiku_template.training.memory import budget_table, check_budget, place_data
-from haiku_template.training.optimizers import make_optimizer, make_schedule
+from haiku_template.training.optimizers import Schedule, make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
-from haiku_template.training.tasks import DERIVED, NO_TALLY, TALLIES, nothing_more
-from haiku_template.training.trainer import Program, make_program
+from haiku_template.training.tasks import (
+    DERIVED,
+    NO_TALLY,
+    TALLIES,
+    Derive,
+    Tally,
+    Task,
+    nothing_more,
+)
+from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -40,32 +55,107 @@ LOOP_KEYS = (
 )
 
 
-def build(
-    config: config_dict.ConfigDict,
-    devices: DeviceManager,
-    memory_limit: int | None = None,
-) -> Program:
-    """Makes the program that a config describes.
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The parts of a run, made from a config or by a script.
 
-    Args:
-      config: checked.
-      devices: where to run.
-      memory_limit: bytes that each device has; None asks JAX.
-
-    Raises:
-      ConfigError: an unknown name or key, or a value that does not fit.
-      ConfigError: see the data set.
-      PlacementError: the batch does not split over the devices.
-      ConfigError: see `sources.make_source`.
-      ConfigError: see `make_plan`.
+    Attributes:
+      model: a transformed `forward(inputs, is_training)`, with or without state.
+      task: per-example values of the outputs, `loss` among them.
+      data: what to train and evaluate on.
+      optimizer: an optax optimizer.
+      schedule: reported as the learning rate; None reports none.
+      precision: `float32`, `bfloat16` or `float16`.
+      accumulate_steps: gradient accumulation: micro-batches of a device's share of a
+        batch, one after another.
+      ema_decay: evaluate an average of the parameters with this decay; None for none.
+      seed: of the initial parameters and of dropout.
+      derive: makes further metrics of the task's averages, such as `perplexity`.
+      tally: what is counted over the evaluation set, such as a confusion matrix.
+      placement: `host`, where the training data stays and batches travel; or `device`,
+        where all of it is staged once, and batches are gathered.
+      why_on_host: reason for `host`, in words; "" where it was asked for.
+      work: tokens and floating-point operations of an example.
+      finetuning: which parameters train; by default all.
+      init_from: pretrained parameters; None for those of the seed. Frozen ones are
+        read again at each start.
     """
-    task = make_task(config.task)
-    source = None
-    if config.init_from is not None:
-        source = make_source(config.init_from, config.model.name, devices)
-    data = make_data(config)
-    model = make_model(config, data.num_outputs, devices.axis_name)
-    _check_vocabulary(config, data)
+
+    model: Model
+    task: Task
+    data: Data
+    optimizer: optax.GradientTransformation
+    schedule: Schedule | None = None
+    precision: str = "float32"
+    accumulate_steps: int = 1
+    ema_decay: float | None = None
+    seed: int = 0
+    derive: Derive = nothing_more
+    tally: Tally = NO_TALLY
+    placement: str = "host"
+    why_on_host: str = ""
+    work: Work = UNKNOWN
+    finetuning: Finetuning = Finetuning()
+    init_from: Source | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: config_dict.ConfigDict,
+        devices: DeviceManager,
+        memory_limit: int | None = None,
+    ) -> "Experiment":
+        """The experiment that a config describes.
+
+        Args:
+          config: checked.
+          devices: where to run.
+          memory_limit: bytes that each device has; None asks JAX.
+
+        Raises:
+          ConfigError: an unknown name or key, or a value that does not fit.
+          PlacementError: the batch does not split over the devices.
+        """
+        task = make_task(config.task)
+        source = None
+        if config.init_from is not None:
+            source = open_source(config.init_from, config.model.name, devices)
+        data = make_data(config)
+        model = make_model(config, data.num_outputs, devices.axis_name)
+        _check_vocabulary(config, data)
+        optimizer, schedule = _optimizer(config)
+        if config.precision not in POLICIES:
+            raise ConfigError(
+                f"config.precision={config.precision!r}; possible are "
+                f"{', '.join(POLICIES)}"
+            )
+        experiment = cls(
+            model=model,
+            task=task,
+            data=data,
+            optimizer=optimizer,
+            schedule=schedule,
+            precision=config.precision,
+            accumulate_steps=config.accumulate_steps,
+            ema_decay=config.ema_decay,
+            seed=config.seed,
+            derive=DERIVED.get(config.task.name, nothing_more),
+            tally=TALLIES.get(config.task.name, NO_TALLY),
+            work=_work(config, data),
+            finetuning=make_finetuning(config),
+            init_from=source,
+        )
+        placement = config.data.get("placement", "host")
+        return place_data(experiment, devices, placement, memory_limit)
+
+    def trainer(self, devices: DeviceManager) -> Trainer:
+        """The experiment compiled for these devices; see `Trainer`."""
+        return Trainer(self, devices)
+
+
+def _optimizer(
+    config: config_dict.ConfigDict,
+) -> tuple[optax.GradientTransformation, Schedule]:
     values = config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
     try:
@@ -74,31 +164,9 @@ def build(
             num_steps=config.num_steps,
             **{key: values.pop(key) for key in keys},
         )
-        optimizer = make_optimizer(values.pop("name"), schedule, **values)
+        return make_optimizer(values.pop("name"), schedule, **values), schedule
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"config.optimizer: {error}") from error
-    if config.precision not in POLICIES:
-        raise ConfigError(
-            f"config.precision={config.precision!r}; possible are {', '.join(POLICIES)}"
-        )
-    program = make_program(
-        devices=devices,
-        model=model,
-        task=task,
-        data=data,
-        optimizer=optimizer,
-        schedule=schedule,
-        precision=config.precision,
-        accumulate_steps=config.accumulate_steps,
-        ema_decay=config.ema_decay,
-        seed=config.seed,
-        derive=DERIVED.get(config.task.name, nothing_more),
-        tally=TALLIES.get(config.task.name, NO_TALLY),
-        work=_work(config, data),
-        tuning=make_tuning(config),
-        source=source,
-    )
-    return place_data(program, config.data.get("placement", "host"), memory_limit)
 
 
 def make_data(config: config_dict.ConfigDict) -> Data:
@@ -133,11 +201,11 @@ def make_model(
     return make("model", model_keys(config), MODELS, **facts)
 
 
-def make_tuning(config: config_dict.ConfigDict) -> Tuning:
-    """What trains, as a config says it."""
+def make_finetuning(config: config_dict.ConfigDict) -> Finetuning:
+    """Fine-tuning as a config says it."""
     values = config.finetuning.to_dict()
     lora = values.pop("lora")
-    return Tuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
+    return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
 
 
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
@@ -201,16 +269,16 @@ def run(
             "--config.init_from is needed, a workdir, a Hugging Face folder or a "
             "safetensors file: config.finetuning.fresh says what is not read from it"
         )
-    program = build(config, devices, memory_limit)
-    if program.start.plan.frozen and not program.start.read:
+    trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
+    if trainer.plan.frozen and config.init_from is None:
         logger.warning(
-            "what is frozen was never trained: config.init_from is None, so that it "
-            "comes from the seed"
+            "frozen parameters were never trained: config.init_from is None, so that "
+            "they come from the seed"
         )
     if dry_run:
-        budget = check_budget(program, memory_limit)
+        budget = check_budget(trainer, memory_limit)
         Console().print(devices.describe(), budget_table(budget), sep="\n")
         return
     loop = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
-    train(program, workdir=workdir, config=saved, **how, **loop)
+    train(trainer, workdir=workdir, config=saved, **how, **loop)

@@ -1,7 +1,4 @@
-"""The loop: what happens when.
-
-The mathematics is in `steps.py`; together they are the whole of a run.
-"""
+"""The training loop: what happens when; `step.py` has the mathematics."""
 
 import contextlib
 from collections import deque
@@ -10,13 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import check_replicas, matmul_peak
+from haiku_template.devices import check_replicas
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.source import place_base
+from haiku_template.finetuning import check_same_frozen
 from haiku_template.reporting import plots
 from haiku_template.reporting.display import Display, first_lines, memory_text
-from haiku_template.reporting.perf import Clock, rates
+from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage import workdir as names
 from haiku_template.storage.checkpoint import Checkpoints
@@ -26,7 +22,7 @@ from haiku_template.storage.workdir import locked, open_workdir
 from haiku_template.training.guards import StopSignals, check_loss, check_params
 from haiku_template.training.memory import budget_table, check_budget
 from haiku_template.training.state import TrainState
-from haiku_template.training.trainer import Program, batch_maker, compile_ahead
+from haiku_template.training.trainer import Trainer
 
 
 class Intervals(NamedTuple):
@@ -45,7 +41,7 @@ class Result(NamedTuple):
 
 
 def train(
-    program: Program,
+    trainer: Trainer,
     *,
     num_steps: int,
     workdir: str | Path,
@@ -63,7 +59,7 @@ def train(
     """Trains, or goes on where the run in `workdir` stopped.
 
     Args:
-      program: see `make_program`.
+      trainer: an experiment compiled for devices; see `Experiment.trainer`.
       num_steps: updates in all, also when resuming.
       workdir: metrics, checkpoints and the report go here.
       log_every: steps between training metrics.
@@ -86,8 +82,8 @@ def train(
       NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
-    directory, devices = Path(workdir), program.devices
-    budget = check_budget(program, memory_limit)
+    directory, devices = Path(workdir), trainer.devices
+    budget = check_budget(trainer, memory_limit)
     check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
@@ -109,16 +105,28 @@ def train(
                 f"{directory} has a checkpoint of step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
-        place_base(devices, program.start, directory)
         if start:
-            state = checkpoints.restore(start, devices.abstract(program.init))
+            state = checkpoints.restore(start, trainer.abstract.trained())
+            state = state._replace(frozen=trainer.frozen())
         else:
-            state = program.first_state()
+            state = trainer.init()
         devices.check(state)
-        display.print(*first_lines(program, state, directory, start))
+        if trainer.experiment.init_from is not None:
+            check_same_frozen(devices, state.frozen, directory)
+        display.print(
+            *first_lines(
+                devices,
+                state.params,
+                state.frozen,
+                trainer.batch_size,
+                trainer.placement,
+                directory,
+                start,
+            )
+        )
         display.print(budget_table(budget))
         run = _Run(
-            program,
+            trainer,
             display,
             checkpoints,
             stack.enter_context(MetricsWriter(directory, start)),
@@ -126,7 +134,7 @@ def train(
             stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
         )
-        compile_ahead(program)  # Compilation is no throughput.
+        trainer.compile()  # Compilation is no throughput.
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
@@ -141,7 +149,7 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        trainer: Trainer,
         display: Display,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
@@ -149,8 +157,8 @@ class _Run:
         profiler: Profiler,
         every: Intervals,
     ) -> None:
-        self.program = program
-        self.devices = program.devices
+        self.trainer = trainer
+        self.devices = trainer.devices
         self.display = display
         self.checkpoints = checkpoints
         self.writer = writer
@@ -159,23 +167,22 @@ class _Run:
         self.every = every
         self.evaluated = False
         self.peak = None
-        if program.work.flops:
-            self.peak = matmul_peak(program.devices, program.compute_dtype)
-        self.clock = Clock(program.devices)
+        if trainer.experiment.work.flops:
+            dtype = trainer.precision.policy.compute_dtype
+            self.peak = matmul_peak(trainer.devices, dtype)
+        self.clock = Clock(trainer.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
         in_flight: deque[Any] = deque()
-        ledger = self.devices.ledger
-
-        with Prefetcher(batch_maker(self.program), start, stop) as batches:
+        with self.trainer.batches(start, stop) as batches:
             self._say(self.profiler.begin(start))
             self.clock.start(start)
-            for step, batch in enumerate(ledger.waits(batches), start + 1):
+            for step, batch in enumerate(batches, start + 1):
                 while len(in_flight) >= self.devices.steps_in_flight:
                     self.devices.wait(in_flight.popleft())
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                    state, scalars = self.program.train_step(state, batch)
+                    state, scalars = self.trainer.step(state, batch)
                 in_flight.append(scalars)
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
@@ -200,7 +207,9 @@ class _Run:
             self._log(step, scalars)
         with self.clock.paused(), self.profiler.clock.paused():
             evaluated = None
-            if self.program.data.evaluation and _due(step, self.every.evaluate, last):
+            if self.trainer.experiment.data.evaluation and _due(
+                step, self.every.evaluate, last
+            ):
                 evaluated = self._evaluate(step, state)
             stopping = self.signals.received is not None and step < last
             if stopping or _due(step, self.every.save, last):
@@ -209,7 +218,7 @@ class _Run:
                 check_params(self.devices, state.params, step, latest)
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
-                    self.checkpoints.save(step, state, evaluated)
+                    self.checkpoints.save(step, state.trained(), evaluated)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
@@ -221,11 +230,11 @@ class _Run:
 
     def _log(self, step: int, scalars: Any) -> None:
         values = self._fetch_finite(step, scalars)
-        values |= self.program.derive(values)
+        values |= self.trainer.experiment.derive(values)
         speed = self.clock.read(step)
-        rate = speed["perf/steps_per_second"] * self.program.batch_size
+        rate = speed["perf/steps_per_second"] * self.trainer.batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
-        metrics |= speed | rates(self.program.work, rate, self.peak)
+        metrics |= speed | rates(self.trainer.experiment.work, rate, self.peak)
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 
@@ -234,7 +243,7 @@ class _Run:
             if not self.evaluated:
                 # Compiling may read arrays that a task or a model closes over.
                 stack.enter_context(self.devices.implicit_transfers())
-            metrics = self.program.evaluate(state)
+            metrics = self.trainer.evaluate(state)
         self.evaluated = True
         self.checkpoints.check_metric(metrics)
         self.writer.write(step, metrics)

@@ -4,15 +4,19 @@ XLA says what the compiled step needs, from shapes alone. The compilation is the
 own: its first step finds it done.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from rich.table import Table
 
-from haiku_template.data import each_shape
 from haiku_template.data.staging import why_not_staged
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.training.trainer import Program
+from haiku_template.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from haiku_template.training.experiment import Experiment
 
 WAITING_BATCHES = 3  # Two in the prefetch queue, one in the thread's hands.
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
@@ -25,7 +29,7 @@ class Budget(NamedTuple):
 
     Attributes:
       params, net_state, opt_state, ema_params: the parts of the train state.
-      base: what of the model is frozen.
+      frozen: parameters that no step changes.
       data: the training set, where it is staged on each device.
       batch: one device's share of a batch, or of the row numbers of many.
       waiting: batches made ahead of their step.
@@ -40,7 +44,7 @@ class Budget(NamedTuple):
     net_state: int
     opt_state: int
     ema_params: int
-    base: int
+    frozen: int
     data: int
     batch: int
     waiting: int
@@ -50,20 +54,20 @@ class Budget(NamedTuple):
     limit: int | None
 
 
-def memory_budget(program: Program, limit: int | None = None) -> Budget:
+def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
     """Compiles the train step for the largest batches and reads what it needs.
 
     Args:
-      program: see `make_program`.
+      trainer: of the run.
       limit: bytes on each device; None asks JAX.
     """
-    devices = program.devices
-    state = devices.abstract(program.init)
-    batch = devices.abstract_batch(each_shape(program.data.train)[0])
+    devices, state = trainer.devices, trainer.abstract
+    largest = trainer.shapes()[0]
+    batch = devices.abstract_batch(largest)
     # On several devices the compiled program, and what it says, is one device's.
-    analysis = program.train_step.lower(state, batch).compile().memory_analysis()
+    analysis = trainer.lower(largest).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices
-    data = 0 if program.staged is None else _bytes(program.staged.abstract)
+    data = _bytes(trainer.abstract_staged)
     waiting = share * (WAITING_BLOCKS if data else WAITING_BATCHES)
     step_peak = (
         analysis.argument_size_in_bytes
@@ -77,7 +81,7 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
         net_state=_bytes(state.net_state),
         opt_state=_bytes(state.opt_state),
         ema_params=_bytes(state.ema_params),
-        base=_bytes(program.start.base.abstract),
+        frozen=_bytes(state.frozen),
         data=data,
         batch=share,
         waiting=waiting,
@@ -88,7 +92,7 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
     )
 
 
-def check_budget(program: Program, limit: int | None = None) -> Budget:
+def check_budget(trainer: Trainer, limit: int | None = None) -> Budget:
     """The budget of a run that fits.
 
     Raises:
@@ -96,14 +100,12 @@ def check_budget(program: Program, limit: int | None = None) -> Budget:
         `accumulate_steps` with which the same batch size would fit, found by
         compiling.
     """
-    budget = memory_budget(program, limit)
+    budget = memory_budget(trainer, limit)
     if budget.limit is None or budget.peak <= budget.limit:
         return budget
-    state = program.devices.abstract(program.init)
     leaves = [
-        (prefix + jax.tree_util.keystr(path), _bytes(leaf))
-        for prefix, tree in (("", state), (".base", program.start.base.abstract))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        (jax.tree_util.keystr(path), _bytes(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.abstract)
     ]
     largest = ", ".join(
         f"{name} {in_units(size)}"
@@ -113,16 +115,16 @@ def check_budget(program: Program, limit: int | None = None) -> Budget:
         f"a step needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
         f"{in_units(budget.limit)}; the largest arrays of the state are {largest}; "
-        f"{_suggestion(program, budget)}"
+        f"{_suggestion(trainer, budget)}"
     )
 
 
-def _suggestion(program: Program, budget: Budget) -> str:
-    share = program.batch_size // program.devices.num_devices
-    now = program.parts["accumulate_steps"]
+def _suggestion(trainer: Trainer, budget: Budget) -> str:
+    share = trainer.batch_size // trainer.devices.num_devices
+    now = trainer.experiment.accumulate_steps
     possible = [parts for parts in range(now + 1, share + 1) if share % parts == 0]
     if not possible:
-        return "the batch cannot be worked through in smaller parts"
+        return "the batch does not split into smaller micro-batches"
     kept = sum(budget[: Budget._fields.index("temporaries")])
     if kept > budget.limit:  # Compiling takes minutes, and would not find a way.
         return (
@@ -131,8 +133,8 @@ def _suggestion(program: Program, budget: Budget) -> str:
         )
     least = budget.peak
     for parts in possible:
-        parted = program.with_parts(accumulate_steps=parts)
-        peak = memory_budget(parted, budget.limit).peak
+        smaller = dataclasses.replace(trainer.experiment, accumulate_steps=parts)
+        peak = memory_budget(smaller.trainer(trainer.devices), budget.limit).peak
         if peak <= budget.limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "
@@ -193,40 +195,49 @@ def _bytes(tree: Any) -> int:
 PLACEMENTS = ("host", "device", "auto")
 
 
-def place_data(program: Program, placement: str, limit: int | None = None) -> Program:
-    """The program with its training data where `placement` says.
+def place_data(
+    experiment: "Experiment",
+    devices: DeviceManager,
+    placement: str,
+    limit: int | None = None,
+) -> "Experiment":
+    """The experiment with its training data where `placement` says.
 
     Args:
-      program: with its data on the host.
+      experiment: with its data on the host.
+      devices: those of the run.
       placement: `host`; `device` to stage the whole set once on each device, so that
         no bytes travel in a step; `auto` to do so if the set fits beside the model.
       limit: bytes that each device has; None asks JAX.
 
     Raises:
       ConfigError: an unknown placement.
-      ConfigError: `device`, and the set cannot be staged; the message says its size.
     """
     if placement not in PLACEMENTS:
         raise ConfigError(
             f"config.data.placement={placement!r}; possible are {', '.join(PLACEMENTS)}"
         )
     if placement == "host":
-        return program
-    if placement == "auto":
-        reason = _why_on_host(program, limit)
-        if reason:
-            return program._replace(placement=f"on the host, because {reason}")
-    return program.with_parts(placement="device")
+        return experiment
+    staged = dataclasses.replace(experiment, placement="device")
+    if placement == "device":
+        return staged
+    limit = devices.memory_limit() if limit is None else limit
+    reason = _why_on_host(staged, devices, limit)
+    if reason:
+        return dataclasses.replace(experiment, why_on_host=f"because {reason}")
+    return staged
 
 
-def _why_on_host(program: Program, limit: int | None) -> str:
-    reason = why_not_staged(program.data.train)
+def _why_on_host(
+    staged: "Experiment", devices: DeviceManager, limit: int | None
+) -> str:
+    reason = why_not_staged(staged.data.train)
     if reason:
         return reason
-    limit = program.devices.memory_limit() if limit is None else limit
     if limit is None:
         return "a device's memory is not known here"
-    peak = memory_budget(program.with_parts(placement="device"), limit).peak
+    peak = memory_budget(staged.trainer(devices), limit).peak
     if peak > limit:
         return (
             f"staged it would make a run of {in_units(peak)} on each device, which has "

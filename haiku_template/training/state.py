@@ -1,4 +1,4 @@
-"""Everything that a step changes, and nothing else."""
+"""The train state: everything that a step changes, and what stays frozen beside it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,22 +8,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haiku_template.finetuning.plan import Plan
-from haiku_template.pretrained.reading import flatten, unflatten
+from haiku_template.finetuning import Plan
+from haiku_template.params import flatten, unflatten
 from haiku_template.training.precision import Precision
-
-Given = tuple[dict[str, Any], Any]
-NOTHING_GIVEN: Given = ({}, None)
 
 
 class TrainState(NamedTuple):
-    """The train state: one tree, whole on every device, without a device axis.
+    """One tree, whole on every device, without a device axis.
 
     Randomness and data are functions of `step`, so there is nothing else to save.
 
     Attributes:
       step: optimizer updates done: int32 [].
-      params: Haiku parameters that train, float32; see `finetuning.plan`.
+      params: trainable Haiku parameters, float32.
+      frozen: parameters that no step changes, {} without fine-tuning; a checkpoint
+        leaves them out.
       net_state: Haiku state, such as running statistics; empty for `hk.transform`.
       opt_state: optax state.
       ema_params: exponential moving average of `params`; None when there is none.
@@ -32,10 +31,19 @@ class TrainState(NamedTuple):
 
     step: jax.Array
     params: hk.Params
+    frozen: hk.Params
     net_state: hk.State
     opt_state: optax.OptState
     ema_params: hk.Params | None
     loss_scale: tuple[jax.Array, ...]
+
+    def trained(self) -> "TrainState":
+        """The state without what is frozen: what a step changes and a save keeps."""
+        return self._replace(frozen={})
+
+    def averaged(self) -> hk.Params:
+        """Trainable parameters to evaluate: the averages where there are any."""
+        return self.params if self.ema_params is None else self.ema_params
 
 
 def make_model_init(
@@ -46,18 +54,18 @@ def make_model_init(
     precision: Precision,
     seed: int,
 ) -> Callable[[], tuple[hk.Params, hk.State]]:
-    """Makes the function that makes a model's parameters and state from the seed.
+    """Makes the function that initializes a model's parameters and state.
 
     Args:
       model: gives them.
       inputs: pytree of `jax.ShapeDtypeStruct` [B, ...], one batch of inputs.
-      preprocess: what a step does to its inputs first.
-      precision: says what parameters are.
+      preprocess: applied to the inputs first, as in a step.
+      precision: gives the dtype of parameters.
       seed: the source of the parameters.
     """
 
     def init() -> tuple[hk.Params, hk.State]:
-        # One row of zeros: Haiku initialises from shapes and the rng alone.
+        # One row of zeros: Haiku initializes from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
         example = precision.policy.cast_to_param(preprocess(example))
         return model.init(jax.random.key(seed), example, True)
@@ -74,30 +82,31 @@ def make_init(
     ema_decay: float | None,
     seed: int,
 ) -> Callable[..., TrainState]:
-    """Makes `init(given)`, which makes the state before step 0.
+    """Makes `init(leaves, net_state)`: the state before step 0, nothing frozen in it.
 
-    `given` holds parameters by path and state that come from elsewhere than the seed:
-    ({path: leaf}, net_state or None); by default none do.
+    Its arguments are parameters by path and Haiku state that do not come from the
+    seed: {} and None where all do.
 
     Args:
       model_init: see `make_model_init`.
-      plan: says what of the parameters trains.
-      precision: says whether there is a loss scale.
+      plan: names the trainable parameters.
+      precision: gives the loss scale.
       optimizer: gives `opt_state`.
-      ema_decay: says whether there are averaged parameters.
+      ema_decay: None for no averaged parameters.
       seed: the source of adapters.
     """
 
-    def init(given: Given = NOTHING_GIVEN) -> TrainState:
-        whole, net_state = model_init()
-        leaves, given_state = given
-        params = flatten(plan.params(whole, jax.random.key(seed)))
+    def init(
+        leaves: dict[str, jax.Array], net_state: hk.State | None = None
+    ) -> TrainState:
+        whole, first_net_state = model_init()
+        params = flatten(plan.init_params(whole, jax.random.key(seed)))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
-        net_state = net_state if given_state is None else given_state
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            net_state=net_state,
+            frozen={},
+            net_state=first_net_state if net_state is None else net_state,
             opt_state=optimizer.init(params),
             ema_params=None if ema_decay is None else params,
             loss_scale=precision.initial_loss_scale(),

@@ -1,7 +1,7 @@
-"""The mathematics of a run: pure functions of (state, batch, base).
+"""The mathematics of a run: pure functions of (state, frozen parameters, batch).
 
-The base is what does not train: the frozen parameters of a fine-tuned model, and an
-empty tree without fine-tuning. Gradients, updates and averages are of `params` alone.
+Gradients, updates and averages are of the trainable `params` alone; without
+fine-tuning the frozen parameters are an empty tree.
 
 Each is written once, for one device's share of the batch. What must agree on all
 devices is averaged over `axis_name`, which is None on one device; nothing here knows
@@ -45,8 +45,8 @@ def make_train_step(
     accumulate_steps: int = 1,
     ema_decay: float | None = None,
     seed: int = 0,
-) -> Callable[[TrainState, Batch, hk.Params], tuple[TrainState, Scalars]]:
-    """Makes `train_step(state, batch, base)`, which returns (new state, scalars).
+) -> Callable[[TrainState, hk.Params, Batch], tuple[TrainState, Scalars]]:
+    """Makes `train_step(state, frozen, batch)`, which returns (new state, scalars).
 
     Args:
       model: `apply(params, net_state, rng, inputs, is_training)`.
@@ -55,7 +55,7 @@ def make_train_step(
       preprocess: what happens to the inputs on the device first.
       precision: see `Precision`.
       axis_name: the mesh axis to average over; None on one device.
-      combine: makes the model's parameters of `params`, the base and randomness.
+      combine: makes the model's parameters of trainable ones, frozen ones and an rng.
       schedule: reported as `learning_rate`; None reports none.
       accumulate_steps: parts that the share is worked through in, one after another,
         to save memory. Gradients are averaged over all of them; batch statistics are
@@ -66,14 +66,14 @@ def make_train_step(
 
     def loss_and_more(
         params: hk.Params,
-        base: hk.Params,
+        frozen: hk.Params,
         scale: Any,
         net_state: hk.State,
         rng: jax.Array,
         batch: Batch,
     ) -> tuple[jax.Array, tuple[hk.State, Scalars]]:
         policy = precision.policy
-        params = combine(*policy.cast_to_compute((params, base)), rng)
+        params = combine(*policy.cast_to_compute((params, frozen)), rng)
         inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
             outputs, net_state = model.apply(params, net_state, rng, inputs, True)
@@ -84,12 +84,12 @@ def make_train_step(
     gradient = jax.grad(loss_and_more, has_aux=True)
 
     def train_step(
-        state: TrainState, batch: Batch, base: hk.Params
+        state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[TrainState, Scalars]:
         scale = precision.loss_scale(state.loss_scale)
         rng = _step_rng(seed, state.step, axis_name)
         grads, (net_state, scalars) = _accumulate(
-            functools.partial(gradient, state.params, base, scale),
+            functools.partial(gradient, state.params, frozen, scale),
             state.net_state,
             rng,
             batch,
@@ -122,15 +122,15 @@ def make_forward(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     combine: Combine,
-) -> Callable[[tuple[hk.Params, hk.State], Any, hk.Params], Any]:
-    """Makes `forward((params, net_state), inputs, base)`: outputs, not of training."""
+) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], Any]:
+    """Makes `forward((params, net_state), frozen, inputs)`: outputs in evaluation."""
 
     def forward(
-        variables: tuple[hk.Params, hk.State], inputs: Any, base: hk.Params
+        variables: tuple[hk.Params, hk.State], frozen: hk.Params, inputs: Any
     ) -> Any:
         policy = precision.policy
         params, net_state = variables
-        params = combine(*policy.cast_to_compute((params, base)))
+        params = combine(*policy.cast_to_compute((params, frozen)))
         inputs = policy.cast_to_compute(preprocess(inputs))
         with precision.norms_in_float32():
             outputs, _ = model.apply(params, net_state, None, inputs, False)
@@ -148,8 +148,8 @@ def make_eval_step(
     axis_name: str | None,
     combine: Combine,
     tally: Tally = NO_TALLY,
-) -> Callable[[tuple[hk.Params, hk.State], Batch, hk.Params], Scalars]:
-    """Makes `eval_step((params, net_state), batch, base)`: sums over one batch.
+) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Batch], Scalars]:
+    """Makes `eval_step((params, net_state), frozen, batch)`: sums over one batch.
 
     `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
     Returns each value of the task, summed over the examples on all devices;
@@ -160,9 +160,9 @@ def make_eval_step(
     )
 
     def eval_step(
-        variables: tuple[hk.Params, hk.State], batch: Batch, base: hk.Params
+        variables: tuple[hk.Params, hk.State], frozen: hk.Params, batch: Batch
     ) -> Scalars:
-        outputs = forward(variables, batch["inputs"], base)
+        outputs = forward(variables, frozen, batch["inputs"])
         values = _per_example(task, outputs, batch)
         # `where` and not a product: padding may give NaN.
         mask = batch["mask"]

@@ -1,186 +1,234 @@
-"""A model, a task and data, compiled for devices."""
+"""An experiment compiled for devices: `init`, `step`, `evaluate`."""
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
 import numpy as np
 import optax
 
-from haiku_template.data import Data, each_shape
+from haiku_template.data import each_shape
+from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager, Shared
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.plan import Tuning, scale_updates
-from haiku_template.finetuning.source import Source, Start, make_start
-from haiku_template.models import Model
-from haiku_template.reporting.perf import UNKNOWN, Work
-from haiku_template.training import step
+from haiku_template.finetuning import load_adapters, make_plan, scale_updates
+from haiku_template.params import flatten, unflatten
 from haiku_template.training.evaluation import add_up, summarise
-from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
-from haiku_template.training.tasks import NO_TALLY, Derive, Tally, Task, nothing_more
+from haiku_template.training.step import make_eval_step, make_train_step
+
+if TYPE_CHECKING:
+    from haiku_template.training.experiment import Experiment
 
 
-class Program(NamedTuple):
-    """What can be run: made by `make_program`.
+class StagedBatch(NamedTuple):
+    """Row numbers, and the staged training set that a step gathers them from."""
+
+    arrays: dict[str, jax.Array]
+    rows: dict[str, jax.Array]
+
+
+class Trainer:
+    """An experiment compiled for devices; nothing is allocated before `init`.
 
     Attributes:
+      experiment: its parts.
       devices: where it runs.
-      data: what it reads.
+      plan: which parameters train.
+      precision: of the computation.
       batch_size: examples in a batch of this process.
-      init: makes the train state from the seed; run it with `devices.init`.
-      start: what trains, what is frozen, and where they come from.
-      staged: the training data on the devices; None where it is on the host.
-      train_step: (state, batch on devices) to (state, scalars); donates the state.
-      eval_step: ((params, net_state), batch on devices) to sums.
-      derive: metrics that are no averages, of the averages.
-      tally: what is counted when evaluating.
-      placement: where the training data lives, in words.
-      work: what an example amounts to.
-      parts: the arguments of `make_program`.
+      abstract: the train state's shapes, dtypes and shardings.
+      abstract_staged: those of the staged training set; None where it is on the host.
+
+    Raises:
+      ConfigError: the model is not transformed, the data cannot be staged, or a value
+        is out of its range; see `make_plan`.
+      PlacementError: the batch does not split over the devices and micro-batches.
     """
 
-    devices: DeviceManager
-    data: Data
-    batch_size: int
-    init: Callable[..., TrainState]
-    start: Start
-    staged: Shared | None
-    train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
-    eval_step: Callable[[Any, Any], dict[str, jax.Array]]
-    derive: Derive
-    tally: Tally
-    placement: str
-    work: Work
-    parts: dict[str, Any]
+    def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
+        self.experiment, self.devices = experiment, devices
+        data, model = experiment.data, with_state(experiment.model)
+        example = each_shape(data.train)[0]
+        self.batch_size = len(jax.tree.leaves(example)[0])
+        devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
+        self.precision = Precision.create(experiment.precision, devices.platform)
+        self._model_init = make_model_init(
+            model=model,
+            inputs=jax.tree.map(_canonical_shape, example["inputs"]),
+            preprocess=data.preprocess,
+            precision=self.precision,
+            seed=experiment.seed,
+        )
+        self._whole, self._net_state = devices.abstract(self._model_init)
+        finetuning = experiment.finetuning
+        self.plan = make_plan(finetuning, self._whole)
+        optimizer = experiment.optimizer
+        if finetuning.multipliers:
+            optimizer = optax.chain(optimizer, scale_updates(finetuning.multipliers))
+        training = {
+            "optimizer": optimizer,
+            "ema_decay": experiment.ema_decay,
+            "seed": experiment.seed,
+        }
+        computing = {
+            "model": model,
+            "task": experiment.task,
+            "preprocess": data.preprocess,
+            "precision": self.precision,
+            "axis_name": devices.axis_name,
+            "combine": self.plan.combine,
+        }
+        self._init = make_init(self._model_init, self.plan, self.precision, **training)
+        step = make_train_step(
+            schedule=experiment.schedule,
+            accumulate_steps=experiment.accumulate_steps,
+            **training,
+            **computing,
+        )
+        eval_step = make_eval_step(tally=experiment.tally, **computing)
+        self.abstract = devices.abstract(self._init, {})._replace(
+            frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
+        )
+        self._train, self._blocks = data.train, None
+        self.abstract_staged = None
+        if experiment.placement == "device":
+            self._train = self._blocks = RowBlocks(data.train, self.batch_size)
+            arrays = data.train.staged()
+            self.abstract_staged = devices.abstract(lambda arrays: arrays, arrays)
+            step = _gathering(step, self._blocks)
+        self._step = devices.compile(step, replicated=3 if self._blocks else 2)
+        self._eval_step = devices.compile(eval_step, donate_argnums=(), replicated=2)
 
     @property
-    def compute_dtype(self) -> Any:
-        """What the model computes in."""
-        policy = Precision.create(self.parts["precision"], self.devices.platform)
-        return policy.policy.compute_dtype
+    def placement(self) -> str:
+        """Where the training data lives, in words."""
+        if self._blocks:
+            return f"staged on each device, {self._blocks.size}"
+        reason = self.experiment.why_on_host
+        return f"on the host, {reason or 'from where each batch travels'}"
 
-    def first_state(self) -> TrainState:
-        """The state before step 0, on the devices."""
-        return self.devices.init(self.init, self.start.given())
+    def init(self) -> TrainState:
+        """The train state before step 0, born on its devices.
+
+        Raises:
+          ConfigError: parameters that it starts from cannot be read, or do not fit.
+        """
+        frozen = self.frozen()
+        leaves, net_state = self._pretrained(frozen)
+        state = self.devices.init(self._init, leaves, net_state)
+        return state._replace(frozen=frozen)
+
+    def frozen(self) -> hk.Params:
+        """Frozen parameters on their devices, read again or made from the seed."""
+        if not self.plan.frozen:
+            return {}
+        if self.experiment.init_from is None:
+            return self.devices.init(lambda: self.plan.split(self._model_init()[0])[1])
+        shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
+        leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)
+        return unflatten(leaves)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One update: the new state and the step's scalars. Donates the state.
+
+        Args:
+          state: whole on every device.
+          batch: from `batches`, or from `devices.shard`.
+        """
+        more = batch if isinstance(batch, StagedBatch) else (batch,)
+        new, scalars = self._step(state.trained(), state.frozen, *more)
+        return new._replace(frozen=state.frozen), scalars
+
+    def eval_step(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
+        """Sums over one batch from `devices.shard(pad(...))`; see `make_eval_step`."""
+        variables = (state.averaged(), state.net_state)
+        return self._eval_step(variables, state.frozen, batch)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Metrics of the evaluation set; see `evaluation.evaluate`."""
+        """Metrics over the evaluation set, exact on any number of devices."""
         return self.measure(state)[0]
 
     def measure(
         self, state: TrainState
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """As `evaluate`, and the counts of the tally over the whole set."""
-        sums = add_up(self.devices, self.eval_step, state, self.data.evaluation)
-        return summarise(sums, self.derive, self.tally.derive)
+        """As `evaluate`, and the counts of the task over the whole set."""
+        evaluation, tally = self.experiment.data.evaluation, self.experiment.tally
+        sums = add_up(
+            self.devices, functools.partial(self.eval_step, state), evaluation
+        )
+        return summarise(sums, self.experiment.derive, tally.derive)
 
-    def with_parts(self, **parts: Any) -> "Program":
-        """The same program with some arguments of `make_program` changed."""
-        return make_program(**self.parts | parts)
+    def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
+        """The whole model to use: averages where there are any, adapters merged."""
+        params = state.averaged()
+        if self.plan.frozen:
+            params = self.devices.init(self.plan.merge, params, state.frozen)
+        return params, state.net_state
 
+    @contextlib.contextmanager
+    def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
+        """Batches of the steps `start` to `stop - 1` on the devices, made ahead.
 
-def make_program(
-    *,
-    devices: DeviceManager,
-    model: Model,
-    task: Task,
-    data: Data,
-    optimizer: optax.GradientTransformation,
-    schedule: Schedule | None = None,
-    precision: str = "float32",
-    accumulate_steps: int = 1,
-    ema_decay: float | None = None,
-    seed: int = 0,
-    derive: Derive = nothing_more,
-    tally: Tally = NO_TALLY,
-    placement: str = "host",
-    work: Work = UNKNOWN,
-    tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
-    source: Source | None = None,
-) -> Program:
-    """Puts the parts of a run together; nothing is compiled or allocated yet.
+        Where the training set is staged, it is put on the devices here.
+        """
+        staged = None
+        if self._blocks is not None:
+            arrays = self.experiment.data.train.staged()
+            staged = self.devices.replicate(arrays)
+        with Prefetcher(self._make_batch(staged), start, stop) as batches:
+            yield self.devices.ledger.waits(batches)
 
-    Args:
-      devices: where to run.
-      model: a transformed `forward(inputs, is_training)`, with or without state.
-      task: per-example values of the outputs, `loss` among them.
-      data: what to train and evaluate on.
-      optimizer: an optax optimizer.
-      schedule: reported as the learning rate; None reports none.
-      precision: `float32`, `bfloat16` or `float16`.
-      accumulate_steps: parts of a device's share of a batch, worked through in turn.
-      ema_decay: evaluate an average of the parameters with this decay.
-      seed: of the initial parameters and of dropout.
-      derive: makes further metrics of the task's averages, such as `perplexity`.
-      tally: what is counted over the evaluation set, such as confusions of classes.
-      placement: `host`, where the training data stays and batches travel; or `device`,
-        where all of it is staged once, and batches are gathered.
-      work: what an example amounts to, for what is reported of the run's speed.
-      tuning: what trains; by default everything.
-      source: of parameters that do not start from the seed; None for none. The base is
-        read again at each start.
+    def lower(self, batch: Any) -> Any:
+        """The train step, lowered by JAX for a host batch of this shape."""
+        shapes = self.devices.abstract_batch(batch)
+        more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
+        return self._step.lower(self.abstract.trained(), self.abstract.frozen, *more)
 
-    Raises:
-      ConfigError: the data cannot be staged.
-      PlacementError: the batch does not split over the devices and parts.
-      ConfigError: the model is not transformed.
-      ConfigError: see `make_plan`.
-      ValueError: an unknown precision.
-    """
-    parts = dict(locals())
-    model = with_state(model)
-    example = each_shape(data.train)[0]
-    batch_size = len(jax.tree.leaves(example)[0])
-    devices.check_batch_size(batch_size, accumulate_steps)
-    policy = Precision.create(precision, devices.platform)
-    model_init = make_model_init(
-        model=model,
-        inputs=jax.tree.map(_shape_on_device, example["inputs"]),
-        preprocess=data.preprocess,
-        precision=policy,
-        seed=seed,
-    )
-    start = make_start(devices, model_init, tuning, source)
-    if tuning.multipliers:
-        optimizer = optax.chain(optimizer, scale_updates(tuning.multipliers))
-    training = {"optimizer": optimizer, "ema_decay": ema_decay, "seed": seed}
-    computing = {
-        "model": model,
-        "task": task,
-        "preprocess": data.preprocess,
-        "precision": policy,
-        "axis_name": devices.axis_name,
-        "combine": start.plan.combine,
-    }
-    train_step = step.make_train_step(
-        schedule=schedule, accumulate_steps=accumulate_steps, **training, **computing
-    )
-    eval_step = step.make_eval_step(tally=tally, **computing)
-    shared = [start.base]
-    staged, words = None, "on the host, from where each batch travels"
-    if placement == "device":
-        data, train_step, staged, words = _stage(devices, data, train_step, batch_size)
-        shared = [start.base, staged]
-    return Program(
-        devices=devices,
-        data=data,
-        batch_size=batch_size,
-        init=make_init(model_init, start.plan, policy, **training),
-        start=start,
-        staged=staged,
-        train_step=devices.compile(train_step, shared=shared),
-        eval_step=devices.compile(eval_step, donate_argnums=(), shared=[start.base]),
-        derive=derive,
-        tally=tally,
-        placement=words,
-        work=work,
-        parts=parts,
-    )
+    def shapes(self) -> list[Any]:
+        """A host batch of each shape that steps get, the largest first."""
+        return each_shape(self._train)
+
+    def compile(self) -> None:
+        """Compiles the train step for each shape of batches; steps find it done."""
+        for batch in self.shapes():
+            self.lower(batch).compile()
+
+    def _pretrained(self, frozen: hk.Params) -> tuple[dict[str, Any], Any]:
+        """Trainable parameters by path, and Haiku state, that come from elsewhere."""
+        source, adapters = (
+            self.experiment.init_from,
+            self.experiment.finetuning.adapters,
+        )
+        leaves, net_state, plan = {}, None, self.plan
+        if source is not None:
+            skip = plan.frozen | plan.fresh
+            leaves, net_state = source(self._whole, skip, self._net_state)
+        if adapters is not None:
+            where = self.abstract.params, frozen, plan.lora, self.devices
+            leaves = flatten(load_adapters(adapters, *where))
+        return leaves, net_state
+
+    def _make_batch(self, staged: Any) -> Callable[[int], Any]:
+        devices = self.devices
+        last: tuple[Any, Any] = (None, None)
+
+        def make(step: int) -> Any:
+            nonlocal last
+            begun = time.perf_counter()
+            batch = self._train.batch(step)
+            devices.ledger.add_since("data", begun)
+            if batch is not last[0]:  # Staged data gives one object for many steps.
+                last = batch, devices.shard(batch)
+            return last[1] if staged is None else StagedBatch(staged, last[1])
+
+        return make
 
 
 def with_state(model: Any) -> hk.TransformedWithState:
@@ -199,49 +247,17 @@ def with_state(model: Any) -> hk.TransformedWithState:
     return model
 
 
-def compile_ahead(program: Program) -> None:
-    """Compiles the train step for each shape of batches; steps find it done."""
-    state = program.devices.abstract(program.init)
-    for batch in each_shape(program.data.train):
-        shapes = program.devices.abstract_batch(batch)
-        program.train_step.lower(state, shapes).compile()
+def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
+    """The train step, of staged arrays and row numbers instead of a batch."""
+
+    def gather_and_step(
+        state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
+    ) -> Any:
+        return step(state, frozen, blocks.gather(arrays, rows, state.step))
+
+    return gather_and_step
 
 
-def batch_maker(program: Program) -> Callable[[int], Any]:
-    """A function that makes the batch of a step and puts it on the devices."""
-    devices = program.devices
-    last: tuple[Any, Any] = (None, None)
-
-    def make(step: int) -> Any:
-        nonlocal last
-        begun = time.perf_counter()
-        batch = program.data.train.batch(step)
-        devices.ledger.add_since("data", begun)
-        if batch is not last[0]:  # Staged data gives one object for many steps.
-            last = batch, devices.shard(batch)
-        return last[1]
-
-    return make
-
-
-def _stage(
-    devices: DeviceManager, data: Data, train_step: Callable, batch_size: int
-) -> tuple[Data, Callable, Shared, str]:
-    """Data and train step that work with row numbers, the staged arrays, and words."""
-    blocks = RowBlocks(data.train, batch_size)
-    arrays = blocks.dataset.staged()
-    staged = Shared.create(
-        devices.abstract(lambda arrays: arrays, arrays),
-        lambda: devices.replicate(arrays),
-    )
-
-    def step(state: TrainState, block: Any, base: hk.Params, arrays: Any) -> Any:
-        return train_step(state, blocks.gather(arrays, block, state.step), base)
-
-    words = f"staged on each device, {blocks.size}"
-    return data._replace(train=blocks), step, staged, words
-
-
-def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:
+def _canonical_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
     """The shape, and the dtype that JAX makes of it: float64 becomes float32."""
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))

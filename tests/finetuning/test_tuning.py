@@ -11,7 +11,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Tuning
 from haiku_template.models import mlp
-from haiku_template.pretrained.reading import flatten
+from haiku_template.params import flatten
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
 from haiku_template.training import classification, make_program, train

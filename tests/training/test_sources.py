@@ -14,7 +14,7 @@ from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.source import make_source, with_sizes
-from haiku_template.pretrained.reading import flatten
+from haiku_template.params import flatten
 from haiku_template.runs.run import evaluate_checkpoint
 from haiku_template.storage.checkpoint import restore
 from haiku_template.training import experiment

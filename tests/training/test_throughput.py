@@ -7,9 +7,8 @@ from ml_collections import config_dict
 
 from haiku_template.config import default_config
 from haiku_template.data import Data
-from haiku_template.devices import matmul_peak
 from haiku_template.models import gpt_flops_per_token
-from haiku_template.reporting.perf import UNKNOWN, Work, rate_text, rates
+from haiku_template.reporting.perf import UNKNOWN, Work, matmul_peak, rate_text, rates
 from haiku_template.storage.metrics import read
 from haiku_template.training import experiment, train
 
