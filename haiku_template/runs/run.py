@@ -73,10 +73,12 @@ class Run:
         trainer = self.trainer
         if self._holds_adapters:
             return _step_of_adapters(self.workdir, self.which), trainer.init()
-        step, state = self.restore(
-            lambda saved, step: saved.restore(step, trainer.abstract.trained())
+        step, saved = self.restore(
+            lambda checkpoints, step: checkpoints.restore(
+                step, trainer.abstract.saved()
+            )
         )
-        state = state._replace(frozen=trainer.frozen())
+        state = TrainState(**saved, frozen=trainer.frozen())
         if self.config.init_from is not None:
             check_same_frozen(self.devices, state.frozen, self.workdir)
         return step, state

@@ -106,8 +106,8 @@ def train(
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
         if start:
-            state = checkpoints.restore(start, trainer.abstract.trained())
-            state = state._replace(frozen=trainer.frozen())
+            saved = checkpoints.restore(start, trainer.abstract.saved())
+            state = TrainState(**saved, frozen=trainer.frozen())
         else:
             state = trainer.init()
         devices.check(state)
@@ -218,7 +218,7 @@ class _Run:
                 check_params(self.devices, state.params, step, latest)
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
-                    self.checkpoints.save(step, state.trained(), evaluated)
+                    self.checkpoints.save(step, state.saved(), evaluated)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)

@@ -38,8 +38,12 @@ class TrainState(NamedTuple):
     loss_scale: tuple[jax.Array, ...]
 
     def trained(self) -> "TrainState":
-        """The state without what is frozen: what a step changes and a save keeps."""
+        """The state without frozen parameters, as a compiled step takes it."""
         return self._replace(frozen={})
+
+    def saved(self) -> dict[str, Any]:
+        """The fields that a checkpoint keeps, by name."""
+        return {name: x for name, x in self._asdict().items() if name != "frozen"}
 
     def averaged(self) -> hk.Params:
         """Trainable parameters to evaluate: the averages where there are any."""
