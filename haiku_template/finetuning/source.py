@@ -12,10 +12,9 @@ from haiku_template.config import load
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.adapters import ADAPTERS, same_names
+from haiku_template.models import Family
 from haiku_template.params import flatten, unflatten
-from haiku_template.pretrained.families import FAMILIES
-from haiku_template.pretrained.folder import describe
-from haiku_template.pretrained.reading import read
+from haiku_template.pretrained import describe, read
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
@@ -28,13 +27,15 @@ Source = Callable[
 ]
 
 
-def open_source(init_from: str, model: str, devices: DeviceManager) -> Source:
+def open_source(
+    init_from: str, family: Family | None, devices: DeviceManager
+) -> Source:
     """Opens the parameters that `config.init_from` names.
 
     Args:
       init_from: a workdir, a Hugging Face folder, or a safetensors file with names of
         Hugging Face's or of Haiku's.
-      model: the name of the model.
+      family: of the model; None for one that Hugging Face does not know.
       devices: where the parameters are to live.
 
     Raises:
@@ -55,9 +56,8 @@ def open_source(init_from: str, model: str, devices: DeviceManager) -> Source:
     if is_workdir(path):
         return _of_workdir(path, devices)
     if path.is_dir():
-        describe(path, model)
-    families = [family for family in FAMILIES.values() if family.model == model]
-    rules = sum((family.rules for family in families), ())
+        describe(path, family)
+    rules = family.rules if family else ()
 
     def of_files(
         shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
@@ -68,19 +68,22 @@ def open_source(init_from: str, model: str, devices: DeviceManager) -> Source:
     return of_files
 
 
-def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
+def with_sizes(
+    values: dict[str, Any], init_from: str | None, family: Family | None
+) -> dict[str, Any]:
     """Keys of `config.model`, completed from a Hugging Face folder.
 
     Args:
       values: the keys; those that are None or absent are taken from the folder.
       init_from: see `open_source`.
+      family: of the model.
 
     Raises:
       ConfigError: a key says something else than the folder; see `describe`.
     """
     if not is_folder(init_from):
         return values
-    known = describe(init_from, values["name"]).arguments
+    known = describe(init_from, family).arguments
     known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
     for key, value in known.items():
         if values.get(key) not in (None, value):

@@ -12,6 +12,7 @@ import numpy as np
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.generation.sampling import Sampling, make_steps
+from haiku_template.params import flatten
 from haiku_template.runs import Run
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import experiment
@@ -93,13 +94,15 @@ def _merged(run: Run) -> tuple[int, hk.Params]:
 
 def _sizes(params: Any, run: Run) -> tuple[int, int]:
     """The vocabulary and the context of a model, from the shapes of its tables."""
-    tables = [params.get(f"gpt/{name}") for name in ("embed", "positions")]
-    if None in tables:
+    name = run.config.model.name
+    family = experiment.family_of(name)
+    if family is None or family.tables is None:
         raise ConfigError(
-            f"config.model.name={run.config.model.name} of the run in {run.workdir} is "
-            "not a language model that text can be generated with; gpt is"
+            f"config.model.name={name} of the run in {run.workdir} is not a language "
+            "model that text can be generated with; gpt is"
         )
-    vocabulary, context = (table["embeddings"].shape[0] for table in tables)
+    leaves = flatten(params)
+    vocabulary, context = (leaves[path].shape[0] for path in family.tables)
     return vocabulary, context
 
 

@@ -11,6 +11,7 @@ import haiku as hk
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.bert import bert
+from haiku_template.models.family import Family, Keyword, Rule
 from haiku_template.models.gpt import Cache, gpt, gpt_flops_per_token
 from haiku_template.models.logits import LazyLogits, multiply_out
 from haiku_template.models.mlp import mlp
@@ -24,16 +25,18 @@ MODELS: dict[str, Callable[..., Model]] = {
     "mlp": mlp,
     "resnet": resnet,
 }
-# Of a training step, for each token: called with `num_outputs`, the tokens of an
-# example, and the keys of `config.model`.
-FLOPS_PER_TOKEN: dict[str, Callable[..., float]] = {"gpt": gpt_flops_per_token}
+# Families that Hugging Face knows, by its `model_type`.
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (gpt.family, bert.family)}
 
 __all__ = [
-    "FLOPS_PER_TOKEN",
+    "FAMILIES",
     "MODELS",
     "Cache",
+    "Family",
+    "Keyword",
     "LazyLogits",
     "Model",
+    "Rule",
     "ConfigError",
     "bert",
     "gpt",

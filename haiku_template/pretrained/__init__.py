@@ -1,6 +1,5 @@
 """Pretrained parameters in files of others: safetensors in Hugging Face's names."""
 
-from haiku_template.pretrained.families import FAMILIES, Family
 from haiku_template.pretrained.folder import (
     CONFIG,
     Description,
@@ -8,7 +7,6 @@ from haiku_template.pretrained.folder import (
     to_config,
 )
 from haiku_template.pretrained.reading import read, restore
-from haiku_template.pretrained.rules import Rule
 from haiku_template.pretrained.writing import (
     Shard,
     check_new,
@@ -21,10 +19,7 @@ from haiku_template.pretrained.writing import (
 
 __all__ = [
     "CONFIG",
-    "FAMILIES",
     "Description",
-    "Family",
-    "Rule",
     "Shard",
     "check_new",
     "describe",

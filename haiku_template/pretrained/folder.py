@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.errors import ConfigError
-from haiku_template.pretrained.families import FAMILIES, Family
+from haiku_template.models import FAMILIES, Family
 
 CONFIG = "config.json"
 
@@ -47,25 +47,25 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def describe(folder: str | Path, model: str | None = None) -> Description:
+def describe(folder: str | Path, expected: Family | None = None) -> Description:
     """Reads the config.json of a Hugging Face folder.
 
     Args:
       folder: holds config.json.
-      model: the name in `MODELS` that it should be of; None for any.
+      expected: the family that it should be of; None for any in `FAMILIES`.
 
     Raises:
       ConfigError: config.json is missing or damaged, or it describes a model that
-        `MODELS` cannot compute, or another one than `model`; says in what.
+        no family computes, or another one than expected; says in what.
     """
     path, config = Path(folder) / CONFIG, read_config(folder)
     kind, architectures = config["model_type"], config.get("architectures") or []
-    family = FAMILIES.get(kind)
-    if family is None or (model and model != family.model):
-        wanted = [k for k, f in FAMILIES.items() if model in (None, f.model)]
+    possible = FAMILIES if expected is None else {expected.model_type: expected}
+    family = possible.get(kind)
+    if family is None:
         raise ConfigError(
             f"{path} describes a model of type {kind!r}; possible are "
-            f"{', '.join(wanted) or 'none'}" + f" for the model {model}" * bool(model)
+            f"{', '.join(possible)}" + " for this model" * (expected is not None)
         )
     if not set(map(str, architectures)) <= set(family.architectures):
         raise ConfigError(
@@ -77,7 +77,7 @@ def describe(folder: str | Path, model: str | None = None) -> Description:
         value = config.get(key, possible[0])
         if value not in possible:
             raise ConfigError(
-                f"{path} has {key}={value!r}, which the model {family.model} cannot "
+                f"{path} has {key}={value!r}, which a {kind} model here cannot "
                 f"compute; possible is {' or '.join(map(repr, possible))}"
             )
     return Description(config, family, arguments)
@@ -97,20 +97,21 @@ def _arguments(path: Path, config: dict[str, Any], family: Family) -> dict[str, 
     return values
 
 
-def to_config(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a model made here, for other software to load it.
 
     Args:
-      kind: a key of `FAMILIES`, which is Hugging Face's `model_type`.
+      family: of the model.
       arguments: the keyword arguments that made the model, `num_outputs` of a GPT among
         them; what is left out has the default of the family.
     """
-    family = FAMILIES[kind]
     sizes = {
         keyword.key: arguments.get(keyword.name, keyword.default)
         for keyword in family.keywords
     }
     fixed = {key: possible[0] for key, possible in family.fixed(sizes).items()}
     return (
-        {"model_type": kind, "architectures": [family.architectures[0]]} | fixed | sizes
+        {"model_type": family.model_type, "architectures": [family.architectures[0]]}
+        | fixed
+        | sizes
     )

@@ -12,32 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.errors import ConfigError
+from haiku_template.models import Rule
 from haiku_template.params import near
 from haiku_template.pretrained.tensors import FLOATS, Tensor
 
 GUESSES = 50  # Names for which the nearest is looked for, which takes milliseconds.
-
-
-class Rule(NamedTuple):
-    """What becomes of the tensors whose names fit a pattern.
-
-    A later rule with the same target is for tied tensors: where a file holds both, they
-    must be equal.
-
-    Attributes:
-      pattern: of names in the file. `{}` is a number, `*` is anything, and what is in
-        square brackets may be missing.
-      target: the path of the parameter, `{}` standing for the numbers; None skips the
-        tensor.
-      transform: a key of `TRANSFORMS`.
-      optional: whether the tensor is skipped in a model without such a parameter,
-        instead of being an error.
-    """
-
-    pattern: str
-    target: str | None
-    transform: str = "same"
-    optional: bool = False
 
 
 # Each gives the view of a parameter that has the axes of the file's tensor, and so

@@ -12,11 +12,9 @@ from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, is_folder, save_adapters
-from haiku_template.models.gpt import PRESETS
 from haiku_template.params import flatten
 from haiku_template.pretrained import (
     CONFIG,
-    FAMILIES,
     Shard,
     check_new,
     export_like,
@@ -27,7 +25,7 @@ from haiku_template.pretrained import (
     write_folder,
 )
 from haiku_template.runs.run import Run
-from haiku_template.training.experiment import model_keys
+from haiku_template.training.experiment import family_of, model_keys
 
 SINGLE, STATE = "model.safetensors", "state.safetensors"
 
@@ -55,23 +53,20 @@ def export_safetensors(run: Run, output: Path) -> int:
     check_new(output)
     config, devices, data = run.config, run.devices, run.trainer.experiment.data
     params, net_state = run.model()
-    kinds = [k for k, family in FAMILIES.items() if family.model == config.model.name]
-    if not kinds:
+    family = family_of(config.model.name)
+    if family is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
         shards = {name: Shard({}, _makers(devices, t)) for name, t in trees.items()}
         others = {CONFIG: to_json(to_dict(config))}
         write_folder(output, shards, others, SINGLE, {})
         return run.step
-    rules, source = FAMILIES[kinds[0]].rules, config.init_from
+    rules, source = family.rules, config.init_from
     described = _classes(config, data)
     if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
         return run.step
     arguments = {"num_outputs": data.num_outputs} | model_keys(config)
-    if config.model.name == "gpt":
-        sizes = PRESETS[arguments.get("preset") or "124M"]._asdict()
-        arguments = sizes | {k: v for k, v in arguments.items() if v is not None}
-    made = to_config(kinds[0], arguments) | described
+    made = to_config(family, family.sizes(arguments)) | described
     export_new(output, params, rules, devices, config=made)
     return run.step
 

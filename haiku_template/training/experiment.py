@@ -22,7 +22,7 @@ from haiku_template.finetuning import (
     vocabulary_of,
     with_sizes,
 )
-from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
+from haiku_template.models import MODELS, Family, Model
 from haiku_template.registry import make, make_task, resolve
 from haiku_template.reporting.perf import UNKNOWN, Work
 from haiku_template.storage.workdir import check as check_workdir
@@ -119,7 +119,9 @@ class Experiment:
         task = make_task(config.task)
         source = None
         if config.init_from is not None:
-            source = open_source(config.init_from, config.model.name, devices)
+            source = open_source(
+                config.init_from, family_of(config.model.name), devices
+            )
         data = make_data(config)
         model = make_model(config, data.num_outputs, devices.axis_name)
         _check_vocabulary(config, data)
@@ -201,6 +203,11 @@ def make_model(
     return make("model", model_keys(config), MODELS, **facts)
 
 
+def family_of(model: str) -> Family | None:
+    """Family of the model function that `config.model.name` names, if it has one."""
+    return getattr(resolve("model", model, MODELS), "family", None)
+
+
 def make_finetuning(config: config_dict.ConfigDict) -> Finetuning:
     """Fine-tuning as a config says it."""
     values = config.finetuning.to_dict()
@@ -210,7 +217,8 @@ def make_finetuning(config: config_dict.ConfigDict) -> Finetuning:
 
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """The keys of `config.model`, with the sizes of the model that it starts from."""
-    return with_sizes(config.model.to_dict(), config.init_from)
+    family = family_of(config.model.name)
+    return with_sizes(config.model.to_dict(), config.init_from, family)
 
 
 def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
@@ -237,10 +245,11 @@ def _work(config: config_dict.ConfigDict, data: Data) -> Work:
         return UNKNOWN  # What is learned from differs between examples.
     tokens = batch["labels"].shape[1]
     values = model_keys(config)
-    flops = FLOPS_PER_TOKEN.get(values.pop("name"))
-    if flops is None:
+    family = family_of(values.pop("name"))
+    if family is None or family.flops_per_token is None:
         return Work(tokens)
-    return Work(tokens, tokens * flops(data.num_outputs, tokens, **values))
+    flops = family.flops_per_token(data.num_outputs, tokens, **values)
+    return Work(tokens, tokens * flops)
 
 
 def run(

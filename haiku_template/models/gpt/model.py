@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import blocks
 from haiku_template.models.attention import IMPLEMENTATIONS
+from haiku_template.models.gpt import blocks
+from haiku_template.models.layers import drop, look_up, norm, table
 from haiku_template.models.logits import LazyLogits
 
 
@@ -37,7 +38,7 @@ PRESETS = {
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, so that each is computed once.
+    """KV cache: keys and values of the tokens so far, each computed once.
 
     Attributes:
       blocks: of each block, keys and values: two arrays [B, S, H, D / H].
@@ -45,7 +46,7 @@ class Cache(NamedTuple):
         them is overwritten before it is read.
     """
 
-    blocks: tuple[blocks.Kept, ...]
+    blocks: tuple[blocks.KeysValues, ...]
     lengths: jax.Array
 
 
@@ -105,7 +106,7 @@ def gpt(
         rate = dropout if is_training else 0.0
         with hk.name_scope("gpt"):
             x, vocabulary, cache = _embed(tokens, num_outputs, size, cache)
-            x = blocks.drop(rate, x)  # [B, T, D]
+            x = drop(rate, x)  # [B, T, D]
             after = []
             for i in range(size.num_layers):
                 block = blocks.Block(
@@ -113,9 +114,9 @@ def gpt(
                 )
                 block = hk.remat(block) if remat else block
                 before = () if cache is None else (cache.blocks[i], cache.lengths)
-                x, kept = block(x, *before)
-                after.append(kept)
-            logits = LazyLogits(blocks.norm("norm")(x), vocabulary)
+                x, new = block(x, *before)
+                after.append(new)
+            logits = LazyLogits(norm("norm")(x), vocabulary)
         if cache is None:
             return logits
         return logits, Cache(tuple(after), cache.lengths + tokens.shape[1])
@@ -137,18 +138,18 @@ def _embed(
 ) -> tuple[jax.Array, jax.Array, Cache | None]:
     """Vectors of tokens and places [B, T, D], the vocabulary [V, D], and a cache."""
     rows, num_tokens = tokens.shape
-    vocabulary = blocks.table(num_outputs, size.width, "embed")
-    positions = blocks.table(size.context, size.width, "positions")
+    vocabulary = table(num_outputs, size.width, "embed")
+    positions = table(size.context, size.width, "positions")
     if cache == "new":
         shape = (rows, size.context, size.num_heads, size.width // size.num_heads)
         zeros = jnp.zeros(shape, vocabulary.dtype)
-        kept = ((zeros, zeros),) * size.num_layers
-        cache = Cache(kept, jnp.zeros(rows, jnp.int32))
-    x = blocks.look_up(vocabulary, tokens)
+        empty = ((zeros, zeros),) * size.num_layers
+        cache = Cache(empty, jnp.zeros(rows, jnp.int32))
+    x = look_up(vocabulary, tokens)
     if cache is None:
         return x + positions[None, :num_tokens], vocabulary, None
     places = blocks.places(cache.lengths, num_tokens)
-    return x + blocks.look_up(positions, places), vocabulary, cache
+    return x + look_up(positions, places), vocabulary, cache
 
 
 def gpt_flops_per_token(
@@ -175,6 +176,12 @@ def gpt_flops_per_token(
     params = num_outputs * width + size.num_layers * block + 2 * width
     attention = size.num_layers * width * (num_tokens or size.context)
     return 6.0 * params + 12.0 * attention
+
+
+def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `gpt`, those that are None or absent from the preset."""
+    sizes = PRESETS[arguments.get("preset") or "124M"]._asdict()
+    return sizes | {k: v for k, v in arguments.items() if v is not None}
 
 
 def _size(preset: str | None, *args: int | None, **kwargs: int | None) -> Size:

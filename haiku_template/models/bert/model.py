@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.attention import attend
-from haiku_template.models.blocks import drop, linear, look_up, table
+from haiku_template.models.layers import drop, linear, look_up, table
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""What GPT-2 is made of: blocks of causal attention and an MLP.
+"""Transformer blocks of GPT-2: causal attention with a KV cache, and an MLP.
 
 Shapes: B examples, T tokens, D width, H heads, S tokens of the context.
 """
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.models.attention import attend
+from haiku_template.models.layers import DEVIATION, drop, linear, norm
 
-DEVIATION = 0.02  # Of the initial parameters.
-Kept = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] each.
+KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] each.
 
 
 class Block(hk.Module):
@@ -38,15 +38,15 @@ class Block(hk.Module):
     def __call__(
         self,
         x: jax.Array,
-        kept: Kept | None = None,
+        cache: KeysValues | None = None,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Kept | None]:
-        """The new [B, T, D]; with `kept` and how many tokens it holds, the new one."""
+    ) -> tuple[jax.Array, KeysValues | None]:
+        """The new [B, T, D]; with keys and values so far and how many tokens they are of, the new ones."""
         attention = Attention(self.num_heads, self.attention, self.residual)
-        y, kept = attention(norm("norm_1")(x), kept, lengths)
+        y, cache = attention(norm("norm_1")(x), cache, lengths)
         x = x + drop(self.dropout, y)
         y = MLP(self.residual)(norm("norm_2")(x))
-        return x + drop(self.dropout, y), kept
+        return x + drop(self.dropout, y), cache
 
 
 class Attention(hk.Module):
@@ -61,8 +61,8 @@ class Attention(hk.Module):
         self.residual = residual
 
     def __call__(
-        self, x: jax.Array, kept: Kept | None, lengths: jax.Array | None
-    ) -> tuple[jax.Array, Kept | None]:
+        self, x: jax.Array, cache: KeysValues | None, lengths: jax.Array | None
+    ) -> tuple[jax.Array, KeysValues | None]:
         """As `Block`: [B, T, D] to the same."""
         width = x.shape[-1]
         projected = linear(3 * width, "qkv")(x)
@@ -70,13 +70,13 @@ class Attention(hk.Module):
             part.reshape(*x.shape[:2], self.num_heads, -1)
             for part in jnp.split(projected, 3, axis=-1)
         )
-        if kept is None:
+        if cache is None:
             y = attend(self.attention, query, key, value)
         else:
-            kept = _append(kept[0], key, lengths), _append(kept[1], value, lengths)
-            mask = _visible(lengths, x.shape[1], kept[0].shape[1])
-            y = attend(self.attention, query, *kept, mask)
-        return linear(width, "projection", self.residual)(y.reshape(x.shape)), kept
+            cache = _append(cache[0], key, lengths), _append(cache[1], value, lengths)
+            mask = _visible(lengths, x.shape[1], cache[0].shape[1])
+            y = attend(self.attention, query, *cache, mask)
+        return linear(width, "projection", self.residual)(y.reshape(x.shape)), cache
 
 
 class MLP(hk.Module):
@@ -98,48 +98,13 @@ def places(lengths: jax.Array, num_tokens: int) -> jax.Array:
     return lengths[:, None] + jnp.arange(num_tokens)[None]
 
 
-def _append(kept: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+def _append(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     """Writes [B, T, H, D / H] behind the first `lengths` of [B, S, H, D / H]."""
     write = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
-    return write(kept, new.astype(kept.dtype), lengths, 0)
+    return write(cache, new.astype(cache.dtype), lengths, 0)
 
 
 def _visible(lengths: jax.Array, num_tokens: int, context: int) -> jax.Array:
-    """Which of S kept tokens each of T new ones may see: bool [B, 1, T, S]."""
+    """Which of S cache tokens each of T new ones may see: bool [B, 1, T, S]."""
     here = places(lengths, num_tokens)
     return (jnp.arange(context)[None, None] <= here[:, :, None])[:, None]
-
-
-def linear(
-    width: int, name: str, w_init: hk.initializers.Initializer | None = None
-) -> hk.Linear:
-    """A layer with bias: `w` [inputs, width], `b` [width]."""
-    w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
-    return hk.Linear(width, w_init=w_init, name=name)
-
-
-def norm(name: str) -> hk.LayerNorm:
-    """Layer normalisation of each token: `scale` and `offset` [D]."""
-    return hk.LayerNorm(
-        axis=-1, create_scale=True, create_offset=True, eps=1e-5, name=name
-    )
-
-
-def table(rows: int, width: int, name: str) -> jax.Array:
-    """`embeddings` [rows, width]."""
-    init = hk.initializers.RandomNormal(DEVIATION)
-    return hk.Embed(rows, width, w_init=init, name=name).embeddings
-
-
-def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of a table; NaN for a row that it does not have.
-
-    Looked up in float32, so that gradients of the same row add up in it.
-    """
-    rows = jnp.take(embeddings.astype(jnp.float32), ids, axis=0, mode="fill")
-    return rows.astype(embeddings.dtype)
-
-
-def drop(rate: float, x: jax.Array) -> jax.Array:
-    """Dropout; none, and no randomness, at rate 0."""
-    return hk.dropout(hk.next_rng_key(), rate, x) if rate else x

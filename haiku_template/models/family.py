@@ -1,0 +1,93 @@
+"""Model families in Hugging Face's layout: their config.json and tensors, as data."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """What becomes of the tensors whose names fit a pattern.
+
+    A later rule with the same target is for tied tensors: where a file holds both, they
+    must be equal.
+
+    Attributes:
+      pattern: of names in the file. `{}` is a number, `*` is anything, and what is in
+        square brackets may be missing.
+      target: the path of the parameter, `{}` standing for the numbers; None skips the
+        tensor.
+      transform: `same` or `transpose`.
+      optional: whether the tensor is skipped in a model without such a parameter,
+        instead of being an error.
+    """
+
+    pattern: str
+    target: str | None
+    transform: str = "same"
+    optional: bool = False
+
+
+class Keyword(NamedTuple):
+    """A keyword argument of the model, and its key in config.json.
+
+    Attributes:
+      name: the keyword.
+      key: in config.json.
+      default: where config.json has no such key; its type is the one to expect.
+    """
+
+    name: str
+    key: str
+    default: int | float
+
+
+class Family(NamedTuple):
+    """What other software knows of a model function, which has it as `.family`.
+
+    Attributes:
+      model_type: Hugging Face's name of the family.
+      architectures: Hugging Face's classes whose tensors the rules know.
+      keywords: what config.json says of a model's size.
+      fixed: what config.json must say for the model to be the one computed here: for
+        each key what is possible, first of all the default.
+      rules: the rename table.
+      sizes: completes the model's keyword arguments, as from a preset.
+      flops_per_token: of a training step, called with `num_outputs`, the tokens of an
+        example and the keys of `config.model`; None where there is no formula.
+      tables: paths of the embeddings of tokens and of positions, whose rows are the
+        vocabulary and the context; None for a model that text is not generated with.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    keywords: tuple[Keyword, ...]
+    fixed: Callable[[dict[str, Any]], dict[str, tuple[Any, ...]]]
+    rules: tuple[Rule, ...]
+    sizes: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
+    flops_per_token: Callable[..., float] | None = None
+    tables: tuple[str, str] | None = None
+
+
+def linear_rules(pattern: str, target: str, optional: bool = False) -> tuple[Rule, ...]:
+    """PyTorch's `nn.Linear`, whose weight is (out, in)."""
+    return (
+        Rule(f"{pattern}.weight", f"{target}/w", "transpose", optional),
+        Rule(f"{pattern}.bias", f"{target}/b", "same", optional),
+    )
+
+
+def conv1d_rules(pattern: str, target: str) -> tuple[Rule, ...]:
+    """Hugging Face's `Conv1D`, whose weight is (in, out) as Haiku's is."""
+    return (
+        Rule(f"{pattern}.weight", f"{target}/w"),
+        Rule(f"{pattern}.bias", f"{target}/b"),
+    )
+
+
+def norm_rules(pattern: str, target: str) -> tuple[Rule, ...]:
+    """`nn.LayerNorm`; files that came from TensorFlow say gamma and beta."""
+    return (
+        Rule(f"{pattern}.weight", f"{target}/scale"),
+        Rule(f"{pattern}.bias", f"{target}/offset"),
+        Rule(f"{pattern}.gamma", f"{target}/scale"),
+        Rule(f"{pattern}.beta", f"{target}/offset"),
+    )

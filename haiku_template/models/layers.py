@@ -1,0 +1,42 @@
+"""Layers that the transformers share: GPT-2's initialization, float32 embeddings."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+DEVIATION = 0.02  # Of the initial parameters.
+
+
+def linear(
+    width: int, name: str, w_init: hk.initializers.Initializer | None = None
+) -> hk.Linear:
+    """A layer with bias: `w` [inputs, width], `b` [width]."""
+    w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
+    return hk.Linear(width, w_init=w_init, name=name)
+
+
+def norm(name: str) -> hk.LayerNorm:
+    """Layer normalisation of each token: `scale` and `offset` [D]."""
+    return hk.LayerNorm(
+        axis=-1, create_scale=True, create_offset=True, eps=1e-5, name=name
+    )
+
+
+def table(rows: int, width: int, name: str) -> jax.Array:
+    """`embeddings` [rows, width]."""
+    init = hk.initializers.RandomNormal(DEVIATION)
+    return hk.Embed(rows, width, w_init=init, name=name).embeddings
+
+
+def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows [B, T, D] of a table; NaN for a row that it does not have.
+
+    Looked up in float32, so that gradients of the same row add up in it.
+    """
+    rows = jnp.take(embeddings.astype(jnp.float32), ids, axis=0, mode="fill")
+    return rows.astype(embeddings.dtype)
+
+
+def drop(rate: float, x: jax.Array) -> jax.Array:
+    """Dropout; none, and no randomness, at rate 0."""
+    return hk.dropout(hk.next_rng_key(), rate, x) if rate else x
