@@ -23,18 +23,30 @@ def why_no_gpu() -> str:
     for finding in check_environment("gpu"):
         if finding.severity == "error":
             return str(finding)
+    if only_cpu():
+        return (
+            "this process had chosen jax_platforms='cpu', as DeviceManager.create"
+            "('cpu') does, and JAX keeps the platforms that it started with; create "
+            "the DeviceManager for the GPU first, or start another process"
+        )
     return (
         "nothing is wrong outside JAX, whose own words are above; "
         "python -m haiku_template.doctor --device=gpu looks further"
     )
 
 
-def warn_of_unused_card() -> None:
-    """Logs, loudly, that a run is on the CPU beside a GPU."""
-    if has_card(Machine.here()):
-        logger.warning(
-            "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why_no_gpu()
-        )
+def only_cpu() -> bool:
+    """Whether JAX was told to start the CPU and nothing else."""
+    return jax.config.jax_platforms == "cpu"
+
+
+def unused_card() -> str:
+    """Logs, loudly, that a run is on the CPU beside a GPU; returns why, or nothing."""
+    if not has_card(Machine.here()):
+        return ""
+    why = why_no_gpu()
+    logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
+    return why
 
 
 def check_default_device() -> None:

@@ -13,7 +13,12 @@ import jax
 
 from haiku_template.devices.audit import device_index
 from haiku_template.devices.errors import DeviceError
-from haiku_template.devices.failures import ignored_platforms, why_no_gpu
+from haiku_template.devices.failures import (
+    ignored_platforms,
+    only_cpu,
+    unused_card,
+    why_no_gpu,
+)
 from haiku_template.diagnosis import Machine, diagnose
 from haiku_template.diagnosis.cards import is_amd
 
@@ -70,12 +75,22 @@ def parse(
     return Request(spec, platform, indices, num_devices, simulate_devices)
 
 
-def check_memory_fraction(fraction: float | None) -> None:
-    """Raises `DeviceError` unless this is a share of a card's memory."""
+def check_memory_options(fraction: float | None, preallocate: bool | None) -> None:
+    """Refuses a mistake in the program, which no other device would mend.
+
+    Raises:
+      DeviceError: not a share of a card's memory, or given when JAX has started.
+    """
     if fraction is not None and not 0 < fraction <= 1:
         raise DeviceError(
             f"--gpu_memory_fraction={fraction} is not a share of the card's memory; "
             "possible are numbers above 0 and up to 1"
+        )
+    if (fraction is not None or preallocate is not None) and backend_started():
+        raise DeviceError(
+            "gpu_memory_fraction and gpu_preallocate were given after JAX had "
+            "started and would be ignored; create the DeviceManager before the "
+            "first JAX operation"
         )
 
 
@@ -103,16 +118,10 @@ def configure(
     reserve memory on every GPU of the host.
 
     Raises:
-      DeviceError: no GPU can be used and one was asked for; an option is out of
-        range; or a backend exists already, which ignores the option.
+      DeviceError: no GPU can be used and one was asked for; or a backend exists
+        already, which ignores the platforms.
     """
     if backend_started():
-        if gpu_memory_fraction is not None or gpu_preallocate is not None:
-            raise DeviceError(
-                "gpu_memory_fraction and gpu_preallocate were given after JAX had "
-                "started and would be ignored; create the DeviceManager before the "
-                "first JAX operation"
-            )
         ignored = ignored_platforms()
         if request.platform == "auto" and ignored:
             raise DeviceError(f"--device=auto was asked for: {ignored}")
@@ -208,16 +217,24 @@ def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
     if request.indices is not None:
         missing = [index for index in request.indices if index not in by_index]
         if missing:
+            there += _simulated(platform, max(request.indices) + 1)
             raise DeviceError(
                 f"--device={request.spec} names {platform}:{missing[0]}, and {there}"
             )
         return [by_index[index] for index in request.indices]
     count = request.num_devices or request.simulate_devices or len(devices)
     if count > len(devices):
+        there += _simulated(platform, count)
         raise DeviceError(
             f"--num_devices={count} was asked for on {platform}, and {there}"
         )
     return devices[:count]
+
+
+def _simulated(platform: str, count: int) -> str:
+    if platform != "cpu":
+        return ""
+    return f"; --simulate_devices={count} makes the CPU appear as so many"
 
 
 def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
@@ -229,7 +246,13 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
         return f"--device={request.spec}, {share} of this process's {platform} devices"
     if platform != "cpu":
         return f"--device=auto, and JAX found {platform} ({share} of them used)"
-    variable = os.environ.get("JAX_PLATFORMS")
-    if variable:
+    variable = os.environ.get("JAX_PLATFORMS", "")
+    unused = unused_card()
+    if variable.split(",")[0].strip() == "cpu":
         return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
-    return "--device=auto, and no accelerator was found"
+    if only_cpu():
+        return "--device=auto, and jax_platforms='cpu' was chosen in this process"
+    if unused:
+        return f"--device=auto, and this machine's GPU is not used: {unused}"
+    fell = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
+    return f"--device=auto, and no accelerator was found{fell}"
