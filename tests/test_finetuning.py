@@ -9,14 +9,16 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
 from haiku_template import generation
 from haiku_template.config import ConfigError
 from haiku_template.data import DataError
+from haiku_template.data.text import Tokenizer
 from haiku_template.devices import DeviceManager
 from haiku_template.finetuning import (
     FAMILIES,
@@ -44,7 +46,7 @@ def cpu():
 
 def write_folder(folder, kind, texts, devices, seed=0):
     """A Hugging Face folder of a small model with random weights, and a tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -208,19 +210,16 @@ def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
 
 def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
     """What a run writes behind a prompt, to the end of the text."""
-    text = generation.make_text(saved.data.tokenizer)
+    tokenizer = Tokenizer(saved.data.tokenizer)
     model = generation.load(saved, devices, workdir, "latest")
-    sampling = generation.Sampling(temperature=0.0, vocabulary=text.size)
+    sampling = generation.Sampling(temperature=0.0, vocabulary=tokenizer.size)
     generate = generation.make_generate(devices, model, sampling)
-    stream, tokens = text.stream(), text.encode(prompt)
+    stream, (tokens,) = tokenizer.stream(), tokenizer.encode([prompt])
     for token in tokens:
         stream(token)
     new = [int(row[0]) for row in generate([tokens], 8)]
-    end = Tokenizer.from_file(f"{saved.data.tokenizer}/tokenizer.json").token_to_id(
-        "<|endoftext|>"
-    )
-    assert end in new
-    return "".join(map(stream, new[: new.index(end)]))
+    assert tokenizer.end in new
+    return "".join(map(stream, new[: new.index(tokenizer.end)]))
 
 
 def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answering):
