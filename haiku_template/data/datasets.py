@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data import files, images
-from haiku_template.data.arrays import (
-    ArrayDataset,
-    BatchSpec,
-    Data,
-    EvaluationSet,
-)
 from haiku_template.data.checks import (
     check_classes,
     check_examples,
     check_targets,
     count_classes,
+)
+from haiku_template.data.dataset import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
 )
 from haiku_template.data.errors import DataError
 from haiku_template.data.text.datasets import byte_text, tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from haiku_template.data.arrays import BatchSpec, Data
+from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.errors import DataError
 from haiku_template.data.text.buckets import (
     BucketedDataset,
