@@ -13,7 +13,7 @@ import jax
 from haiku_template.config import ConfigError
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas, matmul_peak
-from haiku_template.training import report
+from haiku_template.training import fingerprint, report
 from haiku_template.training import workdir as names
 from haiku_template.training.budget import budget_table, check_budget
 from haiku_template.training.checkpoint import Checkpoints
@@ -93,6 +93,7 @@ def train(
     check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
+        fingerprint.keep(directory, program, config or {})
         open_workdir(directory, config or {}, devices)
         display = stack.enter_context(Display(directory, num_steps))
         checkpoints = stack.enter_context(
