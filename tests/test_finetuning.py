@@ -151,7 +151,8 @@ def answering(cpu, gpt2, tmp_path_factory):
 
 def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     folder, path = bert
-    config, workdir = classifier(folder, path), tmp_path / "run"
+    config = classifier(folder, path, **{"model.pooling": "cls"})
+    workdir = tmp_path / "run"
     run(config, cpu, str(workdir))
     saved = configs.of_run(workdir)
     assert saved.data.tokenizer == str(folder)
@@ -175,7 +176,7 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
 
     # What was exported starts another run where this one ended.
     again = classifier(
-        tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "mean"}
+        tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "cls"}
     )
     first, second = (
         build(again, cpu).first_state().params,
