@@ -1,6 +1,7 @@
 """Where parameters come from when a run starts: the seed, or what others trained."""
 
 import json
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,12 +142,17 @@ def place_base(devices: DeviceManager, start: Start, workdir: Path) -> None:
         write_atomically(file, json.dumps(found) + "\n")
 
 
+logger = logging.getLogger(__name__)
+
+STATE = "state.safetensors"  # Network state, beside the parameters' file.
+
+
 def make_source(init_from: str | None, model: str, devices: DeviceManager) -> Source:
     """The source that `config.init_from` names.
 
     Args:
-      init_from: a workdir, a Hugging Face folder, or a safetensors file with names of
-        Hugging Face's or of Haiku's.
+      init_from: a workdir, a Hugging Face folder, a folder that was exported, or a
+        safetensors file with names of Hugging Face's or of Haiku's.
       model: the name of the model.
       devices: where the parameters are to live.
 
@@ -158,7 +164,8 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
     if not path.exists():
         raise ConfigError(
             f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
-            "possible are a workdir, a Hugging Face folder and a safetensors file; "
+            "possible are a workdir, a Hugging Face or exported folder and a "
+            "safetensors file; "
             "where a run's source has moved, its config.json may be told"
         )
     if (path / ADAPTERS).is_file():
@@ -168,7 +175,7 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
         )
     if is_workdir(path):
         return _of_workdir(path, devices)
-    if path.is_dir():
+    if is_folder(init_from):
         describe(path, model)
     families = [family for family in FAMILIES.values() if family.model == model]
     rules = sum((family.rules for family in families), ())
@@ -177,7 +184,20 @@ def make_source(init_from: str | None, model: str, devices: DeviceManager) -> So
         table = rules + same_names(shapes)
         return read(path, shapes, table, devices, skip=skip)
 
-    return Source(of_files, lambda net_state: None)
+    def net_state(shapes: hk.State) -> hk.State | None:
+        file = (path if path.is_dir() else path.parent) / STATE
+        if shapes and file.is_file():
+            return unflatten(read(file, shapes, same_names(shapes), devices))
+        if shapes:
+            logger.warning(
+                "network state starts afresh, not as it was trained: %s is not there, "
+                "which would give %s",
+                file,
+                ", ".join(list(flatten(shapes))[:4]),
+            )
+        return None
+
+    return Source(of_files, net_state)
 
 
 def with_sizes(values: dict[str, Any], init_from: str | None) -> dict[str, Any]:
@@ -211,7 +231,7 @@ def vocabulary_of(init_from: str | None) -> int | None:
       ConfigError: see `config.load`.
       ConfigError: see `describe`.
     """
-    if init_from is not None and is_workdir(Path(init_from)):
+    if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
         given = saved and saved.data.get("vocab_size")
         return given or vocabulary_of(saved.get("init_from"))
@@ -224,12 +244,22 @@ def vocabulary_of(init_from: str | None) -> int | None:
 def is_folder(init_from: str | None) -> bool:
     """Whether `config.init_from` names a Hugging Face folder."""
     path = Path(init_from or "")
-    return init_from is not None and path.is_dir() and not is_workdir(path)
+    return init_from is not None and path.is_dir() and not _has_config(path)
 
 
 def is_workdir(path: Path) -> bool:
     """Whether a run has written here."""
     return (path / CHECKPOINTS).is_dir()
+
+
+def _has_config(path: Path) -> bool:
+    """Whether this is a workdir, or was exported in Haiku's names with its config."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return is_workdir(path)
+    ours = isinstance(config, dict) and "model_type" not in config
+    return is_workdir(path) or (ours and "model" in config)
 
 
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:

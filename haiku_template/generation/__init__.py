@@ -3,15 +3,12 @@
 from haiku_template.errors import ConfigError
 from haiku_template.generation.generator import LanguageModel, load, make_generate
 from haiku_template.generation.sampling import Sampling, sample
-from haiku_template.generation.text import Text, make_text
 
 __all__ = [
     "ConfigError",
     "LanguageModel",
     "Sampling",
-    "Text",
     "load",
     "make_generate",
-    "make_text",
     "sample",
 ]

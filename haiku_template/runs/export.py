@@ -3,29 +3,38 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import haiku as hk
 import numpy as np
 from ml_collections import config_dict
+
+from haiku_template.config import to_dict
+from haiku_template.data import Data
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.config import (to_dict)
-from haiku_template.data import (Data)
-from haiku_template.devices import (DeviceManager)
-from haiku_template.finetuning.adapters import (ADAPTERS, save_adapters)
-from haiku_template.pretrained.writing import (export_like, export_new)
-from haiku_template.pretrained.families import (FAMILIES)
-from haiku_template.pretrained.folder import (CONFIG, to_config)
-from haiku_template.pretrained.reading import (flatten)
-from haiku_template.pretrained.writing import (Shard, check_new, new_folder, to_json, write_folder)
-from haiku_template.models.gpt import (PRESETS)
-from haiku_template.runs.run import (restore_run)
-from haiku_template.training.evaluation import (variables)
-from haiku_template.training.experiment import (model_keys)
-from haiku_template.training.trainer import (Program)
-from haiku_template.finetuning.source import (is_folder)
-from haiku_template.training.state import (TrainState)
+from haiku_template.finetuning.adapters import ADAPTERS, save_adapters
+from haiku_template.finetuning.source import STATE, is_folder
+from haiku_template.models.gpt import PRESETS
+from haiku_template.pretrained.families import FAMILIES
+from haiku_template.pretrained.folder import CONFIG, to_config
+from haiku_template.pretrained.reading import flatten
+from haiku_template.pretrained.writing import (
+    Shard,
+    check_new,
+    export_like,
+    export_new,
+    new_folder,
+    to_json,
+    write_folder,
+)
+from haiku_template.runs.run import restore_run
+from haiku_template.training.evaluation import variables
+from haiku_template.training.experiment import model_keys
+from haiku_template.training.state import TrainState
+from haiku_template.training.trainer import Program
 
-
-SINGLE, STATE = "model.safetensors", "state.safetensors"
+SINGLE = "model.safetensors"
+HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
 
 
 def export_safetensors(
@@ -54,7 +63,8 @@ def export_safetensors(
     Raises:
       ConfigError: `output` exists, or the base is not that of the run.
       StorageError: it cannot be written.
-      ConfigError: no such checkpoint.
+      ConfigError: no such checkpoint, or a classifier that transformers would load
+        and compute something else from.
       StorageError: it is damaged.
     """
     check_new(output)
@@ -68,7 +78,7 @@ def export_safetensors(
         write_folder(output, shards, others, SINGLE, {})
         return step
     rules, source = FAMILIES[kinds[0]].rules, config.init_from
-    described = _classes(config, program.data)
+    described = _classes(config, program.data) if HEAD in params else {}
     if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
         return step
@@ -133,21 +143,28 @@ def whole_model(program: Program, state: TrainState) -> tuple[hk.Params, hk.Stat
 def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndarray]]:
     """What copies each leaf to the host, by path."""
     return {
-        path: lambda leaf=leaf: np.ascontiguousarray(devices.fetch(leaf))
+        path: lambda leaf=leaf: np.asarray(devices.fetch(leaf), order="C")
         for path, leaf in flatten(tree).items()
     }
 
 
 def _classes(config: config_dict.ConfigDict, data: Data) -> dict[str, Any]:
-    """What Hugging Face's config.json says of a classifier; nothing of others."""
-    if config.task.name != "classification":
-        return {}
+    """What Hugging Face's config.json says of a classifier.
+
+    Raises:
+      ConfigError: Hugging Face has no such classifier.
+    """
+    pooling = model_keys(config).get("pooling", "cls")
+    if pooling != "cls":
+        raise ConfigError(
+            f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
+            "alone: transformers would load the folder and compute something else; "
+            "train with --config.model.pooling=cls, or export this run with "
+            "--format=stablehlo"
+        )
     names = data.class_names or tuple(map(str, range(data.num_outputs)))
-    described: dict[str, Any] = {
+    return {
+        "architectures": ["BertForSequenceClassification"],
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
     }
-    if config.model.get("pooling", "cls") == "cls":
-        # Its classifiers know no other pooling.
-        described["architectures"] = ["BertForSequenceClassification"]
-    return described

@@ -1,16 +1,18 @@
 """Evaluates a checkpoint of a run, from what its workdir holds."""
 
 from pathlib import Path
+
 from ml_collections import config_dict
+
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.devices import (DeviceManager)
-from haiku_template.finetuning.adapters import (ADAPTERS, read_facts)
-from haiku_template.reporting import (plots)
-from haiku_template.training.experiment import (build)
-from haiku_template.training.trainer import (Program)
-from haiku_template.storage.checkpoint import (restore)
-from haiku_template.finetuning.source import (place_base)
-from haiku_template.training.state import (TrainState)
+from haiku_template.finetuning.adapters import ADAPTERS, read_facts
+from haiku_template.finetuning.source import place_base
+from haiku_template.reporting import plots
+from haiku_template.storage.checkpoint import restore
+from haiku_template.training.experiment import build
+from haiku_template.training.state import TrainState
+from haiku_template.training.trainer import Program
 
 
 def evaluate_checkpoint(

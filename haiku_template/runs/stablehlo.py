@@ -1,32 +1,31 @@
 """A checkpoint as a program that JAX runs without Haiku."""
 
-from haiku_template.errors import ConfigError
 import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
 from ml_collections import config_dict
-from haiku_template.data import (each_shape)
-from haiku_template.devices import (DeviceManager)
-from haiku_template.pretrained.writing import (check_new, new_folder)
-from haiku_template.models import (MODELS, LazyLogits, multiply_out)
-from haiku_template.runs.run import (restore_run)
-from haiku_template.training.experiment import (make_model)
-from haiku_template.runs.export import (whole_model)
-from haiku_template.registry import (resolve)
-from haiku_template.training.precision import (Precision)
-from haiku_template.training.trainer import (with_state)
-from haiku_template.training.step import (make_forward)
 
+from haiku_template.data import each_shape
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.models import MODELS, LazyLogits, multiply_out
+from haiku_template.pretrained.writing import check_new, new_folder
+from haiku_template.registry import resolve
+from haiku_template.runs.export import whole_model
+from haiku_template.runs.run import restore_run
+from haiku_template.training.experiment import make_model
+from haiku_template.training.precision import Precision
+from haiku_template.training.step import make_forward
+from haiku_template.training.trainer import with_state
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
 PLATFORMS = ("cpu", "cuda")
 MOST_BYTES = 2**31  # Of what jax.export serialises, parameters included.
-
-
 
 
 def export_stablehlo(

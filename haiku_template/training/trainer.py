@@ -1,5 +1,6 @@
 """A model, a task and data, compiled for devices."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class Program(NamedTuple):
       tally: what is counted when evaluating.
       placement: where the training data lives, in words.
       work: what an example amounts to.
+      uncompiled: both steps as they would be on one device, before any staging.
       parts: the arguments of `make_program`.
     """
 
@@ -56,6 +58,7 @@ class Program(NamedTuple):
     tally: Tally
     placement: str
     work: Work
+    uncompiled: tuple[Callable[..., Any], Callable[..., Any]]
     parts: dict[str, Any]
 
     @property
@@ -154,13 +157,13 @@ def make_program(
         "task": task,
         "preprocess": data.preprocess,
         "precision": policy,
-        "axis_name": devices.axis_name,
         "combine": start.plan.combine,
     }
-    train_step = step.make_train_step(
-        schedule=schedule, accumulate_steps=accumulate_steps, **training, **computing
+    once = {"schedule": schedule, "accumulate_steps": accumulate_steps}
+    make_steps = functools.partial(
+        _make_steps, once | training | computing, computing | {"tally": tally}
     )
-    eval_step = step.make_eval_step(tally=tally, **computing)
+    train_step, eval_step = make_steps(devices.axis_name)
     shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
@@ -179,6 +182,7 @@ def make_program(
         tally=tally,
         placement=words,
         work=work,
+        uncompiled=make_steps(None),
         parts=parts,
     )
 
@@ -240,6 +244,15 @@ def _stage(
 
     words = f"staged on each device, {blocks.size}"
     return data._replace(train=blocks), step, staged, words
+
+
+def _make_steps(
+    training: dict[str, Any], evaluating: dict[str, Any], axis_name: str | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return (
+        step.make_train_step(axis_name=axis_name, **training),
+        step.make_eval_step(axis_name=axis_name, **evaluating),
+    )
 
 
 def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:
