@@ -8,8 +8,9 @@ tokenizer.json, which `pip install "haiku_template[text]"` reads. A line of text
 is {"text": "A fine film.", "label": "positive"}. All parameters train;
 `--config.finetuning.train='("bert/head/*",)'` trains the head alone, and adapters too
 with `--config.finetuning.lora.rank=8`. Hugging Face's own classifiers read what is
-exported after `--config.model.pooling=cls`; they know no mean of the tokens. To go on
-from such a folder, head and all: `--config.finetuning.fresh='()'`.
+exported after `--config.model.pooling=cls`; they know no mean of the tokens, of which
+`--format=stablehlo` alone writes. To go on from such a folder, head and all:
+`--config.finetuning.fresh='()'`.
 
 Lab record, all-MiniLM-L6-v2 on 9,531 snippets of film reviews, positive or negative by
 their mean rating (vaderSentiment 3.3.2's sources, movieReviewSnippets_GroundTruth.txt),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from haiku_template.diagnosis import causes, probe, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.results import Device, DriverResult
-from haiku_template.diagnosis.rows import Facts, Finding
+from haiku_template.diagnosis.rows import Facts, Finding, has_card
 
 WORKS, USAGE, UNAVAILABLE = 0, 64, 69
 SPEC = re.compile(r"auto|(?:cpu|gpu|tpu)(?::\d+(?:,\d+)*)?")
@@ -121,6 +121,12 @@ class Examination:
         self.checks.append(("test run", f"{words} ({run.child.seconds:.1f} s)"))
         self.works = not self._broken() and run.works()
 
+    def card_unused(self) -> bool:
+        """Whether JAX chose the CPU beside a GPU, which `auto` allows it to."""
+        if self.platform != "auto" or not has_card(self.machine):
+            return False
+        return bool(self.facts.jax) and self.facts.jax.default == "cpu"
+
     def _broken(self) -> bool:
         facts = self.facts
         self.findings = causes.diagnose(
@@ -133,13 +139,15 @@ class Examination:
         if not self.indices or max(self.indices) < len(there):
             return False
         names = ", ".join(f"{self.platform}:{i}" for i in range(len(there)))
-        asked = f"{self.platform}:{max(self.indices)} was asked for"
+        most = max(self.indices)
+        asked = f"{self.platform}:{most} was asked for"
+        simulated = f", or, in a run, --simulate_devices={most + 1}"
         absent = Finding(
             "A00",
             "error",
             "a device that was asked for does not exist",
             f"{asked}, and there are {names}",
-            "ask for one of these",
+            "ask for one of these" + (simulated if self.platform == "cpu" else ""),
         )
         self.findings.insert(0, absent)
         return True
@@ -183,6 +191,7 @@ def report(examination: Examination, asked: str, seconds: float) -> dict[str, An
     return {
         "asked": asked,
         "works": examination.works,
+        "card_unused": examination.card_unused(),
         "cause": errors[0]._asdict() if errors else None,
         "findings": [finding._asdict() for finding in examination.findings],
         "checks": [{"check": c, "result": r} for c, r in examination.checks],
@@ -219,6 +228,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         text.append(f"    found: {finding['found']}")
         text.append(f"    fix:   {finding['fix']}")
     verdict = "works" if found["works"] else "does not work"
+    if found["works"] and found["card_unused"]:
+        verdict = "works on the CPU, and this machine's GPU is not used"
     text.append(f"--device={found['asked']} {verdict} ({found['seconds']:.1f} s)")
     return text
 

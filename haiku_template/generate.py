@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from ml_collections import config_dict
 
-    from haiku_template.generation import Text
+    from haiku_template.data.text import Tokenizer
 
 DASHES = "-" * 16
 
@@ -60,21 +60,22 @@ def main() -> None:
     saved = config.of_run(workdir)
     devices = cli.device_manager(num_devices=1)
     from haiku_template import generation
+    from haiku_template.data.text import Tokenizer
     from haiku_template.runs import Run
 
-    text = generation.make_text(_TOKENIZER.value or _tokenizer_of(saved))
+    tokenizer = Tokenizer(_TOKENIZER.value or _tokenizer_of(saved))
+    tokens = tokenizer.encode(prompts)
     model = generation.load(Run.open(workdir, devices, _CHECKPOINT.value))
     sampling = generation.Sampling(
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
-        vocabulary=text.size,
+        vocabulary=tokenizer.size,
         seed=_SEED.value,
     )
     generate = generation.make_generate(devices, model, sampling)
-    tokens = [text.encode(prompt) for prompt in prompts]
     with devices.explicit_transfers():
         written = generate(tokens, _NUM_TOKENS.value)
-        _show(prompts, tokens, text, written)
+        _show(prompts, tokens, tokenizer, written)
 
 
 def read_prompts() -> list[str]:
@@ -125,11 +126,11 @@ def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
 def _show(
     prompts: list[str],
     tokens: list[list[int]],
-    text: "Text",
+    tokenizer: "Tokenizer",
     written: "Iterator[np.ndarray]",
 ) -> None:
     """Prints one text as it comes, or several when they are done."""
-    streams = [text.stream() for _ in prompts]
+    streams = [tokenizer.stream() for _ in prompts]
     for stream, prompt in zip(streams, tokens, strict=True):
         for token in prompt:
             stream(token)  # What follows may depend on it; a space, for example.

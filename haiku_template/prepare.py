@@ -11,18 +11,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from absl import flags
 
 from haiku_template import cli
+from haiku_template.data.files import read_with
+from haiku_template.data.text import documents
+from haiku_template.data.text.documents import TextFile, pieces
+from haiku_template.data.text.tokenizer import FILE, Tokenizer, learn_tokenizer
+from haiku_template.data.text.writer import TokenWriter, check_same, write_new
 from haiku_template.errors import ConfigError
-
-if TYPE_CHECKING:
-    from haiku_template.data.text.documents import TextFile
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # In which a file that is no text shows a zero byte.
+BATCH = 2**19  # Characters that are handed to the tokenizer's threads at once.
 
 _INPUT = flags.DEFINE_string("input", None, "A text file, or a folder of them.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
@@ -48,74 +50,98 @@ def main() -> None:
     Raises:
       ConfigError: what a user can mend; then no token file was written.
     """
-    from haiku_template.data.text.files import TOKENIZER
-
     named = (_OUTPUT.value, _VALIDATION_OUTPUT.value)
     outputs = [Path(path).expanduser() for path in named if path]
     source = Path(_TOKENIZER.value).expanduser()
-    beside = outputs[0].parent / TOKENIZER
+    beside = outputs[0].parent / FILE
     _check_paths(source, beside, outputs)
     parts = _read_input({path.resolve() for path in (source, beside, *outputs)})
     try:
         if _TRAIN_VOCAB_SIZE.value is not None:
-            _train(source, parts[0])
+            with _progress("learn", parts[0]) as report:
+                texts = _watched(parts[0], report)
+                contents = learn_tokenizer(texts, _TRAIN_VOCAB_SIZE.value)
+            write_new(source, contents)
         _write(source, beside, outputs, parts)
     except OSError as error:
         where = error.filename or outputs[0].parent
         raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
 
 
-def _train(tokenizer_file: Path, files: list["TextFile"]) -> None:
-    """Learns a tokenizer from the text and writes it."""
-    from haiku_template.data.text import encoding
-    from haiku_template.data.text import writer as token_writer
-
-    with _progress("learn", files) as report:
-        texts = _watched(files, report)
-        tokenizer = encoding.train_tokenizer(texts, _TRAIN_VOCAB_SIZE.value)
-    token_writer.write_new(tokenizer_file, tokenizer.to_str(pretty=True).encode())
-
-
 def _write(
-    source: Path, beside: Path, outputs: list[Path], parts: list[list["TextFile"]]
+    source: Path, beside: Path, outputs: list[Path], parts: list[list[TextFile]]
 ) -> None:
     """Writes a token file for each part, and the tokenizer beside the first."""
-    from haiku_template.data.text import encoding
-    from haiku_template.data.text import writer as token_writer
-    from haiku_template.data.text.files import tokenizer_vocab_size
-
-    tokenizer = encoding.load_tokenizer(source)
-    contents = source.read_bytes()
-    token_writer.check_same(beside, contents)
-    end = encoding.end_of_text(tokenizer, _END_OF_TEXT.value)
-    vocab_size = tokenizer_vocab_size(source)
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    tokenizer = Tokenizer(source, end=_END_OF_TEXT.value, literal=True)
+    contents = Path(tokenizer.name).read_bytes()
+    check_same(beside, contents)
+    dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
     with contextlib.ExitStack() as stack:
-        writers = [token_writer.TokenWriter(path, dtype) for path in outputs]
+        writers = [TokenWriter(path, dtype) for path in outputs]
         for writer, files in zip(writers, parts, strict=True):
             stack.enter_context(writer)
             with _progress("write", files) as report:
-                encoding.write_tokens(files, tokenizer, writer, end, report)
+                write_tokens(files, tokenizer, writer, report)
         for writer in writers:
             writer.publish()
-    token_writer.write_new(beside, contents)
+    write_new(beside, contents)
     for writer, files in zip(writers, parts, strict=True):
         print(
             f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} files; "
-            f"the vocabulary has {vocab_size}"
+            f"the vocabulary has {tokenizer.size}"
         )
 
 
-def _read_input(own: set[Path]) -> list[list["TextFile"]]:
+def write_tokens(
+    files: list[TextFile],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    report: Callable[[int], None],
+) -> None:
+    """Writes the tokens of all files, one after another, each with its end.
+
+    Args:
+      files: UTF-8 text.
+      tokenizer: which tokens.
+      writer: takes the tokens.
+      report: called with the number of bytes that were worked on since the last call.
+
+    Raises:
+      ConfigError: a file that cannot be read or is not UTF-8, or that the tokenizer
+        cannot encode.
+    """
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    for batch in _batches(files):
+        texts = [text for text, _ in batch]
+        rows = tokenizer.encode(texts)
+        for (_, is_last), ids in zip(batch, rows, strict=True):
+            writer.write(ids + end * is_last)
+        report(sum(len(text.encode()) for text in texts))
+
+
+def _batches(files: list[TextFile]) -> Iterator[list[tuple[str, bool]]]:
+    """Groups of pieces, each with whether it is the last of its file."""
+    batch, length = [], 0
+    for file in files:
+        for piece in pieces(file):
+            batch.append((piece, False))
+            length += len(piece)
+            if length >= BATCH:
+                yield batch
+                batch, length = [], 0
+        batch.append(("", True))
+    yield batch
+
+
+def _read_input(own: set[Path]) -> list[list[TextFile]]:
     """The files to train on, and those held out when that is asked for.
 
     Args:
       own: files that this command reads or writes, which are no input.
     """
-    from haiku_template.data.text import documents as text
-
-    files = [f for f in text.text_files(_INPUT.value) if f.path.resolve() not in own]
-    files = text.check_any([f for f in files if _is_text(f)], _INPUT.value)
+    found = documents.text_files(_INPUT.value)
+    files = [f for f in found if f.path.resolve() not in own and _is_text(f)]
+    documents.check_any(files, _INPUT.value)
     if not _VALIDATION_OUTPUT.value:
         return [files]
     if _VALIDATION_FRACTION.value == 0:
@@ -123,19 +149,16 @@ def _read_input(own: set[Path]) -> list[list["TextFile"]]:
             "--validation_output holds no files when --validation_fraction is 0; give "
             "more than 0, or leave it out"
         )
-    return list(text.split_documents(files, _VALIDATION_FRACTION.value))
+    return list(documents.split_documents(files, _VALIDATION_FRACTION.value))
 
 
-def _is_text(file: "TextFile") -> bool:
-    from haiku_template.data import files
-    from haiku_template.data.text import documents as text
-
+def _is_text(file: TextFile) -> bool:
     def start(path: Path) -> bytes:
         with path.open("rb") as f:
             return f.read(BINARY_BYTES)
 
-    content = files.read_with(file.path, start)
-    return bool(content) and text.is_text(content)
+    content = read_with(file.path, start)
+    return bool(content) and documents.is_text(content)
 
 
 def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
@@ -153,9 +176,7 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
             raise ConfigError(f"{path} must end in .safetensors, which is its format")
 
 
-def _watched(files: list["TextFile"], report: Callable[[int], None]) -> Iterator[str]:
-    from haiku_template.data.text.encoding import pieces
-
+def _watched(files: list[TextFile], report: Callable[[int], None]) -> Iterator[str]:
     for file in files:
         for piece in pieces(file):
             yield piece
@@ -163,7 +184,7 @@ def _watched(files: list["TextFile"], report: Callable[[int], None]) -> Iterator
 
 
 @contextlib.contextmanager
-def _progress(verb: str, files: list["TextFile"]) -> Iterator[Callable[[int], None]]:
+def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None]]:
     """Shows how many bytes of the files are done: a bar, or a line now and then."""
     from rich import progress
 

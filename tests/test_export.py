@@ -1,6 +1,7 @@
 """Exports, used as other software would: files, and a process without Haiku."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
@@ -22,7 +23,7 @@ from haiku_template.runs.export import export_safetensors
 from haiku_template.runs.run import restore_run
 from haiku_template.runs.stablehlo import export_forward, export_stablehlo
 from haiku_template.training.evaluation import variables
-from haiku_template.training.experiment import run
+from haiku_template.training.experiment import build, run
 from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
 
@@ -181,11 +182,95 @@ def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, of
     assert "bert.encoder.layer.0.attention.self.query.weight" in tensors
 
 
+def as_transformers(folder, tokens, mask):
+    """The logits of BertForSequenceClassification, from what the folder says alone."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    tensors = load_file(folder / "model.safetensors")
+    heads = config["num_attention_heads"]
+
+    def linear(name, x):
+        return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
+
+    def norm(name, x):
+        x = x - x.mean(-1, keepdims=True)
+        x /= np.sqrt((x**2).mean(-1, keepdims=True) + config["layer_norm_eps"])
+        return x * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    def split(x):
+        return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+    kinds = ("word", "position", "token_type")
+    word, position, kind = (
+        tensors[f"bert.embeddings.{name}_embeddings.weight"] for name in kinds
+    )
+    x = word[tokens] + position[: tokens.shape[1]] + kind[0]
+    x = norm("bert.embeddings.LayerNorm", x)
+    for i in range(config["num_hidden_layers"]):
+        at = f"bert.encoder.layer.{i}."
+        q, k, v = (
+            split(linear(f"{at}attention.self.{name}", x))
+            for name in ("query", "key", "value")
+        )
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
+        scores = np.where(mask[:, None, None, :], scores, -1e30)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        y = (scores / scores.sum(-1, keepdims=True)) @ v
+        y = linear(f"{at}attention.output.dense", y.swapaxes(1, 2).reshape(x.shape))
+        x = norm(f"{at}attention.output.LayerNorm", x + y)
+        y = linear(f"{at}intermediate.dense", x)
+        y = y * (1 + np.vectorize(math.erf)(y / np.sqrt(2))) / 2
+        x = norm(f"{at}output.LayerNorm", x + linear(f"{at}output.dense", y))
+    logits = linear("classifier", np.tanh(linear("bert.pooler.dense", x[:, 0])))
+    assert len(config["id2label"]) == logits.shape[1]  # Else it loads another head.
+    return logits
+
+
+@pytest.mark.parametrize("task", ["classification", "mine:margin"])
+def test_what_is_exported_of_a_bert_computes_the_same_in_transformers(
+    tmp_path, one_device, monkeypatch, task
+):
+    config, workdir = experiment(tmp_path, "bert")
+    run(config, one_device, str(workdir))
+    program, _, state = restore_run(config, one_device, workdir, "latest")
+    config.task = {"name": task}
+    output = tmp_path / "out"
+    monkeypatch.setattr(
+        exporting, "restore_run", lambda *args: (program, 1, large(state))
+    )
+    export_safetensors(config, one_device, workdir, "latest", output)
+    inputs = program.data.train.batch(0)["inputs"]
+    model = with_state(program.parts["model"])
+    expected, _ = model.apply(large(state).params, {}, None, inputs, False)
+    found = as_transformers(output, inputs["tokens"], inputs["mask"])
+    assert np.std(found) > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def large(state):
+    """The state with parameters that make a difference."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), state.params
+    )
+    return state._replace(params=params)
+
+
+def test_a_classifier_that_transformers_lacks_is_not_exported_in_its_names(
+    tmp_path, one_device
+):
+    config, workdir = experiment(tmp_path, "bert")
+    config.model.pooling = "mean"
+    run(config, one_device, str(workdir))
+    words = "train with --config.model.pooling=cls, .* --format=stablehlo"
+    with pytest.raises(ConfigError, match=words):
+        export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
     monkeypatch.setitem(
-        export.PRESETS,
-        "124M",
-        export.PRESETS["124M"]._replace(**SIZES),
+        export.PRESETS, "124M", export.PRESETS["124M"]._replace(**SIZES)
     )
     config, workdir = experiment(tmp_path, "gpt")
     config.model = {"name": "gpt", "preset": "124M"}
@@ -210,7 +295,54 @@ def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
         assert tensors.keys() == expected.keys() and tensors
         for name, value in expected.items():
             np.testing.assert_array_equal(tensors[name], value)
+            assert tensors[name].shape == value.shape  # Counters have none.
     assert json.loads((output / "config.json").read_text())["model"]["name"] == "resnet"
+
+
+@pytest.mark.parametrize(
+    ("name", "as_file"), [("mlp", False), ("resnet", False), ("resnet", True)]
+)
+def test_a_run_starts_from_what_was_exported_with_its_network_state(
+    tmp_path, one_device, name, as_file
+):
+    devices = one_device
+    config, workdir = trained(tmp_path, devices, name, ema_decay=0.5)
+    output = tmp_path / "out"
+    export_safetensors(config, devices, workdir, "latest", output)
+    program, _, state = restore_run(config, devices, workdir, "latest")
+    config.init_from = str(output / "model.safetensors" if as_file else output)
+    start = build(config, devices)
+    first = start.first_state()
+    for a, b in (
+        (first.params, state.ema_params),
+        (first.net_state, state.net_state),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+        assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
+    assert start.evaluate(first) == pytest.approx(program.evaluate(state), abs=1e-6)
+    run(config, devices, str(tmp_path / "next"))
+
+
+def test_network_state_that_no_file_gives_is_warned_of(tmp_path, one_device, caplog):
+    config, workdir = trained(tmp_path, one_device, "resnet")
+    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    (tmp_path / "out" / "state.safetensors").unlink()
+    config.init_from = str(tmp_path / "out")
+    build(config, one_device).first_state()
+    assert "state.safetensors is not there" in caplog.text
+    assert "which would give group_0/~/block_0/~/batchnorm_0" in caplog.text
+
+
+def test_network_state_of_another_model_is_refused(tmp_path, one_device):
+    config, workdir = trained(tmp_path, one_device, "resnet")
+    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    file = tmp_path / "out" / "state.safetensors"
+    tensors = load_file(file)
+    tensors.pop("stem_norm/~/mean_ema/average")
+    save_file(tensors, file)
+    config.init_from = str(tmp_path / "out")
+    with pytest.raises(ConfigError, match="missing  stem_norm/~/mean_ema/average"):
+        build(config, one_device).first_state()
 
 
 def test_adapters_are_merged(tmp_path, one_device):

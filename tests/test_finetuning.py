@@ -9,12 +9,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
 from haiku_template import generation
+from haiku_template.data.text import Tokenizer
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import FAMILIES, export_new, flatten, to_config
@@ -37,7 +39,7 @@ def cpu():
 
 def write_folder(folder, kind, texts, devices, seed=0):
     """A Hugging Face folder of a small model with random weights, and a tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -142,7 +144,8 @@ def answering(cpu, gpt2, tmp_path_factory):
 
 def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     folder, path = bert
-    config, workdir = classifier(folder, path), tmp_path / "run"
+    config = classifier(folder, path, **{"model.pooling": "cls"})
+    workdir = tmp_path / "run"
     run(config, cpu, str(workdir))
     saved = configs.of_run(workdir)
     assert saved.data.tokenizer == str(folder)
@@ -166,7 +169,7 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
 
     # What was exported starts another run where this one ended.
     again = classifier(
-        tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "mean"}
+        tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "cls"}
     )
     first, second = (
         build(again, cpu).first_state().params,
@@ -201,19 +204,16 @@ def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
 
 def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
     """What a run writes behind a prompt, to the end of the text."""
-    text = generation.make_text(saved.data.tokenizer)
+    tokenizer = Tokenizer(saved.data.tokenizer)
     model = generation.load(saved, devices, workdir, "latest")
-    sampling = generation.Sampling(temperature=0.0, vocabulary=text.size)
+    sampling = generation.Sampling(temperature=0.0, vocabulary=tokenizer.size)
     generate = generation.make_generate(devices, model, sampling)
-    stream, tokens = text.stream(), text.encode(prompt)
+    stream, (tokens,) = tokenizer.stream(), tokenizer.encode([prompt])
     for token in tokens:
         stream(token)
     new = [int(row[0]) for row in generate([tokens], 8)]
-    end = Tokenizer.from_file(f"{saved.data.tokenizer}/tokenizer.json").token_to_id(
-        "<|endoftext|>"
-    )
-    assert end in new
-    return "".join(map(stream, new[: new.index(end)]))
+    assert tokenizer.end in new
+    return "".join(map(stream, new[: new.index(tokenizer.end)]))
 
 
 def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answering):

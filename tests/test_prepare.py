@@ -15,11 +15,10 @@ from safetensors.numpy import load_file
 from tokenizers import models, pre_tokenizers
 
 from haiku_template.data import DATASETS, BatchSpec
+from haiku_template.data.text import Tokenizer
 from haiku_template.data.text import documents as text
-from haiku_template.data.text import encoding
-from haiku_template.data.text.files import tokenizer_vocab_size
+from haiku_template.data.text.tokenizer import learn_tokenizer
 from haiku_template.data.text.writer import TokenWriter, write_new
-from haiku_template.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"
@@ -40,9 +39,8 @@ def bpe(tmp_path_factory):
     """A tokenizer.json of 600 tokens, learned from text like that of `write_texts`."""
     folder = tmp_path_factory.mktemp("bpe")
     files = text.text_files(str(write_texts(folder / "texts")))
-    texts = (piece for file in files for piece in encoding.pieces(file))
-    tokenizer = encoding.train_tokenizer(texts, 600)
-    write_new(folder / "bpe.json", tokenizer.to_str().encode())
+    texts = (piece for file in files for piece in text.pieces(file))
+    write_new(folder / "bpe.json", learn_tokenizer(texts, 600))
     return folder / "bpe.json"
 
 
@@ -105,7 +103,7 @@ def test_a_tokenizer_is_learned_from_the_same_text(tmp_path):
     source, output = write_texts(tmp_path / "in"), tmp_path / "a.safetensors"
     done = tokenize(source, tmp_path / "new.json", output, "--train_vocab_size=400")
     assert (done.returncode, done.stderr) == (0, "")
-    assert tokenizer_vocab_size(tmp_path / "new.json") == 400
+    assert Tokenizer(tmp_path / "new.json").size == 400
     tokens = load_file(output)["tokens"].tolist()
     assert tokens == expected(tmp_path / "new.json", sorted(source.iterdir()))
     # It has learned something: fewer tokens than bytes.
@@ -337,12 +335,6 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, bpe):
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch, bpe):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install \"haiku_template\[text\]\""):
-        encoding.load_tokenizer(bpe)
-
-
 # Pieces, and memory
 
 
@@ -379,8 +371,8 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path, monkeypatch, make, size):
     folder = write_texts(tmp_path / "in")
     content = "".join(p.read_bytes().decode() for p in sorted(folder.iterdir()))
     (tmp_path / "whole.txt").write_text(content, newline="")
-    monkeypatch.setattr(encoding, "PIECE", size)
-    parts = list(encoding.pieces(text.TextFile("whole", tmp_path / "whole.txt")))
+    monkeypatch.setattr(text, "PIECE", size)
+    parts = list(text.pieces(text.TextFile("whole", tmp_path / "whole.txt")))
     assert len(parts) > len(content) / size / 8
     assert "".join(parts) == content
     tokenizer = make()
@@ -393,10 +385,10 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path, monkeypatch, make, size):
 def test_text_without_a_place_to_cut_is_cut_all_the_same(
     tmp_path, monkeypatch, content
 ):
-    monkeypatch.setattr(encoding, "PIECE", 10)
-    monkeypatch.setattr(encoding, "LONGEST_PIECE", 40)
+    monkeypatch.setattr(text, "PIECE", 10)
+    monkeypatch.setattr(text, "LONGEST_PIECE", 40)
     (tmp_path / "a.txt").write_text(content)
-    parts = list(encoding.pieces(text.TextFile("a", tmp_path / "a.txt")))
+    parts = list(text.pieces(text.TextFile("a", tmp_path / "a.txt")))
     assert "".join(parts) == content
     assert all(0 < len(part) <= 50 for part in parts)
 
@@ -404,7 +396,8 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same(
 MEMORY = """
 import sys
 from pathlib import Path
-from haiku_template.data.text import (documents as text, encoding)
+from haiku_template import (prepare)
+from haiku_template.data.text import (Tokenizer, documents as text)
 from haiku_template.data.text.writer import (TokenWriter)
 
 def anonymous():
@@ -413,7 +406,7 @@ def anonymous():
             return int(line.split()[1]) / 1024
 
 source, tokenizer_file, output = map(Path, sys.argv[1:])
-tokenizer = encoding.load_tokenizer(tokenizer_file)
+tokenizer = Tokenizer(tokenizer_file, literal=True)
 seen, sizes = 0, {}
 def report(count):
     global seen
@@ -421,7 +414,7 @@ def report(count):
     sizes[seen] = anonymous()
 with TokenWriter(output, "uint16") as writer:
     files = [text.TextFile("a", source)]
-    encoding.write_tokens(files, tokenizer, writer, 0, report)
+    prepare.write_tokens(files, tokenizer, writer, report)
     writer.publish()
 assert seen == source.stat().st_size, seen
 early = max(size for done, size in sizes.items() if done <= seen / 4)

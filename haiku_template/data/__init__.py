@@ -1,6 +1,6 @@
 """Data sets: files, arrays and Grain pipelines, as functions of the step."""
 
-from haiku_template.data.arrays import (
+from haiku_template.data.dataset import (
     ArrayDataset,
     BatchSpec,
     Data,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data import files, images
-from haiku_template.data.arrays import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.data.checks import (
     check_classes,
     check_examples,
     check_targets,
     count_classes,
 )
+from haiku_template.data.dataset import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.data.text.datasets import byte_text, tokens
 from haiku_template.data.text.examples import jsonl
 from haiku_template.errors import ConfigError

@@ -69,7 +69,7 @@ class DeviceManager(NamedTuple):
         if fallback not in ("error", "cpu"):
             raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
         request = selection.parse(spec, num_devices, simulate_devices)
-        selection.check_memory_fraction(gpu_memory_fraction)
+        selection.check_memory_options(gpu_memory_fraction, gpu_preallocate)
         selection.check_default_device()
         try:
             selection.configure(
@@ -86,8 +86,6 @@ class DeviceManager(NamedTuple):
             selection.configure(request)
             devices, _ = selection.select(request)
             reason = f"--fallback=cpu, because {error}"
-        if request.platform == "auto" and devices[0].platform == "cpu":
-            selection.warn_of_unused_card()
         return cls(tuple(devices), reason, Ledger())
 
     @property

@@ -72,12 +72,22 @@ def parse(
     return Request(spec, platform, indices, num_devices, simulate_devices)
 
 
-def check_memory_fraction(fraction: float | None) -> None:
-    """Raises `DeviceError` unless this is a share of a card's memory."""
+def check_memory_options(fraction: float | None, preallocate: bool | None) -> None:
+    """Refuses a mistake in the program, which no other device would mend.
+
+    Raises:
+      DeviceError: not a share of a card's memory, or given when JAX has started.
+    """
     if fraction is not None and not 0 < fraction <= 1:
         raise DeviceError(
             f"--gpu_memory_fraction={fraction} is not a share of the card's memory; "
             "possible are numbers above 0 and up to 1"
+        )
+    if (fraction is not None or preallocate is not None) and backend_started():
+        raise DeviceError(
+            "gpu_memory_fraction and gpu_preallocate were given after JAX had "
+            "started and would be ignored; create the DeviceManager before the "
+            "first JAX operation"
         )
 
 
@@ -105,16 +115,10 @@ def configure(
     reserve memory on every GPU of the host.
 
     Raises:
-      DeviceError: no GPU can be used and one was asked for; an option is out of
-        range; or a backend exists already, which ignores the option.
+      DeviceError: no GPU can be used and one was asked for; or a backend exists
+        already, which ignores the platforms.
     """
     if backend_started():
-        if gpu_memory_fraction is not None or gpu_preallocate is not None:
-            raise DeviceError(
-                "gpu_memory_fraction and gpu_preallocate were given after JAX had "
-                "started and would be ignored; create the DeviceManager before the "
-                "first JAX operation"
-            )
         ignored = ignored_platforms()
         if request.platform == "auto" and ignored:
             raise DeviceError(f"--device=auto was asked for: {ignored}")
@@ -210,16 +214,24 @@ def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
     if request.indices is not None:
         missing = [index for index in request.indices if index not in by_index]
         if missing:
+            there += _simulated(platform, max(request.indices) + 1)
             raise DeviceError(
                 f"--device={request.spec} names {platform}:{missing[0]}, and {there}"
             )
         return [by_index[index] for index in request.indices]
     count = request.num_devices or request.simulate_devices or len(devices)
     if count > len(devices):
+        there += _simulated(platform, count)
         raise DeviceError(
             f"--num_devices={count} was asked for on {platform}, and {there}"
         )
     return devices[:count]
+
+
+def _simulated(platform: str, count: int) -> str:
+    if platform != "cpu":
+        return ""
+    return f"; --simulate_devices={count} makes the CPU appear as so many"
 
 
 def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
@@ -231,10 +243,16 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
         return f"--device={request.spec}, {share} of this process's {platform} devices"
     if platform != "cpu":
         return f"--device=auto, and JAX found {platform} ({share} of them used)"
-    variable = os.environ.get("JAX_PLATFORMS")
-    if variable:
+    variable = os.environ.get("JAX_PLATFORMS", "")
+    unused = unused_card()
+    if variable.split(",")[0].strip() == "cpu":
         return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
-    return "--device=auto, and no accelerator was found"
+    if only_cpu():
+        return "--device=auto, and jax_platforms='cpu' was chosen in this process"
+    if unused:
+        return f"--device=auto, and this machine's GPU is not used: {unused}"
+    fell = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
+    return f"--device=auto, and no accelerator was found{fell}"
 
 
 logger = logging.getLogger(__name__)
@@ -248,18 +266,30 @@ def why_no_gpu() -> str:
     for finding in check_environment("gpu"):
         if finding.severity == "error":
             return str(finding)
+    if only_cpu():
+        return (
+            "this process had chosen jax_platforms='cpu', as DeviceManager.create"
+            "('cpu') does, and JAX keeps the platforms that it started with; create "
+            "the DeviceManager for the GPU first, or start another process"
+        )
     return (
         "nothing is wrong outside JAX, whose own words are above; "
         "python -m haiku_template.doctor --device=gpu looks further"
     )
 
 
-def warn_of_unused_card() -> None:
-    """Logs, loudly, that a run is on the CPU beside a GPU."""
-    if has_card(Machine.here()):
-        logger.warning(
-            "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why_no_gpu()
-        )
+def only_cpu() -> bool:
+    """Whether JAX was told to start the CPU and nothing else."""
+    return jax.config.jax_platforms == "cpu"
+
+
+def unused_card() -> str:
+    """Logs, loudly, that a run is on the CPU beside a GPU; returns why, or nothing."""
+    if not has_card(Machine.here()):
+        return ""
+    why = why_no_gpu()
+    logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
+    return why
 
 
 def check_default_device() -> None:

@@ -129,11 +129,15 @@ def fix_old_driver(machine: Machine) -> str:
     """What to do about a driver that is too old for the installed plugin."""
     kernel = machine.kernel_driver()
     if "13" in cuda_families(machine) and kernel and int(kernel.split(".")[0]) >= 525:
-        return (
-            "pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt; pip install -U "
-            '"jax[cuda12]"; or update the driver to 580 or newer'
-        )
+        return f"{TWELVE}, or update the driver to 580 or newer"
     return "sudo apt install nvidia-driver-580, and reboot"
+
+
+def fix_old_card(machine: Machine) -> str:
+    """What to do about a card that the installed CUDA has no programs for."""
+    if "13" in cuda_families(machine):
+        return f"{TWELVE} (compute capability 5.2 to 12), or another card"
+    return "another card: JAX for CUDA 12 needs compute capability 5.2"
 
 
 def _compat(machine: Machine, facts: Facts) -> str | None:
@@ -169,6 +173,10 @@ def _no_library(machine: Machine, facts: Facts) -> str | None:
     return f"no libcuda.so.1 in {looked} and the like"
 
 
+# Both plugins together would be the next cause.
+TWELVE = (
+    'pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt; pip install -U "jax[cuda12]"'
+)
 FIX_COMPAT = "unset LD_LIBRARY_PATH (or drop its compat folder), or update the driver"
 FIX_STUB = "take the folder stubs out of LD_LIBRARY_PATH"
 FIX_MISMATCH = "sudo reboot (or reload the nvidia kernel modules)"

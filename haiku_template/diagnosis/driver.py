@@ -1,28 +1,51 @@
 """Causes in the driver, told by what it answered to a child process."""
 
-from haiku_template.diagnosis import cards, versions
+from haiku_template.diagnosis import cards, usage, versions
 from haiku_template.diagnosis.machine import WSL_NODE, Machine
 from haiku_template.diagnosis.rows import Cause, Detect, Facts, cuda_families
 
 # The codes of cuInit that have a row of their own.
 NO_LIBRARY, NO_DEVICE, STUB = 303, 100, 34
 NOT_READY, MISMATCH, COMPAT = 802, 803, 804
-OWN_ROWS = (0, NO_LIBRARY, NO_DEVICE, STUB, NOT_READY, MISMATCH, COMPAT)
+NO_MEMORY, BUSY, NO_SUCH_DEVICE, SYSTEM_CALL = 2, 46, 101, 304
+MPS = (805, 806, 807, 808, 809)
+OWN_ROWS = (0, NO_LIBRARY, NO_DEVICE, STUB, NOT_READY, MISMATCH, COMPAT, *MPS)
+OWN_ROWS += (NO_MEMORY, BUSY, NO_SUCH_DEVICE, SYSTEM_CALL)
 OLDEST_CUDA = {"12": 12000, "13": 13000}
 OLDEST_CARD = {"12": (5, 2), "13": (7, 5)}
 
 
-def _answers(code: int) -> Detect:
-    """Detects one code of cuInit."""
+def _answers(*codes: int) -> Detect:
+    """Detects these codes of cuInit."""
 
     def detect(machine: Machine, facts: Facts) -> str | None:
         result = facts.driver
-        if not result or result.code != code or _wsl(machine, facts):
+        if not result or result.code not in codes or _wsl(machine, facts):
             return None
         where = f" from {result.library}" if result.library else ""
-        return f"cuInit(0) returned {code}, {result.name or result.problem}{where}"
+        said = f"cuInit(0) returned {result.code}, {result.name or result.problem}"
+        return said + where
 
     return detect
+
+
+def _held(*codes: int) -> Detect:
+    """The same, and who holds the cards."""
+
+    def detect(machine: Machine, facts: Facts) -> str | None:
+        found = _answers(*codes)(machine, facts)
+        held = usage.holders(machine, facts.driver) if found else ""
+        return f"{found}; the card is held by {held}" if held else found
+
+    return detect
+
+
+def _no_such_device(machine: Machine, facts: Facts) -> str | None:
+    found = _answers(NO_SUCH_DEVICE)(machine, facts)
+    value = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    if found and value is not None:
+        return f"{found}; CUDA_VISIBLE_DEVICES={value!r}"
+    return found
 
 
 def _refused(machine: Machine, facts: Facts) -> str | None:
@@ -124,7 +147,9 @@ def _slow_compiler(machine: Machine, facts: Facts) -> str | None:
         return None
     if _old_cuda(machine, facts):
         return None
-    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"):
+    # Another CUDA's wheel may have stayed, which nobody uses.
+    names = {"12": "nvidia-cuda-nvcc-cu12", "13": "nvidia-cuda-nvcc"}
+    for name in (names[family] for family in cuda_families(machine)):
         wheel = machine.distributions.get(name, "")
         if wheel and versions.numbers(wheel)[:2] > (
             result.version // 1000,
@@ -171,6 +196,39 @@ ROWS = (
         _answers(NOT_READY),
         "sudo systemctl start nvidia-fabricmanager",
     ),
+    Cause(
+        "A61",
+        "the driver has no memory left to start in",
+        _held(NO_MEMORY),
+        "end the process that holds the card; lift this process's own limits "
+        "(ulimit -v unlimited, docker run without --memory)",
+    ),
+    Cause(
+        "A38",
+        "the card is busy, or allows one process alone",
+        _held(BUSY),
+        "end the process that holds it, or sudo nvidia-smi --compute-mode=DEFAULT",
+    ),
+    Cause(
+        "A110",
+        "the driver was asked for a card that does not exist",
+        _no_such_device,
+        "unset CUDA_VISIBLE_DEVICES; where MIG is on, sudo nvidia-smi mig -cgi 0 -C; "
+        "under Slurm, --gres=gpu:N in place of --gpus-per-task",
+    ),
+    Cause(
+        "A39",
+        "the system refuses the driver a call",
+        _answers(SYSTEM_CALL),
+        "docker run --security-opt seccomp=unconfined --ulimit memlock=-1 ...; outside "
+        "a container: ulimit -l unlimited, and write permission on /dev/nvidia-uvm",
+    ),
+    Cause(
+        "A59",
+        "CUDA's MPS server does not serve this process",
+        _answers(*MPS),
+        "unset CUDA_MPS_PIPE_DIRECTORY, or start it: nvidia-cuda-mps-control -d",
+    ),
     Cause("A22", "the driver finds no card", _no_device, _fix_no_device),
     Cause("A26", "the driver fails without saying why", _unknown, cards.FIX_UVM),
     Cause(
@@ -184,7 +242,7 @@ ROWS = (
         "A31",
         "the card is too old for the installed CUDA",
         _old_card,
-        'pip install -U "jax[cuda12]" (compute capability 5.2 to 12)',
+        cards.fix_old_card,
     ),
     Cause(
         "A32",

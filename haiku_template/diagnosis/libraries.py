@@ -19,6 +19,8 @@ NEEDED = {
 }
 # It starts without these; single operations fail.
 NEEDED_LATER = {"cusolver": ("libcusolver.so",), "cuda-nvrtc": ("libnvrtc.so",)}
+# Not libcurl, libcups, or the driver's own libcuda, which begin like them.
+SHADOWED = r"/lib(nvJitLink|cu(blas|dart|dnn|fft|pti|rand|solver|sparse))\w*\.so[^/]*$"
 LOCAL_CUDA = (
     "/usr/local/cuda/lib64",
     "/usr/lib/x86_64-linux-gnu",
@@ -162,9 +164,8 @@ def foreign_library(machine: Machine) -> str | None:
     """The first CUDA library that LD_LIBRARY_PATH brings beside pip's."""
     if not (_jit_wheel(machine) and cuda_families(machine)):
         return None
-    patterns = ("libnvJitLink.so*", "libcu*.so*")
-    files = [file for pattern in patterns for file in _foreign(machine, pattern)]
-    files = [f for f in files if not re.search(r"/libcuda(debugger)?\.so", f)]
+    files = _foreign(machine, "libnvJitLink.so*") + _foreign(machine, "libcu*.so*")
+    files = [f for f in files if re.search(SHADOWED, f)]
     return f"LD_LIBRARY_PATH brings {files[0]} beside pip's" if files else None
 
 

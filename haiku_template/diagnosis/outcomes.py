@@ -6,7 +6,7 @@ together with how the child ended and with what the machine showed.
 
 import re
 
-from haiku_template.diagnosis import libraries, usage
+from haiku_template.diagnosis import cards, libraries, usage
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import Cause, Facts
 from haiku_template.diagnosis.start import failed_start, on_gpu, plugin_words, reached
@@ -167,7 +167,7 @@ ROWS = (
         "A31",
         "JAX has no program for this card",
         _no_kernel,
-        'pip install -U "jax[cuda12]", or another card',
+        cards.fix_old_card,
     ),
     Cause(
         "A90",

@@ -1,5 +1,7 @@
 """Causes in JAX_PLATFORMS and its kin: which platforms JAX is allowed to start."""
 
+import re
+
 from haiku_template.diagnosis.machine import Machine
 from haiku_template.diagnosis.rows import (
     GPU_NAMES,
@@ -29,11 +31,26 @@ def _unknown_platform(machine: Machine, facts: Facts) -> str | None:
         )
     for word in filter(None, platforms(machine)):
         # A plugin package of another maker bears the name of its platform.
-        plugged = any(word in name for name in machine.distributions)
-        plugged = plugged or (word == "METAL" and "jax-metal" in machine.distributions)
+        plugins = [n for n in machine.distributions if re.search("jax|xla|pjrt", n)]
+        plugged = any(word in name for name in plugins)
+        plugged = plugged or (word == "METAL" and "jax-metal" in plugins)
         if word not in BUILT_IN and not plugged:
             return f"JAX_PLATFORMS={value}: no backend {word!r} is installed"
     return None
+
+
+def _fix_platforms(machine: Machine) -> str:
+    """Without a card `cuda,cpu` would be the next cause."""
+    if machine.nodes():
+        return "export JAX_PLATFORMS=cuda,cpu, or unset it"
+    return "unset JAX_PLATFORMS, and see that this machine shows its GPU"
+
+
+def _fix_spaces(machine: Machine) -> str:
+    words = [word for word in platforms(machine) if word]
+    if words == ["cuda"]:
+        return _fix_platforms(machine)
+    return f"export JAX_PLATFORMS={','.join(words)}"
 
 
 def _platform_name(machine: Machine, facts: Facts) -> str | None:
@@ -97,14 +114,14 @@ ROWS = (
         "A44",
         "JAX_PLATFORMS holds a space or an empty name",
         _spaces,
-        "export JAX_PLATFORMS=cuda,cpu",
+        _fix_spaces,
         asked="default",
     ),
     Cause(
         "A41",
         "JAX_PLATFORMS names a backend that JAX does not have",
         _unknown_platform,
-        "export JAX_PLATFORMS=cuda,cpu",
+        _fix_platforms,
         asked="default",
     ),
     Cause(
@@ -118,7 +135,7 @@ ROWS = (
         "A43",
         "JAX_PLATFORMS puts another platform before the GPU",
         _cpu_first,
-        "export JAX_PLATFORMS=cuda,cpu, or unset it",
+        _fix_platforms,
     ),
     Cause(
         "A40",

@@ -12,6 +12,7 @@ from haiku_template.finetuning.adapters import (
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning, Plan, make_plan, scale_updates
 from haiku_template.finetuning.source import (
+    STATE,
     Source,
     is_folder,
     open_source,
@@ -21,6 +22,7 @@ from haiku_template.finetuning.source import (
 
 __all__ = [
     "ADAPTERS",
+    "STATE",
     "Finetuning",
     "Lora",
     "Plan",

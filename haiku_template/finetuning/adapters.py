@@ -73,7 +73,7 @@ def save_adapters(
     facts = Facts(lora.rank, lora.alpha, fingerprint(devices, base), step)
     metadata = {key: str(value) for key, value in facts._asdict().items()}
     tensors = {
-        path: np.ascontiguousarray(devices.fetch(leaf))
+        path: np.asarray(devices.fetch(leaf), order="C")
         for path, leaf in flatten(params).items()
     }
     try:

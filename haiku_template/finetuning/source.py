@@ -1,5 +1,7 @@
 """Pretrained parameters that a run starts from: files, or another run's checkpoint."""
 
+import json
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from haiku_template.pretrained import describe, read
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
+logger = logging.getLogger(__name__)
+
+STATE = "state.safetensors"  # Network state, beside the parameters' file.
 # (shapes of all parameters, paths to leave out, shapes of the Haiku state or None) to
 # ({path: leaf} of the dtypes asked for, on the devices; the state, or None for the
 # seed's).
@@ -33,8 +38,8 @@ def open_source(
     """Opens the parameters that `config.init_from` names.
 
     Args:
-      init_from: a workdir, a Hugging Face folder, or a safetensors file with names of
-        Hugging Face's or of Haiku's.
+      init_from: a workdir, a Hugging Face folder, a folder that was exported, or a
+        safetensors file with names of Hugging Face's or of Haiku's.
       family: of the model; None for one that Hugging Face does not know.
       devices: where the parameters are to live.
 
@@ -45,7 +50,8 @@ def open_source(
     if not path.exists():
         raise ConfigError(
             f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
-            "possible are a workdir, a Hugging Face folder and a safetensors file; "
+            "possible are a workdir, a Hugging Face or exported folder and a "
+            "safetensors file; "
             "where a run's source has moved, its config.json may be told"
         )
     if (path / ADAPTERS).is_file():
@@ -55,15 +61,15 @@ def open_source(
         )
     if is_workdir(path):
         return _of_workdir(path, devices)
-    if path.is_dir():
+    if is_folder(init_from):
         describe(path, family)
     rules = family.rules if family else ()
 
     def of_files(
         shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
-    ) -> tuple[dict[str, jax.Array], None]:
-        del net_state
-        return read(path, shapes, rules + same_names(shapes), devices, skip=skip), None
+    ) -> tuple[dict[str, jax.Array], hk.State | None]:
+        leaves = read(path, shapes, rules + same_names(shapes), devices, skip=skip)
+        return leaves, _read_net_state(path, net_state or {}, devices)
 
     return of_files
 
@@ -100,7 +106,7 @@ def vocabulary_of(init_from: str | None) -> int | None:
     Raises:
       ConfigError: see `config.load` and `describe`.
     """
-    if init_from is not None and is_workdir(Path(init_from)):
+    if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
         given = saved and saved.data.get("vocab_size")
         return given or vocabulary_of(saved.get("init_from"))
@@ -113,12 +119,38 @@ def vocabulary_of(init_from: str | None) -> int | None:
 def is_folder(init_from: str | None) -> bool:
     """Whether `config.init_from` names a Hugging Face folder."""
     path = Path(init_from or "")
-    return init_from is not None and path.is_dir() and not is_workdir(path)
+    return init_from is not None and path.is_dir() and not _has_config(path)
 
 
 def is_workdir(path: Path) -> bool:
     """Whether a run has written here."""
     return (path / CHECKPOINTS).is_dir()
+
+
+def _has_config(path: Path) -> bool:
+    """Whether this is a workdir, or was exported in Haiku's names with its config."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return is_workdir(path)
+    ours = isinstance(config, dict) and "model_type" not in config
+    return is_workdir(path) or (ours and "model" in config)
+
+
+def _read_net_state(
+    path: Path, shapes: hk.State, devices: DeviceManager
+) -> hk.State | None:
+    file = (path if path.is_dir() else path.parent) / STATE
+    if shapes and file.is_file():
+        return unflatten(read(file, shapes, same_names(shapes), devices))
+    if shapes:
+        logger.warning(
+            "network state starts afresh, not as it was trained: %s is not there, "
+            "which would give %s",
+            file,
+            ", ".join(list(flatten(shapes))[:4]),
+        )
+    return None
 
 
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,8 @@ from haiku_template.pretrained.tensors import (
     read_metadata,
 )
 
+logger = logging.getLogger(__name__)
+
 FORMAT = {"format": "pt"}  # transformers wants to be told whose orientation it is.
 # What is copied beside the tensors: tokenizers, and how sentences are pooled.
 BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
@@ -44,10 +48,10 @@ def export_like(
 ) -> None:
     """Writes parameters as the files that they were read from, changed or not.
 
-    Each tensor keeps its name, dtype and file. What the model does not use is copied,
-    and so are config.json and the tokenizer. Parameters that the source does not have,
-    such as those of a new head, follow in its last file. Memory holds one file at a
-    time.
+    Each tensor keeps its name, dtype and file; half precision is warned of. What the
+    model does not use is copied, and so are config.json and the tokenizer. Parameters
+    that the source does not have, such as those of a new head, follow in its last file.
+    Memory holds one file at a time.
 
     Args:
       source: the Hugging Face folder that was read.
@@ -58,8 +62,8 @@ def export_like(
       config: changes to config.json, such as the names of the labels.
 
     Raises:
-      ConfigError: `folder` exists, `source` cannot be read, or no rule names one of
-        the parameters.
+      ConfigError: `folder` exists, `source` cannot be read, no rule names one of
+        the parameters, or the source's dtype cannot hold one.
       StorageError: the files cannot be written.
     """
     source, leaves = Path(source), flatten(params)
@@ -68,16 +72,26 @@ def export_like(
         file.name: Shard(read_metadata(file), {})
         for file in dict.fromkeys(tensor.file for tensor in headers.values())
     }
-    written = set()
+    written, rounded = set(), Counter()
     for name, tensor in headers.items():
         rule, path = find(rules, name) or (None, None)
         written.add(path)
+        if path in leaves and tensor.numpy_dtype.itemsize < leaves[path].dtype.itemsize:
+            rounded[str(tensor.numpy_dtype)] += 1
         shards[tensor.file.name].tensors[name] = (
-            _from_params(leaves[path], rule, tensor.numpy_dtype, devices)
+            _from_params(path, leaves[path], rule, tensor.numpy_dtype, devices)
             if path in leaves
             else _from_file(tensor)
         )
     new = {path: leaf for path, leaf in leaves.items() if path not in written}
+    for dtype, number in rounded.items():
+        logger.warning(
+            "%d tensors are written as %s, as they are in %s: what was trained in "
+            "float32 is rounded to it",
+            number,
+            dtype,
+            source,
+        )
     # New names have the prefix that may be missing, in brackets, if the others have.
     brackets = max(
         (True, False), key=lambda b: len(headers.keys() & _named(leaves, rules, b))
@@ -156,7 +170,7 @@ def _new_tensors(
             "written"
         )
     return {
-        name: _from_params(leaves[path], rule, leaves[path].dtype, devices)
+        name: _from_params(path, leaves[path], rule, leaves[path].dtype, devices)
         for path, (name, rule) in named.items()
     }
 
@@ -167,11 +181,24 @@ def _named(leaves: dict[str, Any], rules: Sequence[Rule], brackets: bool) -> set
 
 
 def _from_params(
-    leaf: Any, rule: Rule, dtype: Any, devices: DeviceManager
+    path: str, leaf: Any, rule: Rule, dtype: Any, devices: DeviceManager
 ) -> Callable[[], np.ndarray]:
     view = TRANSFORMS[rule.transform]
-    # safetensors writes what is not contiguous in the wrong order.
-    return lambda: np.asarray(view(devices.fetch(leaf)), dtype, order="C")
+
+    def make() -> np.ndarray:
+        values = devices.fetch(leaf)
+        with np.errstate(over="ignore"):
+            # safetensors writes what is not contiguous in the wrong order.
+            array = np.asarray(view(values), dtype, order="C")
+        if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
+            raise ConfigError(
+                f"{path} has values up to {np.abs(values).max():.3g}, which {dtype}, "
+                "its dtype in the folder that was read, cannot hold; nothing was "
+                "written"
+            )
+        return array
+
+    return make
 
 
 def _from_file(tensor: Tensor) -> Callable[[], np.ndarray]:

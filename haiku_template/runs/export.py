@@ -11,7 +11,7 @@ from haiku_template.config import to_dict
 from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import ADAPTERS, is_folder, save_adapters
+from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
 from haiku_template.params import flatten
 from haiku_template.pretrained import (
     CONFIG,
@@ -27,7 +27,8 @@ from haiku_template.pretrained import (
 from haiku_template.runs.run import Run
 from haiku_template.training.experiment import family_of, model_keys
 
-SINGLE, STATE = "model.safetensors", "state.safetensors"
+SINGLE = "model.safetensors"
+HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
 
 
 def export_safetensors(run: Run, output: Path) -> int:
@@ -47,7 +48,8 @@ def export_safetensors(run: Run, output: Path) -> int:
     Raises:
       ConfigError: `output` exists, or the base is not that of the run.
       StorageError: it cannot be written.
-      ConfigError: no such checkpoint.
+      ConfigError: no such checkpoint, or a classifier that transformers would load
+        and compute something else from.
       StorageError: it is damaged.
     """
     check_new(output)
@@ -61,7 +63,7 @@ def export_safetensors(run: Run, output: Path) -> int:
         write_folder(output, shards, others, SINGLE, {})
         return run.step
     rules, source = family.rules, config.init_from
-    described = _classes(config, data)
+    described = _classes(config, data) if HEAD in params else {}
     if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
         return run.step
@@ -107,21 +109,28 @@ def export_adapters(run: Run, output: Path) -> int:
 def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndarray]]:
     """What copies each leaf to the host, by path."""
     return {
-        path: lambda leaf=leaf: np.ascontiguousarray(devices.fetch(leaf))
+        path: lambda leaf=leaf: np.asarray(devices.fetch(leaf), order="C")
         for path, leaf in flatten(tree).items()
     }
 
 
 def _classes(config: config_dict.ConfigDict, data: Data) -> dict[str, Any]:
-    """What Hugging Face's config.json says of a classifier; nothing of others."""
-    if config.task.name != "classification":
-        return {}
+    """Keys of Hugging Face's config.json for a classifier.
+
+    Raises:
+      ConfigError: Hugging Face has no such classifier.
+    """
+    pooling = model_keys(config).get("pooling", "cls")
+    if pooling != "cls":
+        raise ConfigError(
+            f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
+            "alone: transformers would load the folder and compute something else; "
+            "train with --config.model.pooling=cls, or export this run with "
+            "--format=stablehlo"
+        )
     names = data.class_names or tuple(map(str, range(data.num_outputs)))
-    described: dict[str, Any] = {
+    return {
+        "architectures": ["BertForSequenceClassification"],
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
     }
-    if config.model.get("pooling", "cls") == "cls":
-        # Its classifiers know no other pooling.
-        described["architectures"] = ["BertForSequenceClassification"]
-    return described

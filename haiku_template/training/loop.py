@@ -19,6 +19,7 @@ from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.storage.workdir import locked, open_workdir
+from haiku_template.training import fingerprint
 from haiku_template.training.guards import StopSignals, check_loss, check_params
 from haiku_template.training.memory import budget_table, check_budget
 from haiku_template.training.state import TrainState
@@ -87,6 +88,7 @@ def train(
     check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
+        fingerprint.keep(directory, trainer, config or {})
         open_workdir(directory, config or {}, devices)
         display = stack.enter_context(Display(directory, num_steps))
         checkpoints = stack.enter_context(

@@ -82,17 +82,21 @@ class Trainer:
             "task": experiment.task,
             "preprocess": data.preprocess,
             "precision": self.precision,
-            "axis_name": devices.axis_name,
             "combine": self.plan.combine,
         }
+        once = {
+            "schedule": experiment.schedule,
+            "accumulate_steps": experiment.accumulate_steps,
+        }
         self._init = make_init(self._model_init, self.plan, self.precision, **training)
-        step = make_train_step(
-            schedule=experiment.schedule,
-            accumulate_steps=experiment.accumulate_steps,
-            **training,
-            **computing,
+        self._make_step = functools.partial(
+            make_train_step, **once, **training, **computing
         )
-        eval_step = make_eval_step(tally=experiment.tally, **computing)
+        self._make_eval_step = functools.partial(
+            make_eval_step, tally=experiment.tally, **computing
+        )
+        step = self._make_step(axis_name=devices.axis_name)
+        eval_step = self._make_eval_step(axis_name=devices.axis_name)
         self.abstract = devices.abstract(self._init, {})._replace(
             frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
         )
@@ -195,6 +199,14 @@ class Trainer:
         """A host batch of each shape that steps get, the largest first."""
         return each_shape(self._train)
 
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """`init`, `step` and `eval_step` as on one device, before any staging."""
+        return {
+            "init": functools.partial(self._init, {}),
+            "step": self._make_step(axis_name=None),
+            "eval_step": self._make_eval_step(axis_name=None),
+        }
+
     def compile(self) -> None:
         """Compiles the train step for each shape of batches; steps find it done."""
         for batch in self.shapes():
@@ -202,11 +214,9 @@ class Trainer:
 
     def _pretrained(self, frozen: hk.Params) -> tuple[dict[str, Any], Any]:
         """Trainable parameters by path, and Haiku state, that come from elsewhere."""
-        source, adapters = (
-            self.experiment.init_from,
-            self.experiment.finetuning.adapters,
-        )
-        leaves, net_state, plan = {}, None, self.plan
+        source, plan = self.experiment.init_from, self.plan
+        adapters = self.experiment.finetuning.adapters
+        leaves, net_state = {}, None
         if source is not None:
             skip = plan.frozen | plan.fresh
             leaves, net_state = source(self._whole, skip, self._net_state)

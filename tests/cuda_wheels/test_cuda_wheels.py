@@ -22,9 +22,13 @@ PAST_THE_LIBRARIES = "gpuDeviceGetAttribute"
 @pytest.mark.parametrize(
     ("code", "id_", "said"),
     [
+        (2, "A61", "A61"),
         (34, "A27", "A27"),
+        (46, "A38", "A38"),
         (100, "A22", "A22"),
+        (101, "A110", "A110"),
         (303, "A21", "A26"),  # JAX says 303 only where there is no library.
+        (304, "A39", "A39"),
         (802, "A25", "A25"),
         (803, "A23", "A23"),
         (804, "A24", "A24"),

@@ -136,6 +136,8 @@ def test_a_default_device_that_was_chosen_properly_is_not_blamed():
 def test_auto_on_the_cpu_beside_a_card_is_loud(monkeypatch, caplog, found, words):
     monkeypatch.setattr(selection, "has_card", lambda machine: True)
     monkeypatch.setattr(selection, "check_environment", lambda asked: found)
+    # This process did choose the CPU, which would be the cause.
+    monkeypatch.setattr(selection, "only_cpu", lambda: False)
     with caplog.at_level(logging.WARNING):
         DeviceManager.create("auto")
     assert "GPU IS NOT USED" in caplog.text and words in caplog.text
@@ -146,3 +148,69 @@ def test_auto_on_a_machine_without_a_card_is_quiet(caplog):
     with caplog.at_level(logging.WARNING):
         DeviceManager.create("auto")
     assert caplog.text == ""
+
+
+UNUSED = (
+    "from haiku_template.devices import failures, selection\n"
+    "from haiku_template.diagnosis import Finding\n"
+    "cause = Finding('A23', 'error', 'drivers differ', '580 and 570', 'reboot')\n"
+    "for module in (failures, selection): module.has_card = lambda machine: True\n"
+    "failures.check_environment = lambda asked: [{}]\n"
+)
+
+
+def test_auto_names_the_card_that_cannot_be_used():
+    code = UNUSED.format("cause") + "print(DeviceManager.create('auto').reason)"
+    words = run(code, JAX_PLATFORMS="")
+    assert "no accelerator was found" not in words
+    assert "this machine's GPU is not used" in words and "[A23]" in words
+    words = run(code, JAX_PLATFORMS="cpu")
+    assert words == "--device=auto, and JAX_PLATFORMS=cpu chooses the CPU"
+
+
+@no_card
+def test_a_list_of_platforms_that_falls_back_does_not_choose_the_cpu():
+    code = "print(DeviceManager.create('auto').reason)"
+    words = run(code, JAX_PLATFORMS="cuda,cpu")
+    assert "chooses the CPU" not in words
+    assert "no accelerator was found" in words and "JAX_PLATFORMS=cuda,cpu" in words
+
+
+@pytest.mark.parametrize("spec", ["gpu", "gpu:0", "auto"])
+def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(spec):
+    code = (
+        f"{UNUSED.format('')}DeviceManager.create('cpu')\n"
+        f"try: print(DeviceManager.create('{spec}').reason)\n"
+        "except DeviceError as e: print(e)"
+    )
+    words = run(code, JAX_PLATFORMS="")
+    assert "nothing is wrong outside JAX" not in words
+    assert "jax_platforms='cpu'" in words
+    assert "first" in words or spec == "auto"
+
+
+@pytest.mark.parametrize("option", ["gpu_memory_fraction=0.5", "gpu_preallocate=False"])
+@pytest.mark.parametrize("fallback", ["error", "cpu"])
+def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
+    option, fallback
+):
+    code = (
+        "import jax; jax.devices()\n"
+        f"try: DeviceManager.create('auto', fallback='{fallback}', {option})\n"
+        "except DeviceError as e: print(e)"
+    )
+    words = run(code, JAX_PLATFORMS="cpu")
+    assert "given after JAX had started and would be ignored" in words
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ("'cpu:1,3'", "--simulate_devices=4"),
+        ("'cpu', num_devices=3", "--simulate_devices=3"),
+        ("'cpu', num_devices=3, simulate_devices=2", "--simulate_devices=3"),
+    ],
+)
+def test_cpu_devices_that_are_not_there_can_be_simulated(asked, flag):
+    words = error_of(f"DeviceManager.create({asked})", JAX_PLATFORMS="cpu")
+    assert flag in words

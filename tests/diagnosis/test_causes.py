@@ -143,6 +143,11 @@ ERRORS = [
     ("A25", CARD, None, answer(802, "CUDA_ERROR_SYSTEM_NOT_READY")),
     ("A26", CARD, None, answer(999, "CUDA_ERROR_UNKNOWN")),
     ("A26", CARD, None, answer(None, problem="no answer within 5 s")),
+    ("A38", CARD, None, answer(46, "CUDA_ERROR_DEVICE_UNAVAILABLE")),
+    ("A39", CARD, None, answer(304, "CUDA_ERROR_OPERATING_SYSTEM")),
+    ("A59", CARD, None, answer(805, "CUDA_ERROR_MPS_CONNECTION_FAILED")),
+    ("A61", CARD, None, answer(2, "CUDA_ERROR_OUT_OF_MEMORY")),
+    ("A110", CARD, None, answer(101, "CUDA_ERROR_INVALID_DEVICE")),
     ("A27", CARD, None, answer(34, "CUDA_ERROR_STUB_LIBRARY")),
     ("A27", CARD, both(lambda m: m.file("/cuda/lib64/stubs/libcuda.so.1"),
                        env(LD_LIBRARY_PATH="/cuda/lib64/stubs")), {}),
@@ -167,6 +172,7 @@ ERRORS = [
     ("A43", CARD, env(JAX_PLATFORMS="cpu"), {}),
     ("A44", CARD, env(JAX_PLATFORMS="cuda, cpu"), {}),
     ("A44", CARD, env(JAX_PLATFORMS="cuda,"), {}),
+    ("A44", BARE, env(JAX_PLATFORMS="tpu, cpu"), {"asked": "tpu"}),
     ("A45", BARE, env(JAX_PLATFORM_NAME="gpu"), {"asked": "cpu"}),
     ("A45", CARD, env(JAX_PLATFORM_NAME="cpu"), {}),
     ("A47", CARD, env(XLA_PYTHON_CLIENT_ALLOCATOR="bogus"), {}),
@@ -330,6 +336,11 @@ installed. Falling back to cpu.
         ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "A23"),
         ("CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "A24"),
         ("CUDA_ERROR_UNKNOWN", "A26"),
+        ("CUDA_ERROR_OUT_OF_MEMORY", "A61"),
+        ("CUDA_ERROR_DEVICE_UNAVAILABLE", "A38"),
+        ("CUDA_ERROR_INVALID_DEVICE", "A110"),
+        ("CUDA_ERROR_OPERATING_SYSTEM", "A39"),
+        ("CUDA_ERROR_MPS_SERVER_NOT_READY", "A59"),
     ],
 )
 def test_what_the_driver_answered_to_jax_alone_is_its_cause_too(gpu, words, id_):
@@ -405,6 +416,70 @@ def test_only_this_environment_s_own_wheels_are_not_foreign(gpu):
     assert seen("/other/site-packages/nvidia/x/lib") == ["A07"]
     gpu.file("/usr/local/nvidia/lib64/libcudadebugger.so.1")  # The driver's own.
     assert seen("/usr/local/nvidia/lib64") == []
+
+
+def follow(m, fix):
+    """Does what a fix says with variables and packages."""
+    for command in fix.partition(", or ")[0].split("; "):
+        words = command.replace(",", " ").split()
+        if words[0] == "unset":
+            m.environ.pop(words[1], None)
+        elif words[0] == "export":
+            name, value = command.split(maxsplit=1)[1].split("=", 1)
+            m.environ[name] = value
+        elif command.startswith("pip uninstall -y"):
+            for name in words[3:]:
+                m.distributions.pop(name, None)
+        elif '"jax[cuda13]' in command:
+            m.cuda()
+        elif '"jax[cuda12]' in command:
+            for part in ("plugin", "pjrt"):
+                m.distributions[f"jax-cuda12-{part}"] = m.distributions["jaxlib"]
+
+
+PLATFORMS = ["cpu", "cpu,cuda", "gpu", "CUDA", "cuda", "cuda,cpu", "cuda, cpu", "cuda,"]
+FIXED = ERRORS + [
+    ("A4", fixture, env(JAX_PLATFORMS=value), {"asked": asked})
+    for fixture in (BARE, CARD)
+    for asked in ("gpu", "auto", "tpu")
+    for value in (*PLATFORMS, "tpu, cpu", "cpu,tpu")
+]
+
+
+@pytest.mark.parametrize(
+    ("id_", "fixture", "change", "facts"), FIXED, ids=[row[0] for row in FIXED]
+)
+def test_the_fix_of_a_cause_does_not_make_the_next_cause(
+    request, id_, fixture, change, facts
+):
+    found = found_on(request, fixture, change, facts)
+    if not found:
+        return
+    m = request.getfixturevalue(fixture)
+    follow(m, found[0].fix)
+    before, after = (
+        {f.id for f in each} for each in (found, diagnose(m.machine(), **facts))
+    )
+    assert after <= before, f"{found[0]} brought {after - before}"
+
+
+def test_a_library_that_only_begins_like_one_of_cuda_s_is_not_blamed(gpu):
+    for name in ("libcurl.so.4", "libcups.so.2", "libcudf.so", "libcue.so.2"):
+        gpu.file(f"/opt/conda/lib/{name}")
+    gpu.environ["LD_LIBRARY_PATH"] = "/opt/conda/lib"
+    assert diagnose(gpu.machine()) == []
+    words = "RuntimeError: Unable to load cuDNN. Is it installed?"
+    assert diagnose(gpu.machine(), **failed_start(words))[0].id == "A06"
+    gpu.file("/opt/conda/lib/libcusparseLt.so.0")
+    assert diagnose(gpu.machine())[0].id == "A07"
+
+
+def test_a_platform_is_known_by_its_plugin_and_not_by_any_package(gpu):
+    gpu.environ["JAX_PLATFORMS"] = "nvidia"
+    assert diagnose(gpu.machine())[0].id == "A41"
+    gpu.environ["JAX_PLATFORMS"] = "iree"
+    gpu.distributions["iree-pjrt-plugin-cuda"] = "1.0"
+    assert "A41" not in [f.id for f in diagnose(gpu.machine())]
 
 
 def test_consequences_come_after_the_cause(plain):

@@ -80,6 +80,7 @@ def test_a_device_that_does_not_exist():
     done = run_doctor("--device=cpu:3")
     assert done.returncode == doctor.UNAVAILABLE
     assert "cpu:3 was asked for, and there are cpu:0" in done.stdout
+    assert "--simulate_devices=4" in done.stdout
 
 
 def test_jax_that_cannot_be_imported_still_gets_an_answer(tmp_path):
@@ -129,6 +130,29 @@ def test_a_broken_link_stops_the_walk(gpu, monkeypatch):
     walk = doctor.Examination(gpu.machine(), "gpu", 5)
     walk.walk()
     assert walk.findings[0].id == "A22" and not walk.works
+
+
+def test_auto_beside_a_card_that_is_not_used_does_not_just_work(gpu, monkeypatch):
+    from machines import HEALTHY, jax_result
+
+    from haiku_template.diagnosis.results import Stage
+
+    run = OperationsResult(
+        Child(0, "", "", 1.0), (Stage("matmul", "TFRT_CPU_0"),), "", 1
+    )
+    monkeypatch.setattr(probe, "probe_driver", lambda *args: HEALTHY)
+    monkeypatch.setattr(probe, "probe_operations", lambda *args: run)
+
+    def verdict(*platforms):
+        shown = jax_result(*platforms)
+        monkeypatch.setattr(probe, "probe_jax", lambda *args: shown)
+        walk = doctor.Examination(gpu.machine(), "auto", 5)
+        walk.walk()
+        return doctor.lines(doctor.report(walk, "auto", 1.0))[-1]
+
+    unused = "--device=auto works on the CPU, and this machine's GPU is not used"
+    assert verdict("cpu").startswith(unused)
+    assert verdict("gpu", "cpu").startswith("--device=auto works (")
 
 
 def test_a_healthy_card_works_and_its_holders_are_listed(gpu, monkeypatch):

@@ -90,6 +90,26 @@ def test_dtypes_and_what_the_model_does_not_use_come_back(
     assert_same_files(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_what_is_written_in_half_precision_again_is_said(
+    copy_of, tmp_path, one_device, caplog, dtype
+):
+    def halved(tensors):
+        return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+
+    folder, name = copy_of("bert", halved), np.dtype(dtype).name
+    params = load(folder, one_device)
+    export_like(folder, tmp_path / "same", params, BERT, one_device)
+    assert f"{len(jax.tree.leaves(params))} tensors are written as {name}" in (
+        caplog.text
+    )
+    params["bert/head"]["b"] += 1e5
+    if dtype == np.float16:  # bfloat16 reaches as far as float32.
+        with pytest.raises(ConfigError, match="bert/head/b .* float16"):
+            export_like(folder, tmp_path / "large", params, BERT, one_device)
+        assert not (tmp_path / "large").exists()
+
+
 def test_one_file_without_a_folder_is_written_back(references, tmp_path, one_device):
     params = load(references / "bert", one_device)
     file = references / "bert/model.safetensors"

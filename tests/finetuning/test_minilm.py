@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from haiku_template.data.text.tokenizer import encode, read_tokenizer
+from haiku_template.data.text import Tokenizer
 from haiku_template.finetuning import describe, restore
 from haiku_template.models import bert
 
@@ -27,7 +27,7 @@ def test_sentence_vectors_agree_with_those_of_transformers(references, devices):
     assert digest == words["sha256"], "another model than the references are of"
     found = describe(FOLDER, "bert")
     sentences = words["sentences"].split("\n")
-    batch = encode(read_tokenizer(FOLDER), sentences, context=256)
+    batch = Tokenizer(FOLDER).batch(sentences, context=256)
     np.testing.assert_array_equal(batch["tokens"], expected["tokens"])
     np.testing.assert_array_equal(batch["mask"], expected["mask"])
     model = bert(None, pooling="mean", **found.arguments)

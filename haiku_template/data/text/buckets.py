@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.arrays import Batch, BatchSpec, drawn, share
+from haiku_template.data.dataset import Batch, BatchSpec, drawn, share
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.

@@ -5,15 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.arrays import BatchSpec, Data
+from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import given_path
 from haiku_template.data.text.documents import Document, read_documents, split_text
-from haiku_template.data.text.files import (
-    find_tokenizer,
-    open_tokens,
-    tokenizer_vocab_size,
-)
+from haiku_template.data.text.files import open_tokens
 from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.data.text.tokenizer import BYTES, Tokenizer, find_tokenizer
 from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
 from haiku_template.errors import ConfigError
 
@@ -73,7 +70,7 @@ def tokens(
     evaluation = held_out and TokenEvaluationSet(
         held_out, context, spec.batch_size, size, eval_windows
     )
-    return Data(train, evaluation, size, widen, tokenizer and str(tokenizer.resolve()))
+    return Data(train, evaluation, size, widen, tokenizer and tokenizer.name)
 
 
 def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> int:
@@ -89,7 +86,7 @@ def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> 
     )
 
 
-def _vocab_size(given: int | None, tokenizer: Path | None, source: Path) -> int:
+def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) -> int:
     """The size of the vocabulary: as given, and as the tokenizer has it."""
     if tokenizer is None:
         if given is None or given < 1:
@@ -99,11 +96,11 @@ def _vocab_size(given: int | None, tokenizer: Path | None, source: Path) -> int:
                 "writes, have 50257)"
             )
         return given
-    size = tokenizer_vocab_size(tokenizer)
+    size = tokenizer.size
     if given is not None and not size <= given < size + PADDING:
         raise ConfigError(
-            f"vocab_size={given}, and the tokenizer {tokenizer} has {size} tokens; "
-            f"possible is {size}, or more by less than {PADDING} as padding"
+            f"vocab_size={given}, and the tokenizer {tokenizer.name} has {size} "
+            f"tokens; possible is {size}, or more by less than {PADDING} as padding"
         )
     return given or size
 
@@ -141,7 +138,7 @@ def byte_text(
         evaluation = TokenEvaluationSet(
             _stream(held_out), context, spec.batch_size, 256, eval_windows
         )
-    return Data(train, evaluation, 256, widen, "bytes")
+    return Data(train, evaluation, 256, widen, BYTES)
 
 
 def _stream(documents: list[Document]) -> TokenStream:

@@ -28,6 +28,8 @@ LEFT_OUT = {
 }
 
 
+PIECE = 2**14  # Characters, about, that one thread works on.
+LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
 T = TypeVar("T")
 D = TypeVar("D", "Document", "TextFile")
 
@@ -184,3 +186,38 @@ def split_text(
     name, content = documents[0]
     cut = len(content) - max(int(len(content) * fraction), 1)
     return [Document(name, content[:cut])], [Document(name, content[cut:])]
+
+
+def pieces(file: TextFile) -> Iterator[str]:
+    """Reads a text of any length in pieces; a short one is one piece.
+
+    It is cut before a space between two letters. Tokenizers split there, or take the
+    space with what follows, so that the pieces give the tokens of the whole. Only text
+    without such a place for `LONGEST_PIECE` characters is cut anywhere.
+
+    Raises:
+      ConfigError: it cannot be read or is not UTF-8.
+    """
+    held = ""
+    try:
+        with file.path.open(encoding="utf-8", newline="") as f:
+            while chunk := f.read(PIECE):
+                held += chunk
+                cut = _last_cut(held)
+                if len(held) > PIECE and (cut or len(held) >= LONGEST_PIECE):
+                    yield held[: cut or None]
+                    held = held[cut:] if cut else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file.path} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"{file.path} cannot be read: {error.strerror}") from error
+    if held:
+        yield held
+
+
+def _last_cut(text: str) -> int:
+    """The last position of a space between two letters; 0 for none."""
+    at = text.rfind(" ", 0, len(text) - 1)
+    while at > 0 and not (text[at - 1].isalpha() and text[at + 1].isalpha()):
+        at = text.rfind(" ", 0, at)
+    return max(at, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from haiku_template.data.arrays import BatchSpec, Data
+from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.text.buckets import (
     BucketedDataset,
     BucketedEvaluationSet,
@@ -24,11 +24,7 @@ from haiku_template.data.text.jsonl import (
     hold_out,
     read_lines,
 )
-from haiku_template.data.text.vocabulary import (
-    Vocabulary,
-    bytes_vocabulary,
-    read_vocabulary,
-)
+from haiku_template.data.text.tokenizer import Tokenizer
 from haiku_template.errors import ConfigError
 
 
@@ -80,18 +76,21 @@ def jsonl(
         held_out = read_lines(Path(validation_path).expanduser(), spec.task)
     else:
         training, held_out = hold_out(training, validation_fraction)
-    vocabulary = bytes_vocabulary() if tokenizer is None else read_vocabulary(tokenizer)
-    size = vocabulary.check_size(vocab_size)
+    coder = Tokenizer(tokenizer)
+    if vocab_size is not None and vocab_size < coder.size:
+        raise ConfigError(
+            f"{coder.name} has {coder.size} tokens, and vocab_size={vocab_size}; the "
+            "model must know all of them"
+        )
+    size = vocab_size or coder.size
     cut = context if truncate else None
     if spec.task == "classification":
         classes = class_names(training)
         num_outputs, names = len(classes), tuple(map(str, classes))
-        parts = [
-            _texts(part, vocabulary, classes, cut) for part in (training, held_out)
-        ]
+        parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]
     else:
         num_outputs, names = size, ()
-        parts = [_completions(part, vocabulary, cut) for part in (training, held_out)]
+        parts = [_completions(part, coder, cut) for part in (training, held_out)]
     for part, lines in zip(parts, (training, held_out), strict=True):
         _check_sizes(part.sizes, lines, context)
     longest = max(part.sizes.max(initial=0) for part in parts)
@@ -104,26 +103,26 @@ def jsonl(
         train,
         evaluation,
         num_outputs,
-        text=vocabulary.name,
+        text=coder.name,
         class_names=names,
         vocab_size=size,
     )
 
 
 def _texts(
-    lines: list[Line], vocabulary: Vocabulary, classes: dict, cut: int | None
+    lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
 ) -> Texts:
-    tokens = vocabulary.encode([line.text for line in lines], cut)
+    tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
     return Texts(Tokens.create(tokens), np.array(classes_of(lines, classes), np.int32))
 
 
 def _completions(
-    lines: list[Line], vocabulary: Vocabulary, cut: int | None
+    lines: list[Line], tokenizer: Tokenizer, cut: int | None
 ) -> Completions:
-    prompts = vocabulary.encode([line.text for line in lines], None)
+    prompts = tokenizer.encode([line.text for line in lines], special=True)
     # What begins a text does not begin a completion.
-    completions = vocabulary.encode_plain([line.target for line in lines])
-    end = [] if vocabulary.end is None else [vocabulary.end]
+    completions = tokenizer.encode([line.target for line in lines])
+    end = [] if tokenizer.end is None else [tokenizer.end]
     # The end of the text before tells that an empty prompt is one.
     prompts = [prompt or end for prompt in prompts]
     whole = [p + c + end for p, c in zip(prompts, completions, strict=True)]

@@ -18,7 +18,6 @@ from haiku_template.data.files import read_with
 from haiku_template.data.text.stream import Shard, TokenStream
 from haiku_template.errors import ConfigError
 
-TOKENIZER = "tokenizer.json"
 DTYPES = {  # As safetensors names them.
     "U8": "u1",
     "I8": "i1",
@@ -172,29 +171,3 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
     return Layout(kind, 0, length // kind.itemsize)
-
-
-def find_tokenizer(path: Path) -> Path | None:
-    """The tokenizer.json beside a token file, or in its folder."""
-    file = (path if path.is_dir() else path.parent) / TOKENIZER
-    return file if file.is_file() else None
-
-
-def tokenizer_vocab_size(file: Path) -> int:
-    """How many token ids a tokenizer.json has: the largest and one more.
-
-    Read without the `tokenizers` package, which training does not need.
-
-    Raises:
-      ConfigError: no such file, or another kind of file.
-    """
-
-    def read(path: Path) -> int:
-        contents = json.loads(path.read_bytes())
-        vocab = contents["model"]["vocab"]
-        # A list where each entry has a score, as in Unigram models; else a dictionary.
-        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-        added = [entry["id"] for entry in contents.get("added_tokens") or []]
-        return max([*ids, *added]) + 1
-
-    return read_with(file, read)

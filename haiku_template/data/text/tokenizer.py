@@ -1,40 +1,190 @@
-"""Text to tokens, through Hugging Face's `tokenizers` and a folder's tokenizer.json.
+"""Tokenizers: text to tokens and back, through tokenizer.json or as bytes of UTF-8.
 
 Shapes: B texts, T tokens.
 """
 
-from collections.abc import Sequence
+import codecs
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
+from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+BYTES, FILE = "bytes", "tokenizer.json"
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+# What would move a terminal's cursor, change its colors or ring its bell.
+CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+CONTROLS[ord("\r")] = ""
 
-FILE = "tokenizer.json"
 
+class Tokenizer:
+    """What tokens stand for: the entries of a tokenizer.json, or the 256 bytes.
 
-def read_tokenizer(source: str | Path) -> "Tokenizer":
-    """A tokenizer that neither cuts nor pads by itself.
+    The vocabulary is read without the package `tokenizers`, which only encoding and
+    decoding need: token files are trained on without it.
 
     Args:
-      source: a tokenizer.json, or a Hugging Face folder with one.
+      source: a tokenizer.json, or a folder with one; None or `bytes` for bytes.
+      end: the name of the token that ends a text; by default the usual ones.
+      literal: what looks like a special token in a text is text.
+
+    Attributes:
+      name: `bytes`, or the path of the tokenizer.json.
+      size: tokens are numbers below this.
+      end: the token that ends a text, zero for bytes; None where there is none.
 
     Raises:
-      ConfigError: `tokenizers` is not installed, or tokenizer.json is missing or
-        damaged.
+      ConfigError: tokenizer.json is missing or damaged, or has no token `end`; while
+        encoding, it does not fit the text, or `tokenizers` is not installed.
     """
-    try:
-        import tokenizers
-    except ImportError as error:
+
+    def __init__(
+        self,
+        source: str | Path | None,
+        *,
+        end: str | None = None,
+        literal: bool = False,
+    ) -> None:
+        self.name, self.size, self.end = BYTES, 256, 0
+        self._literal = literal
+        if source in (None, BYTES):
+            return
+        path = _find(Path(source).expanduser())
+        ids = read_with(path, _read_ids)
+        ends = [ids[name] for name in ([end] if end else END_OF_TEXT) if name in ids]
+        if end and not ends:
+            raise ConfigError(f"{path} has no token {end!r} to end a text with")
+        self.name, self.size = str(path.resolve()), max(ids.values()) + 1
+        self.end = ends[0] if ends else None
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        """A `tokenizers.Tokenizer` that neither cuts nor pads by itself."""
+        read = _tokenizers().Tokenizer.from_file
+        found = read_with(Path(self.name), lambda path: read(str(path)))
+        found.no_truncation()
+        found.no_padding()
+        found.encode_special_tokens = self._literal
+        return found
+
+    def encode(
+        self, texts: Sequence[str], *, special: bool = False, most: int | None = None
+    ) -> list[list[int]]:
+        """The tokens of each text.
+
+        Args:
+          texts: B of them.
+          special: add the tokens that begin and end a text.
+          most: cut to so many tokens, the added ones kept.
+        """
+        if self.name == BYTES:
+            # JSON may spell half a surrogate pair; it stays what it is.
+            return [list(t.encode(errors="surrogatepass")[:most]) for t in texts]
+        library = self._library
+        if most is not None:
+            library.enable_truncation(most)
+        try:
+            found = library.encode_batch_fast(list(texts), add_special_tokens=special)
+        except Exception as error:  # The package raises no other class.
+            raise ConfigError(
+                f"the tokenizer {self.name} cannot encode the texts: {error}"
+            ) from error
+        finally:
+            library.no_truncation()
+        return [encoding.ids for encoding in found]
+
+    def batch(
+        self,
+        texts: Sequence[str],
+        *,
+        context: int,
+        length: int | None = None,
+        cut: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """The inputs of an encoder: padded, with the special tokens.
+
+        Args:
+          texts: B of them.
+          context: the most tokens that the model has positions for.
+          length: T; None means that of the longest text.
+          cut: whether longer texts are cut instead of refused.
+
+        Returns:
+          `tokens` (int32 [B, T], 0 where padded) and `mask` (int32 [B, T], 0 there).
+        """
+        most = context if length is None else min(context, length)
+        rows = self.encode(texts, special=True, most=most if cut else None)
+        sizes = np.array([len(row) for row in rows])
+        if sizes.max(initial=0) > most:
+            index = int(sizes.argmax())
+            raise ConfigError(
+                f"the text that begins {texts[index][:40]!r} has {sizes[index]} "
+                f"tokens, and {most} are possible: cut it, or give cut=True"
+            )
+        width = sizes.max(initial=0) if length is None else length
+        mask = np.arange(width)[None] < sizes[:, None]
+        tokens = np.zeros(mask.shape, np.int32)
+        tokens[mask] = np.concatenate(rows) if rows else ()
+        return {"tokens": tokens, "mask": mask.astype(np.int32)}
+
+    def stream(self) -> Callable[[int], str]:
+        """Starts to decode a text: a function from each token to what it adds.
+
+        A character shows once all of its bytes are there; nothing shows that a terminal
+        would obey.
+        """
+        if self.name == BYTES:
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            return lambda token: decoder.decode(bytes([token])).translate(CONTROLS)
+        library = self._library
+        decoder = _tokenizers().decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: (decoder.step(library, token) or "").translate(CONTROLS)
+
+
+def find_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer beside a token file, or in its folder."""
+    file = (path if path.is_dir() else path.parent) / FILE
+    return Tokenizer(file) if file.is_file() else None
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts.
+
+    Args:
+      texts: what to learn from.
+      vocab_size: tokens at most; the 256 bytes and the end of a text are among them.
+
+    Raises:
+      ConfigError: too small a vocabulary, or `tokenizers` is not installed.
+    """
+    if vocab_size < 257:
         raise ConfigError(
-            "tokenizer.json is read by tokenizers, which is not installed: pip install "
-            '"haiku_template[text]"'
-        ) from error
-    path = Path(source) / FILE if Path(source).is_dir() else Path(source)
+            f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "
+            "text make 257"
+        )
+    library = _tokenizers()
+    level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = level
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _find(path: Path) -> Path:
+    path = path / FILE if path.is_dir() else path
     if path.suffix == ".safetensors":
         raise ConfigError(
             f"{path} holds parameters and no tokenizer; config.data.tokenizer is a "
@@ -42,55 +192,34 @@ def read_tokenizer(source: str | Path) -> "Tokenizer":
         )
     if not path.is_file():
         raise ConfigError(
-            f"{path} does not exist; a folder with only a vocab.txt or merges.txt gets "
-            "one from transformers' AutoTokenizer, with save_pretrained"
+            f"the tokenizer {path} does not exist; possible are the path of a "
+            "tokenizer.json, a folder with one, and bytes; a folder with only a "
+            "vocab.txt or merges.txt gets one from transformers' AutoTokenizer, with "
+            "save_pretrained"
         )
+    return path
+
+
+def _read_ids(path: Path) -> dict[str, int]:
+    """The names and numbers of all tokens in a tokenizer.json."""
+    contents = json.loads(path.read_bytes())
+    vocab = contents["model"]["vocab"]
+    if isinstance(vocab, list):  # With a score for each, as in Unigram models.
+        vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+    added = contents.get("added_tokens") or []
+    ids = vocab | {token["content"]: token["id"] for token in added}
+    if not ids:
+        raise ValueError("its vocabulary is empty")
+    return ids
+
+
+def _tokenizers() -> ModuleType:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing more exact.
-        raise ConfigError(f"{path} is damaged: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def encode(
-    tokenizer: "Tokenizer",
-    texts: Sequence[str],
-    *,
-    context: int,
-    length: int | None = None,
-    cut: bool = False,
-) -> dict[str, np.ndarray]:
-    """Texts as a padded batch, with the special tokens that the tokenizer adds.
-
-    Args:
-      tokenizer: from `read_tokenizer`.
-      texts: B of them.
-      context: the most tokens that the model has positions for.
-      length: T; None means that of the longest text.
-      cut: whether longer texts are cut, special tokens kept, instead of refused.
-
-    Returns:
-      `tokens` (int32 [B, T], 0 where padded) and `mask` (int32 [B, T], 0 there).
-
-    Raises:
-      ConfigError: a text has more tokens than `context`, or than `length`.
-    """
-    most = context if length is None else min(context, length)
-    if cut:
-        tokenizer.enable_truncation(most)
-    rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-    tokenizer.no_truncation()
-    sizes = np.array([len(row) for row in rows])
-    if sizes.max(initial=0) > most:
-        index = int(sizes.argmax())
+        import tokenizers
+        from tokenizers.decoders import DecodeStream  # noqa: F401  # Since 0.21.1.
+    except ImportError as error:
         raise ConfigError(
-            f"the text that begins {texts[index][:40]!r} has {sizes[index]} tokens, "
-            f"and {most} are possible: cut it, or give cut=True"
-        )
-    width = sizes.max(initial=0) if length is None else length
-    mask = np.arange(width)[None] < sizes[:, None]
-    tokens = np.zeros(mask.shape, np.int32)
-    tokens[mask] = np.concatenate(rows) if rows else ()
-    return {"tokens": tokens, "mask": mask.astype(np.int32)}
+            "tokenizer.json is read by Hugging Face's tokenizers, 0.21.1 or newer, "
+            'which is not installed: pip install "haiku_template[text]"'
+        ) from error
+    return tokenizers

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.arrays import Batch, BatchSpec
+from haiku_template.data.dataset import Batch, BatchSpec
 from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import TokenStream
 from haiku_template.errors import ConfigError

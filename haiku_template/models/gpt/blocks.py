@@ -41,7 +41,7 @@ class Block(hk.Module):
         cache: KeysValues | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, KeysValues | None]:
-        """The new [B, T, D]; with keys and values so far and how many tokens they are of, the new ones."""
+        """The new [B, T, D], and the KV cache with these tokens where one is given."""
         attention = Attention(self.num_heads, self.attention, self.residual)
         y, cache = attention(norm("norm_1")(x), cache, lengths)
         x = x + drop(self.dropout, y)

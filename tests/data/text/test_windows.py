@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from haiku_template.data import DATASETS, BatchSpec, TokenDataset, TokenEvaluationSet
-from haiku_template.data.text.files import open_tokens, tokenizer_vocab_size
+from haiku_template.data.text import Tokenizer
+from haiku_template.data.text.files import open_tokens
 from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import Shard, TokenStream
 from haiku_template.errors import ConfigError
@@ -330,7 +331,10 @@ def write_tokenizer(folder, size, unigram=False, added=()):
     vocab = (
         [[n, -1.0] for n in names] if unigram else {n: i for i, n in enumerate(names)}
     )
-    contents = {"model": {"vocab": vocab}, "added_tokens": [{"id": i} for i in added]}
+    contents = {
+        "model": {"vocab": vocab},
+        "added_tokens": [{"id": i, "content": f"<{i}>"} for i in added],
+    }
     (folder / "tokenizer.json").write_text(json.dumps(contents))
     return folder / "tokenizer.json"
 
@@ -339,7 +343,7 @@ def write_tokenizer(folder, size, unigram=False, added=()):
 @pytest.mark.parametrize(("added", "size"), [((), 1000), ((1000, 1001), 1002)])
 def test_the_vocabulary_is_the_tokenizers(tmp_path, unigram, added, size):
     file = write_tokenizer(tmp_path, 1000, unigram, added)
-    assert tokenizer_vocab_size(file) == size
+    assert Tokenizer(file).size == size
     for path in (write(tmp_path / "a.npy"), tmp_path):
         data = load(path, context=8, vocab_size=None)
         assert data.num_outputs == size

@@ -1,0 +1,206 @@
+"""The fingerprint of what a program computes: a script that was edited is another run.
+
+Made of what JAX traces of the steps, as if there were one device, and of the first
+batches. A value's digest says how it is computed from the arguments; names, the order
+of independent operations and where in memory a function lies do not matter.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from haiku_template.devices.transfer import AXIS_NAME
+from haiku_template.errors import ConfigError
+from haiku_template.storage.workdir import has_checkpoints, write_atomically
+from haiku_template.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+FILE = "program.json"
+NAMED = ("model", "data", "task")
+# On one device they return what they get.
+IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
+# A function written out, with arguments of the same number and order.
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
+CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def needed(config: dict[str, Any]) -> bool:
+    """Whether a run's config leaves open what it computes: names code of its user."""
+    names = [(config.get(key) or {}).get("name") for key in NAMED]
+    return any(name is None or ":" in name for name in names)
+
+
+def of(trainer: Trainer) -> dict[str, str]:
+    """A digest of each part of an experiment, on any number of devices the same."""
+    data, functions = trainer.experiment.data, trainer.functions()
+    abstract = jax.tree.map(_shape, trainer.abstract)
+    state, frozen = abstract.trained(), abstract.frozen
+    batch = data.train.batch(0)
+    shapes = jax.tree.map(_shape, batch)
+    rows = len(jax.tree.leaves(batch)[0])
+    masked = shapes | {"mask": jax.ShapeDtypeStruct((rows,), bool)}
+    found = {
+        "jax": importlib.metadata.version("jax"),
+        "platform": trainer.devices.platform,
+        "train step": _traced(functions["step"], state, frozen, shapes),
+        "first parameters": _traced(functions["init"]),
+        "first batch of the training data": _digest(_value(batch)),
+    }
+    if data.evaluation is not None:
+        variables = state.averaged(), state.net_state
+        evaluate = functions["eval_step"]
+        found["evaluation step"] = _traced(evaluate, variables, frozen, masked)
+        first = data.evaluation.batch(0)
+        found["first batch of the evaluation data"] = _digest(
+            data.evaluation.num_batches, _value(first)
+        )
+    return found
+
+
+def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
+    """Asserts that the run in `workdir` computes what `trainer` does, or notes it.
+
+    Raises:
+      ConfigError: it computes something else; names the parts.
+    """
+    if not needed(config):
+        return
+    file, found = workdir / FILE, of(trainer)
+    if has_checkpoints(workdir) and file.exists():
+        _check(workdir, file, found)
+    else:
+        write_atomically(file, json.dumps(found, indent=2) + "\n")
+
+
+def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
+    try:
+        kept = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
+    changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
+    if not changed:
+        return
+    if "platform" in names:
+        logger.warning(
+            "%s began on %s, and on %s other operations are traced (%s): whether its "
+            "code was edited since cannot be told",
+            *(workdir, kept.get("platform"), found["platform"], changed),
+        )
+        return
+    reason = "its code or its data was edited since"
+    if "jax" in names:
+        reason = (
+            f"that is the change from jax {kept.get('jax')} to {found['jax']}, or its "
+            "code or its data was edited since"
+        )
+    raise ConfigError(
+        f"the run in {workdir} computed something else ({changed}): {reason}. Nothing "
+        "was changed there: use another --workdir or restore what was edited; to go on "
+        f"all the same, remove {file}"
+    )
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _traced(function: Callable[..., Any], *args: Any) -> str:
+    """The digest of what a function of these shapes computes."""
+    # Models may average over the axis, as they do on several devices.
+    return _jaxpr(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
+
+
+def _digest(*parts: Any) -> str:
+    text = "\0".join(map(str, parts))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _jaxpr(jaxpr: Any) -> str:
+    given = [f"{i} {v.aval.str_short()}" for i, v in enumerate(_inner(jaxpr).invars)]
+    return _digest(*given, *_results(jaxpr, given))
+
+
+def _inner(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _results(jaxpr: Any, given: list[str]) -> list[str]:
+    """A digest of each result of a jaxpr, by those of its arguments."""
+    inner = _inner(jaxpr)
+    known = dict(zip(inner.invars, given, strict=True))
+    constants = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
+    known |= {variable: _digest(_value(value)) for variable, value in constants}
+
+    def read(variable: Any) -> str:
+        if hasattr(variable, "val"):
+            return _digest(variable.aval.str_short(), _value(variable.val))
+        return known[variable]
+
+    for equation in inner.eqns:
+        results = _equation(equation, [read(v) for v in equation.invars])
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in inner.outvars]
+
+
+def _equation(equation: Any, given: list[str]) -> list[str]:
+    name, params = equation.primitive.name, equation.params
+    if name in IDENTITIES or (name == "div" and _is_one(equation.invars[1])):
+        return given[: len(equation.outvars)]
+    if name in CALLS:
+        return _results(next(params[key] for key in BODIES if key in params), given)
+    shown = [f"{key}={_value(params[key])}" for key in sorted(params) if _counts(key)]
+    shapes = [variable.aval.str_short() for variable in equation.outvars]
+    whole = _digest(name, *shown, *shapes, *given)
+    return [_digest(whole, i) for i in range(len(equation.outvars))]
+
+
+def _is_one(variable: Any) -> bool:
+    """Whether it is what averages over one device divide by."""
+    return hasattr(variable, "val") and np.ndim(variable.val) == 0 and variable.val == 1
+
+
+def _counts(key: str) -> bool:
+    return not any(word in key for word in ("sharding", "mesh", "layout"))
+
+
+def _value(value: Any) -> str:
+    """A parameter or a constant in words that another process would use."""
+    if hasattr(value, "eqns") or hasattr(_inner(value), "eqns"):
+        return _jaxpr(value)
+    if isinstance(value, jax.core.Tracer):
+        return "a tracer that leaks"  # The first state, or the first step, names it.
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
+        value = jax.random.key_data(value)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(value)
+        sha = hashlib.sha256(array.tobytes()).hexdigest()
+        return f"{array.dtype}{array.shape}{sha}"
+    if isinstance(value, dict):
+        return _digest(*(f"{k}:{_value(value[k])}" for k in sorted(value, key=str)))
+    if isinstance(value, set | frozenset):
+        return _digest(*sorted(map(_value, value)))
+    if isinstance(value, tuple | list):
+        return _digest(*map(_value, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _value(
+            {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        )
+    plain = bool | int | float | complex | str | bytes | None | enum.Enum | np.dtype
+    if isinstance(value, plain):
+        return repr(value)
+    # A function or an object of JAX's: what it prints may hold its address.
+    return getattr(value, "__qualname__", type(value).__qualname__)

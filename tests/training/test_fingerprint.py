@@ -1,0 +1,212 @@
+"""A workdir goes on with the mathematics that it began with, and with no other."""
+
+import json
+import logging
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.models import resnet
+from haiku_template.training import experiment, fingerprint, make_program, train
+from haiku_template.training.tasks import classification
+
+INPUTS = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
+LABELS = (INPUTS.sum(axis=1) > 0).astype(np.int32)
+TABLE = np.arange(8, dtype=np.float32)
+
+
+def split_of(inputs, labels):
+    return Split(inputs[:64], labels[:64], inputs[64:], labels[64:])
+
+
+def parts(num_devices=1):
+    """What a script hands over, made anew: no function or array is the same object."""
+
+    def forward(inputs, is_training):
+        x = jax.nn.relu(hk.Linear(16)(inputs + TABLE.copy()))
+        if is_training:
+            x = hk.dropout(hk.next_rng_key(), 0.1, x)
+        return hk.Linear(2)(x)
+
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    return {
+        "devices": devices,
+        "model": hk.transform(forward),
+        "task": lambda outputs, batch: classification(outputs, batch),
+        "data": from_split(split_of(INPUTS, LABELS), BatchSpec(16)),
+        "optimizer": optax.adam(1e-3),
+    }
+
+
+def of(**changes):
+    return fingerprint.of(make_program(**parts() | changes))
+
+
+def run(workdir, num_steps=4, num_devices=1, **changes):
+    program = make_program(**parts(num_devices) | changes)
+    return train(program, num_steps=num_steps, workdir=workdir, log_every=None)
+
+
+def other_model(**changes):
+    values = {"width": 16, "init": None, "scale": 1.0, "table": TABLE} | changes
+
+    def forward(inputs, is_training):
+        hidden = hk.Linear(values["width"], w_init=values["init"])
+        x = jax.nn.relu(hidden(inputs + values["table"])) * values["scale"]
+        if is_training:
+            x = hk.dropout(hk.next_rng_key(), 0.1, x)
+        return hk.Linear(2)(x)
+
+    return hk.transform(forward)
+
+
+def test_the_same_script_again_has_the_same_fingerprint():
+    assert of() == of()
+
+
+EDITS = {
+    "learning rate": {"optimizer": optax.adam(1.01e-3)},
+    "optimizer": {"optimizer": optax.sgd(1e-3)},
+    "seed": {"seed": 1},
+    "task": {"task": lambda o, b: {"loss": 2 * classification(o, b)["loss"]}},
+    "average": {"ema_decay": 0.9},
+    "parts": {"accumulate_steps": 2},
+    "precision": {"precision": "bfloat16"},
+    "width": {"model": other_model(width=17)},
+    "first parameters": {"model": other_model(init=jnp.zeros)},
+    "number in the model": {"model": other_model(scale=0.5)},
+    "array in the model": {"model": other_model(table=TABLE[::-1])},
+    "batch size": {"data": from_split(split_of(INPUTS, LABELS), BatchSpec(32))},
+    "order of the data": {
+        "data": from_split(split_of(INPUTS, LABELS), BatchSpec(16, 1))
+    },
+    "inputs": {"data": from_split(split_of(INPUTS * 1.1, LABELS), BatchSpec(16))},
+    "labels": {"data": from_split(split_of(INPUTS, 1 - LABELS), BatchSpec(16))},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_the_mathematics_or_the_data_changes_the_fingerprint(edit):
+    assert of(**EDITS[edit]) != of()
+
+
+def test_the_fingerprint_is_that_of_any_number_of_devices():
+    def batch_norm(num_devices):
+        own = parts(num_devices)
+        images = INPUTS.reshape(-1, 8, 1, 1)
+        own["data"] = from_split(split_of(images, LABELS), BatchSpec(16))
+        axis_name = own["devices"].axis_name
+        own["model"] = resnet(2, axis_name, channels=(4,), blocks=1)
+        return fingerprint.of(make_program(**own, precision="bfloat16"))
+
+    assert batch_norm(1) == batch_norm(4)
+    assert fingerprint.of(make_program(**parts(4))) == of()
+
+
+def test_staging_the_data_and_printing_are_not_mathematics():
+    def task(outputs, batch):
+        jax.debug.print("loss {}", outputs[0, 0])
+        return classification(outputs, batch)
+
+    assert of(task=task, placement="device") == of()
+
+
+def test_an_edited_script_is_refused_by_its_workdir_and_says_what_changed(tmp_path):
+    run(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="train step.*another --workdir") as error:
+        run(tmp_path, optimizer=optax.adam(3e-3))
+    assert error.value.exit_code == 64 and "training data" not in str(error.value)
+    edited = from_split(split_of(INPUTS, 1 - LABELS), BatchSpec(16))
+    with pytest.raises(ConfigError, match="first batch of the training data"):
+        run(tmp_path, data=edited)
+    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert after == before
+
+
+def test_an_unedited_script_goes_on_on_other_devices_and_further(tmp_path):
+    run(tmp_path, num_steps=2, num_devices=4)
+    assert int(run(tmp_path, num_steps=4).state.step) == 4
+
+
+def test_a_script_that_failed_before_it_saved_may_be_edited(tmp_path):
+    with pytest.raises(ConfigError):
+        run(tmp_path, num_steps=0 - 1)
+    run(tmp_path, optimizer=optax.adam(3e-3))
+
+
+def test_another_jax_is_named_where_its_trace_differs(tmp_path):
+    run(tmp_path)
+    file = tmp_path / "program.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"jax": "0.9.9"}))
+    run(tmp_path)  # The traces agree.
+    file.write_text(json.dumps(kept | {"jax": "0.9.9", "train step": "0"}))
+    with pytest.raises(ConfigError, match=r"jax 0\.9\.9.*remove .*program\.json"):
+        run(tmp_path)
+    file.unlink()
+    run(tmp_path)
+    assert json.loads(file.read_text()) == kept
+
+
+def test_another_kind_of_device_is_warned_of_where_its_trace_differs(tmp_path, caplog):
+    run(tmp_path)
+    file = tmp_path / "program.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"platform": "gpu", "train step": "0"}))
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path)
+    assert "train step" in caplog.text and "gpu" in caplog.text
+
+
+MODULE = """
+import haiku as hk
+from haiku_template.config import (default_config)
+
+def model(num_outputs, axis_name):
+    return hk.transform(lambda x, is_training: SCALE * hk.Linear(num_outputs)(
+        hk.Flatten()(x)))
+
+def get_config():
+    config = default_config()
+    config.num_steps = 3
+    config.model = {"name": "edited:model"}
+    return config
+"""
+
+
+def test_an_edited_function_that_a_config_names_is_refused(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run_with(scale):
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        sys.modules.pop("edited", None)
+        (tmp_path / "edited.py").write_text(f"SCALE = {scale}\n{MODULE}")
+        import importlib
+
+        importlib.invalidate_caches()
+        config = importlib.import_module("edited").get_config()
+        devices = DeviceManager.create("cpu", num_devices=1)
+        experiment.run(config, devices, str(tmp_path / "run"))
+
+    run_with(1.5)
+    run_with(1.5)
+    with pytest.raises(ConfigError, match="train step"):
+        run_with(2.5)
+    sys.modules.pop("edited", None)
+
+
+def test_a_config_of_built_in_parts_says_it_all(tmp_path):
+    names = {key: {"name": "mlp"} for key in ("model", "data", "task")}
+    assert not fingerprint.needed(names)
+    assert fingerprint.needed({}) and fingerprint.needed({"a": 1})
+    assert fingerprint.needed(names | {"task": {"name": "mine:task"}})
