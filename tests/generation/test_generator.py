@@ -13,7 +13,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.generation import Sampling, load, make_generate
 from haiku_template.models import multiply_out
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import experiment
+from haiku_template.training import Experiment, experiment
 
 DEVICES = DeviceManager.create("cpu", num_devices=1)
 GREEDY = Sampling(temperature=0.0)
@@ -56,9 +56,9 @@ def likeliest(model, prompt, num_tokens):
 
 def test_the_model_is_that_of_the_checkpoint(trained, model):
     config, workdir = trained
-    program = experiment.build(config, DEVICES)
+    trainer = Experiment.from_config(config, DEVICES).trainer(DEVICES)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = checkpoints.restore(100, DEVICES.abstract(program.init))
+        state = checkpoints.restore(100, trainer.abstract)
     assert (model.step, model.vocabulary, model.context) == (100, 256, CONTEXT)
     jax.tree.map(np.testing.assert_array_equal, model.params, state.ema_params)
     moved = jax.tree.map(lambda a, b: np.any(a != b), model.params, state.params)
