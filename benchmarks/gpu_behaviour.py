@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale, build
+from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale
 from configs import digits, digits_resnet
 from haiku_template import cli
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.errors import PlacementError
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import Program, Result, train
+from haiku_template.training import Experiment, Program, Result, train
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.
@@ -130,7 +130,9 @@ def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
     """The first losses of the digits MLP in float32, here and on the CPU."""
 
     def losses(where: DeviceManager) -> np.ndarray:
-        run = Run(build(where, scale, digits, scale.mlp_steps))
+        run = Run(
+            Experiment.from_config(where, scale, digits, scale.mlp_steps).trainer(scale)
+        )
         run.steps(scale.compared_steps)
         return np.array(where.fetch(run.losses))
 
@@ -145,16 +147,18 @@ def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
 
 def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """The whole loop makes no copy that nobody asked for; one that does is stopped."""
-    program = build(devices, scale, digits, scale.mlp_steps)
+    trainer = Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
+        scale
+    )
     every = {"log_every": 5, "eval_every": 20, "save_every": 20}
     with tempfile.TemporaryDirectory() as folder:
-        result = quiet_train(program, 60, Path(folder) / "run", **every)
+        result = quiet_train(trainer, 60, Path(folder) / "run", **every)
     figures["steps of the guarded loop"] = int(devices.fetch(result.state.step))
-    batch = program.data.train.batch(0)
+    batch = trainer.experiment.data.train.batch(0)
 
     def outcome(copy: Callable[[Any, jax.Array], Any]) -> str:
-        state = devices.init(program.init)
-        state, scalars = program.train_step(state, devices.shard(batch))
+        state = trainer.init()
+        state, scalars = trainer.step(state, devices.shard(batch))
         try:
             with devices.explicit_transfers():
                 copy(state, scalars["loss"])
@@ -164,7 +168,7 @@ def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bo
 
     figures["fetch(loss)"] = outcome(lambda _, loss: devices.fetch(loss))
     passed = figures["fetch(loss)"] == "allowed"
-    found = outcome(lambda state, _: program.train_step(state, batch))
+    found = outcome(lambda state, _: trainer.step(state, batch))
     figures["step of a NumPy batch"] = found
     passed &= "is on host (NumPy)" in found  # It names the leaf.
     for name, copy in {"float(loss)": float, "np.asarray(loss)": np.asarray}.items():
@@ -177,15 +181,17 @@ def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bo
 
 def checkpoints(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """Saved here and restored anywhere, bit for bit; resumed as if never stopped."""
-    program = build(devices, scale, digits_resnet, scale.resnet_steps)
-    run = Run(program)
+    trainer = Experiment.from_config(
+        devices, scale, digits_resnet, scale.resnet_steps
+    ).trainer(scale)
+    run = Run(trainer)
     run.steps(2)
     passed = True
     with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder)) as saved:
         saved.save(run.step, run.state, None)
         saved.wait()
         for name, where in (("on cpu", _cpu()), ("in place", devices)):
-            state = saved.restore(run.step, where.abstract(program.init))
+            state = saved.restore(run.step, trainer.abstract)
             found = _difference(devices.fetch(run.state), where.fetch(state))
             places = {describe(leaf) for leaf in jax.tree.leaves(state)}
             found["where"] = ", ".join(sorted(places))
@@ -204,17 +210,23 @@ def checkpoints(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
 def resumed(devices: DeviceManager, scale: Scale) -> dict[str, Figures]:
     """How a run that stopped halfway, and one made again, differ from a whole one."""
     whole, half = scale.resumed_steps, scale.resumed_steps // 2
-    programs = {"mlp": build(devices, scale, digits, scale.mlp_steps)}
+    programs = {
+        "mlp": Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
+            scale
+        )
+    }
     if scale.resumed_resnet:
         steps = scale.resnet_steps
-        programs["resnet"] = build(devices, scale, digits_resnet, steps)
+        programs["resnet"] = Experiment.from_config(
+            devices, scale, digits_resnet, steps
+        ).trainer(scale)
     differences = {}
-    for name, program in programs.items():
+    for name, trainer in programs.items():
         states = []
         with tempfile.TemporaryDirectory() as folder:
             runs = (("one", whole), ("two", whole), ("three", half), ("three", whole))
             for workdir, num_steps in runs:
-                result = quiet_train(program, num_steps, Path(folder) / workdir)
+                result = quiet_train(trainer, num_steps, Path(folder) / workdir)
                 states.append(devices.fetch(result.state))
         differences[f"{name} again"] = _difference(states[0], states[1])
         differences[f"{name} resumed"] = _difference(states[0], states[3])
@@ -228,11 +240,11 @@ def print_resumed(platform: str, quick: bool) -> None:
 
 
 def quiet_train(
-    program: Program, num_steps: int, workdir: Path, **every: int
+    trainer: Program, num_steps: int, workdir: Path, **every: int
 ) -> Result:
     """`training.train`, without what it prints."""
     with contextlib.redirect_stdout(io.StringIO()):
-        return train(program, num_steps=num_steps, workdir=workdir, **every)
+        return train(trainer, num_steps=num_steps, workdir=workdir, **every)
 
 
 def _cpu() -> DeviceManager:

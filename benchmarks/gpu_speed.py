@@ -23,8 +23,7 @@ from benchmarks import overhead
 from configs import cifar10_resnet, digits, digits_resnet
 from haiku_template.data import BatchSpec, Data, Split, from_split, images
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Program, experiment
-from haiku_template.training.evaluation import evaluate
+from haiku_template.training import Experiment, Program
 
 NOT_ON_CPU = "not measured on cpu"
 LEAST_COPY_SPEED = 0.5  # Of shard and fetch, as a share of device_put and device_get.
@@ -82,14 +81,14 @@ def digits_training(devices: DeviceManager, scale: Scale, figures: Figures) -> b
         ("resnet", digits_resnet, scale.resnet_steps),
     ):
         programs = {
-            f"{name} {precision}": build(
+            f"{name} {precision}": Experiment.from_config(
                 devices, scale, config_file, num_steps, precision
-            )
+            ).trainer(scale)
             for precision in scale.precisions
         }
         for label, run in race(programs, num_steps, scale, figures).items():
-            data = run.program.data.evaluation
-            metrics = evaluate(devices, run.program.eval_step, run.state, data)
+            data = run.trainer.experiment.data.evaluation
+            metrics = run.trainer.evaluate(run.state, data)
             figures[label]["accuracy"] = metrics["eval/accuracy"]
             passed &= metrics["eval/accuracy"] >= scale.least_accuracy
             passed &= figures[label]["finite"]
@@ -101,9 +100,9 @@ def throughput(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     num_steps = scale.throughput_steps
     for size in scale.batch_sizes:
         programs = {
-            f"batch {size} {precision}": build(
+            f"batch {size} {precision}": Experiment.from_config(
                 devices, scale, cifar10_resnet, num_steps, precision, size
-            )
+            ).trainer(scale)
             for precision in scale.precisions
         }
         race(programs, num_steps, scale, figures)
@@ -145,20 +144,22 @@ def _timed(function: Callable[[Any], Any], x: Any) -> tuple[Any, float]:
 def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | None:
     """What the compiler says that a step takes, and what it takes."""
     programs = {
-        "mlp": build(devices, scale, digits, scale.mlp_steps),
-        "resnet20": build(
+        "mlp": Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
+            scale
+        ),
+        "resnet20": Experiment.from_config(
             devices,
             scale,
             cifar10_resnet,
             scale.throughput_steps,
             batch_size=scale.batch_sizes[0],
-        ),
+        ).trainer(scale),
     }
     ratios = []
-    for name, program in programs.items():
-        state = devices.init(program.init)
-        batch = devices.shard(program.data.train.batch(0))
-        compiled = program.train_step.lower(state, batch).compile()
+    for name, trainer in programs.items():
+        state = trainer.init()
+        batch = devices.shard(trainer.experiment.data.train.batch(0))
+        compiled = trainer.train_step.lower(state, batch).compile()
         sizes = compiled.memory_analysis()
         kinds = ("argument", "output", "alias", "temp")
         found = {
@@ -166,8 +167,8 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
         }
         # The arguments are there already, and donated ones become results.
         growth = found["temp, bytes"] + found["output, bytes"] - found["alias, bytes"]
-        state, _ = jax.block_until_ready(program.train_step(state, batch))
-        measured = _peak_growth(devices, program.train_step, state, batch)
+        state, _ = jax.block_until_ready(trainer.step(state, batch))
+        measured = _peak_growth(devices, trainer.train_step, state, batch)
         found["predicted growth, bytes"] = growth
         found["measured growth, bytes"] = NOT_ON_CPU if measured is None else measured
         if measured is not None:
@@ -197,18 +198,18 @@ def _peak_growth(
 def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """Steps per second of the whole loop and of bare ones; see benchmarks.overhead."""
     config = digits.get_config()
-    program = experiment.build(config, devices)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
     # The bare loop gives NumPy batches to the step, for which it compiles once more.
-    program.train_step(devices.init(program.init), program.data.train.batch(0))
-    on_device = Run(program)
+    trainer.step(trainer.init(), trainer.experiment.data.train.batch(0))
+    on_device = Run(trainer)
     rates: dict[str, list[float]] = {"whole": [], "bare": [], "on device": []}
     with (
         mock.patch.object(overhead, "NUM_STEPS", scale.overhead_steps),
         mock.patch.dict(os.environ, {"FORCE_COLOR": "1"}),  # So that rich draws.
     ):
         for _ in range(scale.overhead_rounds):
-            rates["whole"].append(overhead.whole_loop(program, config))
-            rates["bare"].append(overhead.bare_loop(program))
+            rates["whole"].append(overhead.whole_loop(trainer, config))
+            rates["bare"].append(overhead.bare_loop(trainer))
             rates["on device"].append(1 / on_device.steps(scale.overhead_steps // 10))
     figures |= {f"{name}, steps/s": spread(values) for name, values in rates.items()}
     middle = {name: statistics.median(values) for name, values in rates.items()}
@@ -218,22 +219,22 @@ def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
 
 
 class Run:
-    """A program that is under way: its state, and its losses on the device."""
+    """A trainer that is under way: its state, and its losses on the device."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.state = program.devices.init(program.init)
+    def __init__(self, trainer: Program) -> None:
+        self.trainer = trainer
+        self.state = trainer.init()
         self.step = 0
         self.losses: list[jax.Array] = []
 
     def steps(self, count: int) -> float:
         """Runs so many steps; returns seconds for each, without copying batches."""
-        devices, data = self.program.devices, self.program.data.train
+        devices, data = self.trainer.devices, self.trainer.experiment.data.train
         batches = [devices.shard(data.batch(self.step + n)) for n in range(count)]
         jax.block_until_ready((self.state, batches))
         begun = time.perf_counter()
         for batch in batches:
-            self.state, scalars = self.program.train_step(self.state, batch)
+            self.state, scalars = self.trainer.step(self.state, batch)
             self.losses.append(scalars["loss"])
         jax.block_until_ready(self.state)
         self.step += count
@@ -244,7 +245,7 @@ def race(
     programs: dict[str, Program], num_steps: int, scale: Scale, figures: Figures
 ) -> dict[str, Run]:
     """Runs programs in turns, a chunk of steps each, and adds a column for each."""
-    runs = {label: Run(program) for label, program in programs.items()}
+    runs = {label: Run(trainer) for label, trainer in programs.items()}
     first = {label: run.steps(1) for label, run in runs.items()}
     for run in runs.values():
         run.steps(scale.chunk)  # Warm-up.
@@ -257,14 +258,14 @@ def race(
         for label, run in runs.items():
             times[label].append(run.steps(min(scale.chunk, num_steps - done)) * 1e3)
     for label, run in runs.items():
-        devices, step = run.program.devices, spread(times[label])
+        devices, step = run.trainer.devices, spread(times[label])
         losses = np.array(devices.fetch(run.losses))
         stats = devices.devices[0].memory_stats() or {}
         figures[label] = {
             "first step, s": first[label],
             "step, ms": step,
             "step alone, ms": spread(alone[label]),
-            "examples/s": run.program.batch_size / step["median"] * 1e3,
+            "examples/s": run.trainer.batch_size / step["median"] * 1e3,
             "final loss": float(losses[-1]),
             "finite": bool(np.isfinite(losses).all()),
             "bytes_in_use": stats.get("bytes_in_use", NOT_ON_CPU),
@@ -282,7 +283,7 @@ def build(
     precision: str = "float32",
     batch_size: int | None = None,
 ) -> Program:
-    """The program of a config file; compiled once for all checks that ask for it."""
+    """The trainer of a config file; compiled once for all checks that ask for it."""
     config = config_file.get_config()
     config.num_steps, config.precision = num_steps, precision
     config.batch_size = batch_size or config.batch_size
@@ -291,7 +292,7 @@ def build(
         config.data = {"name": f"{__name__}:random_images"}
     if scale.channels and config.model.name == "resnet":
         config.model.channels, config.model.blocks = scale.channels, 1
-    return experiment.build(config, devices)
+    return Experiment.from_config(config, devices).trainer(devices)
 
 
 def random_images(spec: BatchSpec) -> Data:

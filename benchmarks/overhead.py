@@ -22,18 +22,18 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template.devices import DeviceManager
-from haiku_template.training import experiment, train
+from haiku_template.training import Experiment, train
 from haiku_template.training.trainer import Program
 
 NUM_STEPS = 3000
 ROUNDS = 5
 
 
-def whole_loop(program: Program, config: config_dict.ConfigDict) -> float:
+def whole_loop(trainer: Program, config: config_dict.ConfigDict) -> float:
     """Steps per second of `training.train`, from its first step to its last."""
     with tempfile.TemporaryDirectory() as workdir, open(os.devnull, "w") as null:
         times = []
-        counted = program._replace(train_step=_timed(program.train_step, times))
+        counted = trainer._replace(train_step=_timed(trainer.train_step, times))
         with contextlib.redirect_stdout(null):
             result = train(
                 counted,
@@ -57,18 +57,18 @@ def _timed(step: Callable, times: list[float]) -> Callable:
     return call
 
 
-def bare_loop(program: Program, on_device: bool = False) -> float:
+def bare_loop(trainer: Program, on_device: bool = False) -> float:
     """Steps per second of a loop that only makes batches and calls the step."""
-    state = program.devices.init(program.init)
-    batches = [program.data.train.batch(n) for n in range(50)]
+    state = trainer.init()
+    batches = [trainer.experiment.data.train.batch(n) for n in range(50)]
     if on_device:
-        batches = [program.devices.shard(batch) for batch in batches]
-    state, _ = program.train_step(state, batches[0])
+        batches = [trainer.devices.shard(batch) for batch in batches]
+    state, _ = trainer.step(state, batches[0])
     jax.block_until_ready(state)
     begun = time.perf_counter()
     for n in range(1, NUM_STEPS):
-        batch = batches[n % 50] if on_device else program.data.train.batch(n)
-        state, _ = program.train_step(state, batch)
+        batch = batches[n % 50] if on_device else trainer.experiment.data.train.batch(n)
+        state, _ = trainer.step(state, batch)
     jax.block_until_ready(state)
     return (NUM_STEPS - 1) / (time.perf_counter() - begun)
 
@@ -78,13 +78,13 @@ def main() -> None:
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
     config = digits.get_config()
     devices = DeviceManager.create("auto")
-    program = experiment.build(config, devices)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
     print(f"{devices.describe()}\n{NUM_STEPS} steps, {ROUNDS} rounds, interleaved")
     rates: dict[str, list[float]] = {"whole": [], "bare": [], "on device": []}
     for _ in range(ROUNDS):
-        rates["whole"].append(whole_loop(program, config))
-        rates["bare"].append(bare_loop(program))
-        rates["on device"].append(bare_loop(program, on_device=True))
+        rates["whole"].append(whole_loop(trainer, config))
+        rates["bare"].append(bare_loop(trainer))
+        rates["on device"].append(bare_loop(trainer, on_device=True))
     for name, values in rates.items():
         middle = statistics.median(values)
         print(f"{name:>10} {middle:8.0f} steps/s ({min(values):.0f}-{max(values):.0f})")

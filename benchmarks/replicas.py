@@ -16,7 +16,7 @@ from absl import flags
 from configs import digits, digits_resnet
 from haiku_template import cli
 from haiku_template.devices import DeviceManager, check_replicas
-from haiku_template.training import experiment
+from haiku_template.training import Experiment
 
 ROUNDS, STEPS = 7, 5
 
@@ -24,9 +24,9 @@ ROUNDS, STEPS = 7, 5
 def measure(module: ModuleType, devices: DeviceManager) -> None:
     """Prints the share of an interval that its check takes."""
     config = module.get_config()
-    program = experiment.build(config, devices)
-    state = devices.init(program.init)
-    batch = devices.shard(program.data.train.batch(0))
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    state = trainer.init()
+    batch = devices.shard(trainer.experiment.data.train.batch(0))
     begun = time.perf_counter()
     check_replicas(state)
     first = time.perf_counter() - begun
@@ -34,7 +34,7 @@ def measure(module: ModuleType, devices: DeviceManager) -> None:
     for n in range(ROUNDS + 1):
         begun = time.perf_counter()
         for _ in range(STEPS):
-            state, scalars = program.train_step(state, batch)
+            state, scalars = trainer.step(state, batch)
             jax.block_until_ready(scalars)
         jax.block_until_ready(state)
         middle = time.perf_counter()

@@ -25,14 +25,15 @@ QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 jax.config.update("jax_disable_most_optimizations", QUICK)
 
 from haiku_template.devices import DeviceManager  # noqa: E402
-from haiku_template.training import loop
+from haiku_template.reporting import plots  # noqa: E402
+from haiku_template.training import loop  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_report():
     """Drawing report.png takes longer than most runs of tests: commands still do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "report", SimpleNamespace(write=lambda workdir: None))
+        patch.setattr(loop, "plots", SimpleNamespace(write=lambda workdir: None))
         yield
 
 
@@ -47,7 +48,7 @@ def optimized():
 @pytest.fixture
 def with_report(monkeypatch):
     """For a test that looks at report.png."""
-    monkeypatch.setattr(loop, "report", report)
+    monkeypatch.setattr(loop, "plots", plots)
 
 
 @pytest.fixture(params=[1, 4], ids=["one device", "four devices"])

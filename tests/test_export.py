@@ -18,12 +18,13 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import describe
 from haiku_template.models import mlp, multiply_out
-from haiku_template.runs import export
+from haiku_template.models.gpt import PRESETS
+from haiku_template.runs import Run
 from haiku_template.runs.export import export_safetensors
-from haiku_template.runs.run import restore_run
 from haiku_template.runs.stablehlo import export_forward, export_stablehlo
+from haiku_template.training import Experiment
 from haiku_template.training.evaluation import variables
-from haiku_template.training.experiment import build, run
+from haiku_template.training.experiment import run
 from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
 
@@ -100,12 +101,12 @@ def test_a_process_without_haiku_computes_the_same(
         of_bert if name == "bert" else trained(tmp_path, one_device, name, **keys)
     )
     output = tmp_path / "exported"
-    assert export_stablehlo(config, one_device, workdir, "latest", output) == 1
+    assert export_stablehlo(Run.open(workdir, one_device, "latest"), output) == 1
     described = json.loads((output / "forward.json").read_text())
     assert described["platforms"] == ["cpu", "cuda"]
 
-    program, _, state = restore_run(config, one_device, workdir, "latest")
-    batch = program.data.train.batch(0)["inputs"]
+    trainer, _, state = Run.open(workdir, one_device, "latest")
+    batch = trainer.experiment.data.train.batch(0)["inputs"]
     files, expected = [], []
     for size in (1, 3):
         inputs = jax.tree.map(lambda x, size=size: x[:size], batch)
@@ -113,7 +114,7 @@ def test_a_process_without_haiku_computes_the_same(
         np.savez(
             files[-1], **(inputs if isinstance(inputs, dict) else {"inputs": inputs})
         )
-        expected.append(outputs_of(program, config, state, inputs))
+        expected.append(outputs_of(trainer, config, state, inputs))
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(output / "forward.stablehlo"), *files],
         capture_output=True,
@@ -130,11 +131,11 @@ def test_a_process_without_haiku_computes_the_same(
         )
 
 
-def outputs_of(program, config, state, inputs):
+def outputs_of(trainer, config, state, inputs):
     """What the model gives for the averaged parameters, by `hk.transform` alone."""
     params, net_state = variables(state)
     assert params is state.ema_params
-    model = with_state(program.parts["model"])
+    model = with_state(trainer.parts["model"])
     precision = Precision.create(config.precision)
 
     def apply(params, inputs):
@@ -149,7 +150,7 @@ def outputs_of(program, config, state, inputs):
 def test_the_description_names_inputs_and_classes(tmp_path, one_device, of_bert):
     pytest.importorskip("flatbuffers")
     config, workdir = of_bert
-    export_stablehlo(config, one_device, workdir, "1", tmp_path / "out")
+    export_stablehlo(Run.open(workdir, one_device, "1"), tmp_path / "out")
     described = json.loads((tmp_path / "out" / "forward.json").read_text())
     entry = {"shape": ["b", 16], "dtype": "int32"}
     assert described["inputs"] == {"tokens": entry, "mask": entry}
@@ -170,13 +171,13 @@ def test_a_model_of_one_batch_size_is_refused():
 def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, of_bert):
     config, workdir = of_bert
     output = tmp_path / "out"
-    assert export_safetensors(config, one_device, workdir, "latest", output) == 1
+    assert export_safetensors(Run.open(workdir, one_device, "latest"), output) == 1
     found = describe(output, "bert")
     assert found.config["id2label"] == {"0": "bad", "1": "good"}
     assert found.config["architectures"] == ["BertForSequenceClassification"]
     assert {k: found.arguments[k] for k in SIZES} == SIZES
     tensors = load_file(output / "model.safetensors")
-    _, _, state = restore_run(config, one_device, workdir, "latest")
+    _, _, state = Run.open(workdir, one_device, "latest")
     head = np.asarray(state.ema_params["bert/head"]["w"])
     np.testing.assert_array_equal(tensors["classifier.weight"], head.T)
     assert "bert.encoder.layer.0.attention.self.query.weight" in tensors
@@ -228,20 +229,20 @@ def as_transformers(folder, tokens, mask):
 
 @pytest.mark.parametrize("task", ["classification", "mine:margin"])
 def test_what_is_exported_of_a_bert_computes_the_same_in_transformers(
-    tmp_path, one_device, monkeypatch, task
+    tmp_path, one_device, task
 ):
     config, workdir = experiment(tmp_path, "bert")
     run(config, one_device, str(workdir))
-    program, _, state = restore_run(config, one_device, workdir, "latest")
-    config.task = {"name": task}
+    finished = Run.open(workdir, one_device, "latest")
+    trainer, state = finished.trainer, large(finished.state)
+    finished.config.task = {"name": task}
+    # A cached property: as if the checkpoint held these.
+    vars(finished)["checkpoint"] = (finished.step, state)
     output = tmp_path / "out"
-    monkeypatch.setattr(
-        exporting, "restore_run", lambda *args: (program, 1, large(state))
-    )
-    export_safetensors(config, one_device, workdir, "latest", output)
-    inputs = program.data.train.batch(0)["inputs"]
-    model = with_state(program.parts["model"])
-    expected, _ = model.apply(large(state).params, {}, None, inputs, False)
+    export_safetensors(finished, output)
+    inputs = trainer.experiment.data.train.batch(0)["inputs"]
+    model = with_state(trainer.experiment.model)
+    expected, _ = model.apply(state.params, {}, None, inputs, False)
     found = as_transformers(output, inputs["tokens"], inputs["mask"])
     assert np.std(found) > 0.1
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -264,18 +265,16 @@ def test_a_classifier_that_transformers_lacks_is_not_exported_in_its_names(
     run(config, one_device, str(workdir))
     words = "train with --config.model.pooling=cls, .* --format=stablehlo"
     with pytest.raises(ConfigError, match=words):
-        export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+        export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
-    monkeypatch.setitem(
-        export.PRESETS, "124M", export.PRESETS["124M"]._replace(**SIZES)
-    )
+    monkeypatch.setitem(PRESETS, "124M", PRESETS["124M"]._replace(**SIZES))
     config, workdir = experiment(tmp_path, "gpt")
     config.model = {"name": "gpt", "preset": "124M"}
     run(config, one_device, str(workdir))
-    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     arguments = describe(tmp_path / "out", "gpt").arguments
     assert {k: arguments[k] for k in SIZES} == SIZES
     assert arguments["num_outputs"] == 256
@@ -284,8 +283,8 @@ def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
 def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     config, workdir = trained(tmp_path, devices, "resnet", ema_decay=0.5)
     output = tmp_path / "out"
-    export_safetensors(config, devices, workdir, "latest", output)
-    _, _, state = restore_run(config, devices, workdir, "latest")
+    export_safetensors(Run.open(workdir, devices, "latest"), output)
+    _, _, state = Run.open(workdir, devices, "latest")
     for file, tree in (("model", state.ema_params), ("state", state.net_state)):
         tensors = load_file(output / f"{file}.safetensors")
         expected = {
@@ -308,41 +307,41 @@ def test_a_run_starts_from_what_was_exported_with_its_network_state(
     devices = one_device
     config, workdir = trained(tmp_path, devices, name, ema_decay=0.5)
     output = tmp_path / "out"
-    export_safetensors(config, devices, workdir, "latest", output)
-    program, _, state = restore_run(config, devices, workdir, "latest")
+    export_safetensors(Run.open(workdir, devices, "latest"), output)
+    trainer, _, state = Run.open(workdir, devices, "latest")
     config.init_from = str(output / "model.safetensors" if as_file else output)
-    start = build(config, devices)
-    first = start.first_state()
+    start = Experiment.from_config(config, devices).trainer(devices)
+    first = start.init()
     for a, b in (
         (first.params, state.ema_params),
         (first.net_state, state.net_state),
     ):
         jax.tree.map(np.testing.assert_array_equal, a, b)
         assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
-    assert start.evaluate(first) == pytest.approx(program.evaluate(state), abs=1e-6)
+    assert start.evaluate(first) == pytest.approx(trainer.evaluate(state), abs=1e-6)
     run(config, devices, str(tmp_path / "next"))
 
 
 def test_network_state_that_no_file_gives_is_warned_of(tmp_path, one_device, caplog):
     config, workdir = trained(tmp_path, one_device, "resnet")
-    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     (tmp_path / "out" / "state.safetensors").unlink()
     config.init_from = str(tmp_path / "out")
-    build(config, one_device).first_state()
+    Experiment.from_config(config, one_device).trainer(one_device).init()
     assert "state.safetensors is not there" in caplog.text
     assert "which would give group_0/~/block_0/~/batchnorm_0" in caplog.text
 
 
 def test_network_state_of_another_model_is_refused(tmp_path, one_device):
     config, workdir = trained(tmp_path, one_device, "resnet")
-    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
+    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     file = tmp_path / "out" / "state.safetensors"
     tensors = load_file(file)
     tensors.pop("stem_norm/~/mean_ema/average")
     save_file(tensors, file)
     config.init_from = str(tmp_path / "out")
     with pytest.raises(ConfigError, match="missing  stem_norm/~/mean_ema/average"):
-        build(config, one_device).first_state()
+        Experiment.from_config(config, one_device).trainer(one_device).init()
 
 
 def test_adapters_are_merged(tmp_path, one_device):
@@ -351,20 +350,20 @@ def test_adapters_are_merged(tmp_path, one_device):
     config.update_from_flattened_dict(lora)
     config.num_steps = 5
     run(config, one_device, str(workdir))
-    export_safetensors(config, one_device, workdir, "latest", tmp_path / "out")
-    program, _, state = restore_run(config, one_device, workdir, "latest")
+    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
+    trainer, _, state = Run.open(workdir, one_device, "latest")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     params = {}
     for path, value in tensors.items():
         module, _, name = path.rpartition("/")
         params.setdefault(module, {})[name] = value
-    held_out = program.data.evaluation
+    held_out = trainer.experiment.data.evaluation
     inputs = np.concatenate([held_out.batch(i)["inputs"] for i in range(45)])
     labels = np.concatenate([held_out.batch(i)["labels"] for i in range(45)])
     logits = mlp(10, width=8).apply(params, None, inputs, False)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    assert float(loss) == pytest.approx(program.evaluate(state)["eval/loss"], abs=1e-5)
-    first = program.start.base.arrays()["mlp/~/linear_0"]["w"]
+    assert float(loss) == pytest.approx(trainer.evaluate(state)["eval/loss"], abs=1e-5)
+    first = trainer.frozen()["mlp/~/linear_0"]["w"]
     assert np.abs(params["mlp/~/linear_0"]["w"] - first).max() > 1e-4
 
 
@@ -380,7 +379,7 @@ def test_what_is_there_is_left_alone(tmp_path, one_device, write):
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_left(tmp_path, one_device):
     config, workdir = trained(tmp_path, one_device, "mlp")
     with pytest.raises(ConfigError, match="--checkpoint=7 is not in .*steps .1"):
-        export_safetensors(config, one_device, workdir, "7", tmp_path / "out")
+        export_safetensors(Run.open(workdir, one_device, "7"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

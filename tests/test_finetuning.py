@@ -15,16 +15,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
-from haiku_template import generation
+from haiku_template import generation, runs
 from haiku_template.data.text import Tokenizer
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import FAMILIES, export_new, flatten, to_config
 from haiku_template.models import MODELS
-from haiku_template.runs import export, stablehlo
-from haiku_template.runs.run import evaluate_checkpoint, restore_run
+from haiku_template.runs import Run
 from haiku_template.storage.workdir import has_checkpoints
-from haiku_template.training.experiment import build, run
+from haiku_template.training import Experiment
+from haiku_template.training.experiment import run
+from tests.runs import evaluated
 
 ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}
 NOUNS = ["film", "book", "song", "play"]
@@ -136,8 +137,8 @@ def answering(cpu, gpt2, tmp_path_factory):
     home = tmp_path_factory.mktemp("answering")
     config = answers(*gpt2)
     run(config, cpu, str(home / "run"))
-    export.export_adapters(
-        config, cpu, home / "run", "latest", home / "exported" / "adapters"
+    runs.export_adapters(
+        Run.open(home / "run", cpu, "latest"), home / "exported" / "adapters"
     )
     return home / "run", home / "exported" / "adapters"
 
@@ -149,11 +150,11 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     run(config, cpu, str(workdir))
     saved = configs.of_run(workdir)
     assert saved.data.tokenizer == str(folder)
-    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "best")
+    _, metrics = evaluated(workdir, cpu, "best")
     assert metrics["eval/accuracy"] > 0.9 and metrics["eval/macro_f1"] > 0.9
     assert (workdir / "confusion.png").stat().st_size > 1000
 
-    export.export_safetensors(saved, cpu, workdir, "latest", tmp_path / "out")
+    runs.export_safetensors(Run.open(workdir, cpu, "latest"), tmp_path / "out")
     before, after = (
         load_file(where / "model.safetensors") for where in (folder, tmp_path / "out")
     )
@@ -162,9 +163,9 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["label2id"] == {"bad": 0, "good": 1}
-    stablehlo.export_stablehlo(saved, cpu, workdir, "latest", tmp_path / "program")
+    runs.export_stablehlo(Run.open(workdir, cpu, "latest"), tmp_path / "program")
     with pytest.raises(ConfigError, match="trained a whole model, and --format=adap"):
-        export.export_adapters(saved, cpu, workdir, "latest", tmp_path / "adapters")
+        runs.export_adapters(Run.open(workdir, cpu, "latest"), tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
     # What was exported starts another run where this one ended.
@@ -172,8 +173,8 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
         tmp_path / "out", path, **{"finetuning.fresh": (), "model.pooling": "cls"}
     )
     first, second = (
-        build(again, cpu).first_state().params,
-        restore_run(saved, cpu, workdir, "latest")[2].params,
+        Experiment.from_config(again, cpu).trainer(cpu).init().params,
+        Run.open(workdir, cpu, "latest")[2].params,
     )
     for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -183,9 +184,9 @@ def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, four_devices, bert):
     config = classifier(*bert, num_steps=2, **{"finetuning.train": ("bert/head/*",)})
     config.model.remat = True
     run(config, four_devices, str(tmp_path))
-    program, _, state = restore_run(config, four_devices, tmp_path, "latest")
+    trainer, _, state = Run.open(tmp_path, four_devices, "latest")
     assert set(state.params) == {"bert/head"}
-    assert set(program.start.base.arrays()) >= {"bert/embed", "bert/block_0/mlp/up"}
+    assert set(trainer.frozen()) >= {"bert/embed", "bert/block_0/mlp/up"}
 
 
 def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
@@ -196,16 +197,16 @@ def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
     assert losses[-1] < 0.1 * np.log(256)
     saved = configs.of_run(workdir)
     assert completed(saved, cpu, workdir) == " Rome."
-    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "latest")
+    _, metrics = evaluated(workdir, cpu, "latest")
     assert metrics["eval/loss"] == pytest.approx(losses[-1], abs=1e-6)
-    base = restore_run(saved, cpu, workdir, "latest")[0].start.base.arrays()
+    base = Run.open(workdir, cpu, "latest")[0].frozen()
     assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
 
 
 def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
     """What a run writes behind a prompt, to the end of the text."""
     tokenizer = Tokenizer(saved.data.tokenizer)
-    model = generation.load(saved, devices, workdir, "latest")
+    model = generation.load(Run.open(workdir, devices, "latest"))
     sampling = generation.Sampling(temperature=0.0, vocabulary=tokenizer.size)
     generate = generation.make_generate(devices, model, sampling)
     stream, (tokens,) = tokenizer.stream(), tokenizer.encode([prompt])
@@ -219,8 +220,7 @@ def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
 def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answering):
     workdir, _ = answering
     out = tmp_path / "merged"
-    saved = configs.of_run(workdir)
-    export.export_safetensors(saved, cpu, workdir, "latest", out)
+    runs.export_safetensors(Run.open(workdir, cpu, "latest"), out)
     before, after = (load_file(x / "model.safetensors") for x in (gpt2[0], out))
     assert before.keys() == after.keys()
     assert (out / "tokenizer.json").is_file()
@@ -228,9 +228,9 @@ def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answeri
     assert any("c_attn.weight" in name for name in moved)
     whole = answers(out, gpt2[1], **{"finetuning.lora.rank": None})
     whole.finetuning.base_dtype = "float32"
-    found = build(whole, cpu)
-    loss = found.evaluate(found.first_state())["eval/loss"]
-    _, metrics = evaluate_checkpoint(saved, cpu, workdir, "latest")
+    found = Experiment.from_config(whole, cpu).trainer(cpu)
+    loss = found.evaluate(found.init())["eval/loss"]
+    _, metrics = evaluated(workdir, cpu, "latest")
     assert loss == pytest.approx(metrics["eval/loss"], abs=0.02)  # A bfloat16 base.
 
 
@@ -242,12 +242,10 @@ def test_adapters_alone_are_small_and_stand_for_the_run(cpu, answering):
     ]
     saved = configs.of_run(adapters)
     assert configs.to_dict(saved) == configs.to_dict(configs.of_run(workdir))
-    assert evaluate_checkpoint(saved, cpu, adapters, "latest") == evaluate_checkpoint(
-        saved, cpu, workdir, "latest"
-    )
+    assert evaluated(adapters, cpu, "latest") == evaluated(workdir, cpu, "latest")
     assert completed(saved, cpu, adapters) == " Rome."
     with pytest.raises(ConfigError, match=r"--checkpoint=7 .* are of step 80"):
-        evaluate_checkpoint(saved, cpu, adapters, "7")
+        evaluated(adapters, cpu, "7")
 
 
 def test_training_goes_on_from_adapters(tmp_path, cpu, gpt2, answering):
@@ -255,8 +253,8 @@ def test_training_goes_on_from_adapters(tmp_path, cpu, gpt2, answering):
     config = answers(*gpt2, num_steps=1, **{"optimizer.learning_rate": 0.0})
     config.finetuning.adapters = str(adapters)
     run(config, cpu, str(tmp_path / "more"))
-    expected = evaluate_checkpoint(configs.of_run(workdir), cpu, workdir, "latest")[1]
-    found = evaluate_checkpoint(config, cpu, tmp_path / "more", "latest")[1]
+    expected = evaluated(workdir, cpu, "latest")[1]
+    found = evaluated(tmp_path / "more", cpu, "latest")[1]
     assert found == expected
 
 
@@ -272,12 +270,12 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
         changes = {"finetuning.adapters": str(adapters)} | changes
         config = answers(folder, gpt2[1], **changes)
         with pytest.raises(ConfigError, match=words):
-            build(config, cpu).first_state()
+            Experiment.from_config(config, cpu).trainer(cpu).init()
     with pytest.raises(ConfigError, match=words):
         run(config, cpu, str(tmp_path / "run"))
     assert not has_checkpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds adapters and no whole model"):
-        build(answers(adapters, gpt2[1]), cpu)
+        Experiment.from_config(answers(adapters, gpt2[1]), cpu).trainer(cpu)
 
 
 def test_the_commands_take_adapters_for_a_run(tmp_path, command, answering):
@@ -336,9 +334,13 @@ def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
 def test_a_folder_says_how_many_tokens_its_model_has(tmp_path, cpu, gpt2):
     folder, path = gpt2
     config = answers(folder, path, **{"data.tokenizer": None})  # 256 bytes.
-    params = build(config, cpu).start.base.abstract["gpt/positions"]
+    params = (
+        Experiment.from_config(config, cpu)
+        .trainer(cpu)
+        .start.base.abstract["gpt/positions"]
+    )
     assert params["embeddings"].shape == (64, 32)
-    shapes = cpu.abstract(build(config, cpu).init).params
+    shapes = cpu.abstract(Experiment.from_config(config, cpu).trainer(cpu).init).params
     assert len(shapes["gpt/embed"]["embeddings"]) == 300
 
 
@@ -361,13 +363,13 @@ def test_averaged_adapters_of_one_device_are_used_on_four(tmp_path, four_devices
     one = DeviceManager.create("cpu", num_devices=1)
     config, workdir = answers(*gpt2, num_steps=4, ema_decay=0.5), tmp_path / "run"
     run(config, one, str(workdir))
-    export.export_adapters(config, one, workdir, "latest", tmp_path / "out")
-    _, _, state = restore_run(config, one, workdir, "latest")
+    runs.export_adapters(Run.open(workdir, one, "latest"), tmp_path / "out")
+    _, _, state = Run.open(workdir, one, "latest")
     tensors = load_file(tmp_path / "out" / "adapters.safetensors")
     for path, leaf in flatten(state.ema_params).items():
         np.testing.assert_array_equal(tensors[path], leaf)
-    expected = evaluate_checkpoint(config, one, workdir, "latest")[1]
-    _, found = evaluate_checkpoint(config, four_devices, tmp_path / "out", "latest")
+    expected = evaluated(workdir, one, "latest")[1]
+    _, found = evaluated(tmp_path / "out", four_devices, "latest")
     assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -378,8 +380,8 @@ def test_adapters_of_a_base_from_the_seed_have_no_home(tmp_path, cpu, gpt2, capl
     run(config, cpu, str(tmp_path / "run"))
     assert "what is frozen was never trained" in caplog.text
     with pytest.raises(ConfigError, match="comes from its seed"):
-        export.export_adapters(
-            config, cpu, tmp_path / "run", "latest", tmp_path / "out"
+        runs.export_adapters(
+            Run.open(tmp_path / "run", cpu, "latest"), tmp_path / "out"
         )
 
 
@@ -390,7 +392,7 @@ def test_a_run_says_how_many_tokens_it_was_given(tmp_path, cpu, gpt2):
     run(answers(folder, path, **plain), cpu, str(tmp_path / "run"))
     sizes = {f"model.{key}": value for key, value in SIZES.items()}
     config = answers(tmp_path / "run", path, **plain | sizes)
-    state = build(config, cpu).first_state()
+    state = Experiment.from_config(config, cpu).trainer(cpu).init()
     assert len(state.params["gpt/embed"]["embeddings"]) == 300
 
 

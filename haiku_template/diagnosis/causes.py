@@ -2,9 +2,8 @@
 
 Ids are those of the project's list of device failures; its own are A38, A39 and A59
 (codes of the driver), A58 (a misspelt variable) and A00 (whatever no other row
-explains). Not here, because only the
-program itself can see them: A46 and A53 (`devices.selection`), A54 and A55 (the verdicts
-of `devices.checks`).
+explains). Not here, because only the program itself can see them: A46 and A53
+(`devices.selection`), A54 and A55 (the verdicts of `devices.checks`).
 """
 
 from haiku_template.diagnosis import (

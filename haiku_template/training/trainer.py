@@ -155,19 +155,23 @@ class Trainer:
         variables = (state.averaged(), state.net_state)
         return self._eval_step(variables, state.frozen, batch)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Metrics over the evaluation set, exact on any number of devices."""
-        return self.measure(state)[0]
+    def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
+        """Metrics over an evaluation set, exact on any number of devices.
+
+        Args:
+          state: whole on every device.
+          dataset: gives `num_batches` batches; by default the experiment's set.
+        """
+        return self.measure(state, dataset)[0]
 
     def measure(
-        self, state: TrainState
+        self, state: TrainState, dataset: Any = None
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """As `evaluate`, and the counts of the task over the whole set."""
-        evaluation, tally = self.experiment.data.evaluation, self.experiment.tally
-        sums = add_up(
-            self.devices, functools.partial(self.eval_step, state), evaluation
-        )
-        return summarise(sums, self.experiment.derive, tally.derive)
+        dataset = self.experiment.data.evaluation if dataset is None else dataset
+        eval_step = functools.partial(self.eval_step, state)
+        sums = add_up(self.devices, eval_step, dataset)
+        return summarise(sums, self.experiment.derive, self.experiment.tally.derive)
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """The whole model to use: averages where there are any, adapters merged."""

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning.adapters import fingerprint, load_adapters, save_adapters
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.plan import Tuning, make_plan
+from haiku_template.finetuning.plan import Finetuning, make_plan
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -25,7 +25,7 @@ def parts(request):
         head = {"w": w[:, :2], "temperature": jnp.float32(2)}
         return {"a/b": {"w": w, "b": jnp.zeros(5)}, "head": head}
 
-    plan = make_plan(Tuning(train=("head/*",), lora=LORA), devices.abstract(whole))
+    plan = make_plan(Finetuning(train=("head/*",), lora=LORA), devices.abstract(whole))
     params = devices.init(lambda: plan.params(whole(), jax.random.key(1)))
     return params, devices.init(lambda: plan.base(whole()))
 

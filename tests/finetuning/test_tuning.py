@@ -9,12 +9,12 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.plan import Tuning
+from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import mlp
 from haiku_template.params import flatten
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
-from haiku_template.training import classification, make_program, train
+from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import check_budget, memory_budget, place_data
 
 RNG = np.random.default_rng(0)
@@ -26,28 +26,23 @@ DATA = Data(
 WIDTH = 17  # No other axis has this length.
 MODEL = mlp(3, width=WIDTH)
 HEAD = ("mlp/~/linear_2/*",)
-LORA = Tuning(lora=Lora(rank=4, alpha=8.0))
-BOTH = Tuning(train=HEAD, lora=Lora(rank=4))
+LORA = Finetuning(lora=Lora(rank=4, alpha=8.0))
+BOTH = Finetuning(train=HEAD, lora=Lora(rank=4))
 
 
 def made(devices, tuning=LORA, **options):
     options = {"optimizer": optax.adam(1e-2)} | options
-    return make_program(
-        devices=devices,
-        model=MODEL,
-        task=classification,
-        data=DATA,
-        tuning=tuning,
-        **options,
-    )
+    return Experiment(
+        model=MODEL, task=classification, data=DATA, finetuning=tuning, **options
+    ).trainer(devices)
 
 
-def run(program, num_steps):
-    devices = program.devices
-    state, losses = program.first_state(), []
+def run(trainer, num_steps):
+    devices = trainer.devices
+    state, losses = trainer.init(), []
     for step in range(num_steps):
         batch = devices.shard(DATA.train.batch(step))
-        state, scalars = program.train_step(state, batch)
+        state, scalars = trainer.step(state, batch)
         losses.append(float(devices.fetch(scalars)["loss"]))
     return state, losses
 
@@ -68,52 +63,54 @@ def losses_in(workdir):
 
 
 def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
-    program = made(one_device, Tuning())
-    whole = program.first_state().params
-    assert program.start.base.arrays() == {}
-    assert not program.start.plan.frozen
-    assert set(flatten(whole)) == program.start.plan.trained
+    trainer = made(one_device, Finetuning())
+    whole = trainer.init().params
+    assert trainer.frozen() == {}
+    assert not trainer.plan.frozen
+    assert set(flatten(whole)) == trainer.plan.trained
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rank_0_is_the_base_bitwise(one_device, dtype):
     options = {"precision": dtype}
-    plain = made(one_device, Tuning(), **options)
-    frozen = made(one_device, Tuning(lora=Lora(rank=0), base_dtype=dtype), **options)
+    plain = made(one_device, Finetuning(), **options)
+    frozen = made(
+        one_device, Finetuning(lora=Lora(rank=0), base_dtype=dtype), **options
+    )
     state, (loss, _) = run(frozen, 2)
     assert state.params == {}
     assert loss == run(plain, 1)[1][0]
-    assert frozen.evaluate(state) == plain.evaluate(plain.first_state())
+    assert frozen.evaluate(state) == plain.evaluate(plain.init())
 
 
 def test_adapters_are_no_change_at_first(one_device):
-    plain, adapted = made(one_device, Tuning()), made(one_device)
-    before = plain.evaluate(plain.first_state())
-    assert adapted.evaluate(adapted.first_state()) == pytest.approx(before, abs=1e-6)
+    plain, adapted = made(one_device, Finetuning()), made(one_device)
+    before = plain.evaluate(plain.init())
+    assert adapted.evaluate(adapted.init()) == pytest.approx(before, abs=1e-6)
 
 
 @pytest.mark.parametrize("tuning", [LORA, BOTH], ids=["lora", "lora and head"])
 def test_merged_equals_unmerged(one_device, tuning):
-    program = made(one_device, tuning)
-    state, losses = run(program, 30)
+    trainer = made(one_device, tuning)
+    state, losses = run(trainer, 30)
     assert losses[-1] < 0.8 * losses[0]
-    base = program.start.base.arrays()
-    merged = one_device.init(program.start.plan.merge, state.params, base)
-    plain = made(one_device, Tuning())
-    whole = plain.first_state()
+    base = trainer.frozen()
+    merged = one_device.init(trainer.plan.merge, state.params, base)
+    plain = made(one_device, Finetuning())
+    whole = plain.init()
     assert jax.tree.structure(merged) == jax.tree.structure(whole.params)
-    expected = program.evaluate(state)
+    expected = trainer.evaluate(state)
     whole = whole._replace(params=merged)
     assert plain.evaluate(whole) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("tuning", [Tuning(train=HEAD), BOTH])
+@pytest.mark.parametrize("tuning", [Finetuning(train=HEAD), BOTH])
 def test_what_is_frozen_does_not_change(one_device, tuning):
-    program = made(one_device, tuning, accumulate_steps=2)
-    before = jax.device_get(program.start.base.arrays())
-    first = jax.device_get(program.first_state().params)
-    state, _ = run(program, 100)
-    assert_same(before, jax.device_get(program.start.base.arrays()))
+    trainer = made(one_device, tuning, accumulate_steps=2)
+    before = jax.device_get(trainer.frozen())
+    first = jax.device_get(trainer.init().params)
+    state, _ = run(trainer, 100)
+    assert_same(before, jax.device_get(trainer.frozen()))
     for path, leaf in flatten(jax.device_get(state.params)).items():
         assert not np.array_equal(leaf, flatten(first)[path]), path
     check_replicas(state)
@@ -121,8 +118,8 @@ def test_what_is_frozen_does_not_change(one_device, tuning):
 
 @pytest.mark.parametrize("tuning", [LORA, BOTH])
 def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
-    program = made(one_device, tuning)
-    state = program.first_state()
+    trainer = made(one_device, tuning)
+    state = trainer.init()
     matrices = [(64, WIDTH), (WIDTH, WIDTH), (WIDTH, 3)]
     if tuning is BOTH:
         trains = sum(4 * (a + b) for a, b in matrices[:2]) + WIDTH * 3 + 3
@@ -130,8 +127,8 @@ def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
         trains = sum(4 * (a + b) for a, b in matrices)
     assert num_bytes(state.params) == 4 * trains
     assert num_bytes(state.opt_state) == 2 * 4 * trains + 4  # And Adam's count.
-    budget = memory_budget(program)
-    whole = memory_budget(made(one_device, Tuning()))
+    budget = memory_budget(trainer)
+    whole = memory_budget(made(one_device, Finetuning()))
     head = (WIDTH * 3 + 3) * (tuning is BOTH)
     assert budget.opt_state == 2 * 4 * trains + 4
     assert budget.base == whole.params - 4 * head
@@ -140,19 +137,19 @@ def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
 
 def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     tuning = LORA._replace(base_dtype="bfloat16")
-    program = made(one_device, tuning, precision="bfloat16")
-    state, losses = run(program, 30)
+    trainer = made(one_device, tuning, precision="bfloat16")
+    state, losses = run(trainer, 30)
     assert losses[-1] < 0.8 * losses[0]
-    base = program.start.base.arrays()
+    base = trainer.frozen()
     assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
     adam = state.opt_state[0]
     trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
     assert {str(x.dtype) for x in trained} == {"float32"}
     batch = one_device.abstract_batch(DATA.train.batch(0))
-    text = program.train_step.lower(one_device.abstract(program.init), batch).as_text()
+    text = trainer.train_step.lower(trainer.abstract, batch).as_text()
     assert f"tensor<64x{WIDTH}xbf16>" in text
     assert f"tensor<64x{WIDTH}xf32>" not in text
-    budget, float32 = memory_budget(program), memory_budget(made(one_device))
+    budget, float32 = memory_budget(trainer), memory_budget(made(one_device))
     assert 2 * budget.base == float32.base
     assert budget.opt_state == float32.opt_state
 
@@ -167,23 +164,23 @@ def test_one_device_and_four_agree(one_device, four_devices):
 
 
 def test_staged_data_and_a_base_go_together(tmp_path, four_devices):
-    program = made(four_devices)
+    trainer = made(four_devices)
     options = {"num_steps": 4, "log_every": 1}
-    train(program, workdir=tmp_path / "host", **options)
-    staged = place_data(program, "device")
+    train(trainer, workdir=tmp_path / "host", **options)
+    staged = place_data(trainer, "device")
     train(staged, workdir=tmp_path / "device", **options)
     assert losses_in(tmp_path / "host") == losses_in(tmp_path / "device")
     budget = memory_budget(staged)
     assert budget.data == INPUTS.nbytes + LABELS.nbytes
-    assert budget.base == memory_budget(program).base
+    assert budget.base == memory_budget(trainer).base
 
 
 def test_a_run_goes_on_with_its_adapters(tmp_path, one_device, capsys):
-    program = made(one_device, BOTH)
+    trainer = made(one_device, BOTH)
     options = {"log_every": 1, "save_every": 3}
-    whole = train(program, workdir=tmp_path / "whole", num_steps=6, **options)
-    train(program, workdir=tmp_path / "parts", num_steps=3, **options)
-    again = train(program, workdir=tmp_path / "parts", num_steps=6, **options)
+    whole = train(trainer, workdir=tmp_path / "whole", num_steps=6, **options)
+    train(trainer, workdir=tmp_path / "parts", num_steps=3, **options)
+    again = train(trainer, workdir=tmp_path / "parts", num_steps=6, **options)
     assert losses_in(tmp_path / "whole") == losses_in(tmp_path / "parts")
     assert_same(whole.state, again.state)
     output = capsys.readouterr().out
@@ -202,10 +199,10 @@ def test_a_run_goes_on_with_its_adapters(tmp_path, one_device, capsys):
 def test_multipliers_scale_the_updates(one_device):
     multipliers = (("*/linear_0/*", 0.25), ("*/b", 0.5))
     rates = []
-    for tuning in (Tuning(), Tuning(multipliers=multipliers)):
-        program = made(one_device, tuning, optimizer=optax.sgd(0.1))
-        first = flatten(one_device.fetch(program.first_state().params))
-        after = flatten(one_device.fetch(run(program, 1)[0].params))
+    for tuning in (Finetuning(), Finetuning(multipliers=multipliers)):
+        trainer = made(one_device, tuning, optimizer=optax.sgd(0.1))
+        first = flatten(one_device.fetch(trainer.init().params))
+        after = flatten(one_device.fetch(run(trainer, 1)[0].params))
         rates.append({path: after[path] - first[path] for path in first})
     for path, plain in rates[0].items():
         factor = 0.25 if "linear_0" in path else 0.5 if path.endswith("/b") else 1.0
@@ -214,14 +211,14 @@ def test_multipliers_scale_the_updates(one_device):
 
 
 def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device):
-    tuning = Tuning(lora=Lora(rank=4, dropout=0.5))
-    program = made(one_device, tuning)
-    state, losses = run(program, 5)
-    assert run(program, 5)[1] == losses
-    same = run(made(one_device, Tuning(lora=Lora(rank=4))), 3)[1]
+    tuning = Finetuning(lora=Lora(rank=4, dropout=0.5))
+    trainer = made(one_device, tuning)
+    state, losses = run(trainer, 5)
+    assert run(trainer, 5)[1] == losses
+    same = run(made(one_device, Finetuning(lora=Lora(rank=4))), 3)[1]
     assert losses[0] == same[0]  # B is zero: there is nothing to drop.
     assert losses[2] != same[2]
-    plan, base = program.start.plan, program.start.base.arrays()
+    plan, base = trainer.plan, trainer.frozen()
     weights = [
         np.asarray(plan.combine(state.params, base, rng)["mlp/~/linear_0"]["w"])
         - np.asarray(base["mlp/~/linear_0"]["w"])
@@ -239,22 +236,31 @@ def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device)
     ("tuning", "words"),
     [
         (
-            Tuning(train=("mlp/~/linear_22/*",)),
+            Finetuning(train=("mlp/~/linear_22/*",)),
             r"train: the pattern 'mlp/~/linear_22/\*' fits none of the 6 that there "
             r"are; nearest is mlp/~/linear_2/",
         ),
-        (Tuning(lora=Lora(4, patterns=("*/b",))), r"lora .*'\*/b' fits none of the 3"),
         (
-            Tuning(lora=Lora(4), multipliers=(("*/w", 0.1),)),
+            Finetuning(lora=Lora(4, patterns=("*/b",))),
+            r"lora .*'\*/b' fits none of the 3",
+        ),
+        (
+            Finetuning(lora=Lora(4), multipliers=(("*/w", 0.1),)),
             r"multipliers: the pattern '\*/w' fits none of the 6",
         ),
-        (Tuning(multipliers=(("*", 0),)), r"\('\*', 0\); each is a pattern and a fact"),
-        (Tuning(multipliers=("*",)), "each is a pattern and a factor"),
-        (Tuning(base_dtype="float8"), "'float8'; possible are float32, bfloat16"),
-        (Tuning(lora=Lora(2), fresh=HEAD), "linear_2/b.*would never learn anything"),
-        (Tuning(lora=Lora(-1)), "rank=-1"),
-        (Tuning(lora=Lora(1, alpha=0.0)), "alpha more than 0"),
-        (Tuning(lora=Lora(1, dropout=1.0)), r"dropout in \[0, 1\)"),
+        (
+            Finetuning(multipliers=(("*", 0),)),
+            r"\('\*', 0\); each is a pattern and a fact",
+        ),
+        (Finetuning(multipliers=("*",)), "each is a pattern and a factor"),
+        (Finetuning(base_dtype="float8"), "'float8'; possible are float32, bfloat16"),
+        (
+            Finetuning(lora=Lora(2), fresh=HEAD),
+            "linear_2/b.*would never learn anything",
+        ),
+        (Finetuning(lora=Lora(-1)), "rank=-1"),
+        (Finetuning(lora=Lora(1, alpha=0.0)), "alpha more than 0"),
+        (Finetuning(lora=Lora(1, dropout=1.0)), r"dropout in \[0, 1\)"),
     ],
 )
 def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
@@ -264,6 +270,6 @@ def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
 
 
 def test_what_does_not_fit_names_the_base(one_device):
-    program = made(one_device)
+    trainer = made(one_device)
     with pytest.raises(ConfigError, match=r"\.base\['mlp/~/linear_0'\]\['w'\]"):
-        check_budget(program, 1000)
+        check_budget(trainer, 1000)

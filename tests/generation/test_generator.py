@@ -12,8 +12,9 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.generation import Sampling, load, make_generate
 from haiku_template.models import multiply_out
+from haiku_template.runs import Run
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import experiment
+from haiku_template.training import Experiment, experiment
 
 DEVICES = DeviceManager.create("cpu", num_devices=1)
 GREEDY = Sampling(temperature=0.0)
@@ -24,7 +25,7 @@ GENERATE = {}  # By model and sampling, so that each compiles once.
 @pytest.fixture(scope="module")
 def model(trained):
     config, workdir = trained
-    return load(config, DEVICES, workdir, "latest")
+    return load(Run.open(workdir, DEVICES, "latest"))
 
 
 def written(model, prompts, num_tokens, sampling=GREEDY):
@@ -56,9 +57,9 @@ def likeliest(model, prompt, num_tokens):
 
 def test_the_model_is_that_of_the_checkpoint(trained, model):
     config, workdir = trained
-    program = experiment.build(config, DEVICES)
+    trainer = Experiment.from_config(config, DEVICES).trainer(DEVICES)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = checkpoints.restore(100, DEVICES.abstract(program.init))
+        state = checkpoints.restore(100, trainer.abstract)
     assert (model.step, model.vocabulary, model.context) == (100, 256, CONTEXT)
     jax.tree.map(np.testing.assert_array_equal, model.params, state.ema_params)
     moved = jax.tree.map(lambda a, b: np.any(a != b), model.params, state.params)
@@ -118,7 +119,7 @@ def test_one_compilation_reads_and_one_writes(model):
 def test_bfloat16_writes_the_same(trained):
     _, workdir = trained
     config = make_config(precision="bfloat16")
-    model = load(config, DEVICES, workdir, "latest")
+    model = load(Run.open(workdir, DEVICES, "latest"))
     assert model.params["gpt/embed"]["embeddings"].dtype == jnp.bfloat16
     (tokens,) = written(model, ["my dog"], 30)
     assert bytes(tokens) == TEXT.removeprefix("my dog").encode()[:30]
@@ -164,17 +165,17 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         params = {"mlp/~/linear_0": {"w": np.zeros((3, 2), np.float32)}}
         checkpoints.save(1, {"params": params}, None)
     with pytest.raises(ConfigError, match="model.name=mlp .* gpt is"):
-        load(config, DEVICES, tmp_path, "latest")
+        load(Run.open(tmp_path, DEVICES, "latest"))
 
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices):
     config, workdir = trained
     with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*100"):
-        load(config, DEVICES, workdir, "7")
+        load(Run.open(workdir, DEVICES, "7"))
     with pytest.raises(ConfigError, match="on one device, and 4 were asked for"):
-        load(config, four_devices, workdir, "latest")
+        load(Run.open(workdir, four_devices, "latest"))
     with pytest.raises(ConfigError, match="holds no checkpoints"):
-        load(config, DEVICES, workdir.parent, "latest")
+        load(Run.open(workdir.parent, DEVICES, "latest"))
 
 
 def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):
@@ -182,8 +183,8 @@ def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):
     tuned = make_config(num_steps=5, ema_decay=None, init_from=str(base))
     tuned.finetuning.lora.rank = 2
     experiment.run(tuned, DEVICES, str(tmp_path / "run"))
-    model = load(tuned, DEVICES, tmp_path / "run", "latest")
-    plain = load(config, DEVICES, base, "best")
+    model = load(Run.open(tmp_path / "run", DEVICES, "latest"))
+    plain = load(Run.open(base, DEVICES, "best"))
     same = jax.tree.map(lambda x, y: bool((x == y).all()), model.params, plain.params)
     assert not all(jax.tree.leaves(same)), "the adapters changed nothing"
     assert all(jax.tree.leaves(same["gpt/embed"]))

@@ -12,8 +12,7 @@ from haiku_template.data import BatchSpec, each_shape
 from haiku_template.data.text.examples import jsonl
 from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt
-from haiku_template.training import classification, make_program, train
-from haiku_template.training.experiment import build
+from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import memory_budget
 from haiku_template.training.tasks import language_model
 
@@ -43,7 +42,7 @@ def write(path, task):
     return str(path)
 
 
-def program(devices, tmp_path, task, batch_size=16, **parts):
+def trainer(devices, tmp_path, task, batch_size=16, **parts):
     path = write(tmp_path / "a.jsonl", task)
     spec = BatchSpec(batch_size, task=task)
     data = jsonl(spec, path=path, context=64, num_buckets=2, validation_fraction=0.3)
@@ -53,8 +52,8 @@ def program(devices, tmp_path, task, batch_size=16, **parts):
     else:
         model = gpt(data.num_outputs, **DECODER)
         fitting = {"model": model, "task": language_model}
-    return make_program(
-        devices=devices, data=data, optimizer=optax.adam(1e-2), **fitting | parts
+    return Experiment(data=data, optimizer=optax.adam(1e-2), **fitting | parts).trainer(
+        devices
     )
 
 
@@ -65,7 +64,7 @@ def test_each_length_is_compiled_once(one_device, tmp_path):
             compiled.append(fun_name) if "backend_compile" in name else None
         )
     )
-    made = program(one_device, tmp_path, "language_model")
+    made = trainer(one_device, tmp_path, "language_model")
     result = train(made, num_steps=6, workdir=tmp_path / "run", log_every=3)
     steps = compiled.count("jit(train_step)")
     assert steps == len(each_shape(made.data.train)) > 1
@@ -78,7 +77,7 @@ def test_each_length_is_compiled_once(one_device, tmp_path):
 
 
 def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
-    made = program(one_device, tmp_path, "classification")
+    made = trainer(one_device, tmp_path, "classification")
     state = one_device.abstract(made.init)
     peaks = []
     for batch in each_shape(made.data.train):
@@ -90,10 +89,10 @@ def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
 
 @pytest.mark.parametrize("task", ["classification", "language_model"])
 def test_evaluation_is_that_of_each_example_alone(devices, tmp_path, task):
-    made = program(devices, tmp_path, task)
+    made = trainer(devices, tmp_path, task)
     state = devices.init(made.init)
     metrics = made.evaluate(state)
-    alone = program(devices, tmp_path, task, batch_size=devices.num_devices)
+    alone = trainer(devices, tmp_path, task, batch_size=devices.num_devices)
     assert len(each_shape(made.data.train)) > 1
     for name, value in alone.evaluate(state).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
@@ -105,4 +104,4 @@ def test_a_vocabulary_that_the_model_does_not_have_is_refused(one_device, tmp_pa
     config.data = {"name": "jsonl", "path": path, "context": 64}
     config.model = {"name": "bert", "pooling": "mean"} | ENCODER | {"vocab_size": 100}
     with pytest.raises(ConfigError, match="tokens up to 255.*vocab_size=100; 256 or"):
-        build(config, one_device)
+        Experiment.from_config(config, one_device).trainer(one_device)

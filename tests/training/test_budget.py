@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from configs import digits, digits_resnet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.storage.metrics import read
-from haiku_template.training import experiment, train
+from haiku_template.training import Experiment, train
 from haiku_template.training.memory import (
     check_budget,
     in_units,
@@ -19,22 +21,22 @@ def build(module, num_devices=1, **changes):
     config = module.get_config()
     for key, value in changes.items():
         config[key] = value
-    return experiment.build(
+    return Experiment.from_config(
         config, DeviceManager.create("cpu", num_devices=num_devices)
-    )
+    ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("module", [digits, digits_resnet])
 def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
-    program = build(module, num_devices)
-    devices = program.devices
+    trainer = Experiment.from_config(module, num_devices).trainer(num_devices)
+    devices = trainer.devices
     before = len(jax.live_arrays())
-    budget = memory_budget(program)
+    budget = memory_budget(trainer)
     assert len(jax.live_arrays()) <= before  # From shapes alone.
-    state = devices.init(program.init)
-    batch = devices.shard(program.data.train.batch(0))
-    used = program.train_step.lower(state, batch).compile().memory_analysis()
+    state = trainer.init()
+    batch = devices.shard(trainer.experiment.data.train.batch(0))
+    used = trainer.train_step.lower(state, batch).compile().memory_analysis()
     peak = (
         used.argument_size_in_bytes
         + used.temp_size_in_bytes
@@ -56,20 +58,24 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
 
 
 def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_path):
-    program = build(digits_resnet, model=small())
-    parted = program.with_parts(accumulate_steps=4)
+    trainer = build(digits_resnet, model=small())
+    parted = dataclasses.replace(trainer.experiment, accumulate_steps=4).trainer(
+        trainer.devices
+    )
     limit = memory_budget(parted).peak
     with pytest.raises(ConfigError) as caught:
-        train(program, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
+        train(trainer, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
     assert not (tmp_path / "a").exists()
     words = str(caught.value)
     assert "the largest arrays of the state are .params['head']" in words
     parts = int(words.split("--config.accumulate_steps=")[1].split()[0])
     assert 2 <= parts <= 4
-    suggested = program.with_parts(accumulate_steps=parts)
+    suggested = dataclasses.replace(trainer.experiment, accumulate_steps=parts).trainer(
+        trainer.devices
+    )
     options = {"num_steps": 10, "log_every": 1}
     train(suggested, workdir=tmp_path / "b", memory_limit=limit, **options)
-    train(program, workdir=tmp_path / "c", **options)
+    train(trainer, workdir=tmp_path / "c", **options)
     losses = [
         [row["train/loss"] for row in read(tmp_path / name / "metrics.jsonl")[:10]]
         for name in "bc"
@@ -97,22 +103,27 @@ def models(tmp_path, monkeypatch):
 
 
 def test_what_can_never_fit_says_the_least():
-    program = build(digits, batch_size=4)
-    parted = [program.with_parts(accumulate_steps=parts) for parts in (1, 2, 4)]
+    trainer = build(digits, batch_size=4)
+    parted = [
+        dataclasses.replace(trainer.experiment, accumulate_steps=parts).trainer(
+            trainer.devices
+        )
+        for parts in (1, 2, 4)
+    ]
     least = min(memory_budget(each).peak for each in parted)
     words = f"no accumulate_steps is enough: the least is {in_units(least)}"
     with pytest.raises(ConfigError, match=words):
-        check_budget(program, least - 1)
+        check_budget(trainer, least - 1)
 
 
 def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
-    program = build(digits)
-    budget = memory_budget(program)
+    trainer = build(digits)
+    budget = memory_budget(trainer)
     kept = budget.params + budget.opt_state + budget.batch + budget.waiting
-    monkeypatch.setattr(type(program), "with_parts", None)  # Nothing is tried.
+    monkeypatch.setattr(type(trainer), "with_parts", None)  # Nothing is tried.
     words = rf"is enough: {in_units(kept)} are what the run keeps, its state"
     with pytest.raises(ConfigError, match=words):
-        check_budget(program, kept - 1)
+        check_budget(trainer, kept - 1)
 
 
 def test_a_limit_that_is_not_known_stops_nobody():

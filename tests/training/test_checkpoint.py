@@ -9,21 +9,20 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import classification, make_program
+from haiku_template.training import Experiment, classification
 
 INPUTS = np.ones((8, 5), np.float32)
 DATA = Data(ArrayDataset(INPUTS, np.zeros(8, np.int32), BatchSpec(8)), None, 3)
 
 
 def made(num_devices=1, width=4, **options):
-    return make_program(
-        devices=DeviceManager.create("cpu", num_devices=num_devices),
+    return Experiment(
         model=mlp(3, width=width),
         task=classification,
         data=DATA,
         optimizer=optax.adamw(1e-3),
         **options,
-    )
+    ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
 
 
 @pytest.mark.parametrize(
@@ -33,23 +32,23 @@ def made(num_devices=1, width=4, **options):
 )
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2)])
 def test_a_state_comes_back_bitwise_on_any_devices(tmp_path, before, after, options):
-    program = made(before, **options)
-    state = program.devices.init(program.init)
-    batch = program.devices.shard(DATA.train.batch(0))
-    state, _ = program.train_step(state, batch)
+    trainer = made(before, **options)
+    state = trainer.init()
+    batch = trainer.devices.shard(DATA.train.batch(0))
+    state, _ = trainer.step(state, batch)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, None)
     program_after = made(after, **options)
     devices = program_after.devices
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, devices.abstract(program_after.init))
+        restored = checkpoints.restore(1, program_after.abstract)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert a.dtype == b.dtype
         assert b.devices() == set(devices.devices)
         np.testing.assert_array_equal(a, b)
     # It is as good as the state of a new run.
-    program_after.train_step(restored, devices.shard(DATA.train.batch(1)))
+    program_after.step(restored, devices.shard(DATA.train.batch(1)))
 
 
 def test_a_save_compiles_nothing(tmp_path, four_devices, caplog):
@@ -60,17 +59,17 @@ def test_a_save_compiles_nothing(tmp_path, four_devices, caplog):
 
 
 def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
-    program = made()
-    devices = program.devices
-    state = devices.init(program.init)
+    trainer = made()
+    devices = trainer.devices
+    state = trainer.init()
     expected = {}
     with Checkpoints(tmp_path, keep_last=20) as checkpoints:
         for step in range(1, 11):
             batch = devices.shard(DATA.train.batch(step))
-            state, _ = program.train_step(state, batch)
+            state, _ = trainer.step(state, batch)
             expected[step] = devices.fetch(state.params)
             checkpoints.save(step, state, None)
-        abstract = devices.abstract(program.init)
+        abstract = trainer.abstract
         for step, params in expected.items():
             restored = checkpoints.restore(step, abstract).params
             jax.tree.map(np.testing.assert_array_equal, params, restored)
@@ -97,9 +96,9 @@ def test_best_can_be_the_highest(tmp_path):
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path):
-    program = made(ema_decay=0.9)
+    trainer = made(ema_decay=0.9)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, program.devices.init(program.init), None)
+        checkpoints.save(3, trainer.init(), None)
     other = made(width=7)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(StorageError) as caught:
@@ -113,9 +112,9 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
             checkpoints.restore(9, other.devices.abstract(other.init))
 
 
-def made_long(checkpoints, program):
+def made_long(checkpoints, trainer):
     """The message without the part that differs in structure."""
-    abstract = program.devices.abstract(program.init)
+    abstract = trainer.abstract
     abstract = abstract._replace(ema_params=abstract.params)
     with pytest.raises(StorageError) as caught:
         checkpoints.restore(3, abstract)

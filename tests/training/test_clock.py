@@ -13,7 +13,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
 from haiku_template.reporting.perf import PARTS, Clock, bound, bound_text
 from haiku_template.storage.metrics import read
-from haiku_template.training import classification, make_program, train
+from haiku_template.training import Experiment, classification, train
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3
@@ -28,14 +28,13 @@ class Slow:
 
 
 def speeds(tmp_path, devices, dataset, **options):
-    program = make_program(
-        devices=devices,
+    trainer = Experiment(
         task=classification,
         data=Data(dataset, None, 3),
         optimizer=optax.adam(1e-3),
         **{"model": mlp(3, width=8)} | options,
-    )
-    train(program, num_steps=30, workdir=tmp_path, log_every=10)
+    ).trainer(devices)
+    train(trainer, num_steps=30, workdir=tmp_path, log_every=10)
     return [
         row for row in read(tmp_path / "metrics.jsonl") if "perf/data_seconds" in row
     ]

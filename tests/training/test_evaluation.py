@@ -7,8 +7,8 @@ import pytest
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
-from haiku_template.training import classification, make_program
-from haiku_template.training.evaluation import evaluate, pad
+from haiku_template.training import Experiment, classification
+from haiku_template.training.evaluation import pad
 
 RNG = np.random.default_rng(0)
 
@@ -29,16 +29,12 @@ def test_every_example_counts_once_whatever_the_sizes(num_devices, size, batch_s
         train=ArrayDataset(data.train.inputs, data.train.labels, BatchSpec(24))
     )
     model = mlp(3, width=8)
-    program = make_program(
-        devices=devices,
-        model=model,
-        task=classification,
-        data=data,
-        optimizer=optax.sgd(0.1),
-    )
-    state = devices.init(program.init)
+    trainer = Experiment(
+        model=model, task=classification, data=data, optimizer=optax.sgd(0.1)
+    ).trainer(devices)
+    state = trainer.init()
     with devices.explicit_transfers():
-        metrics = evaluate(devices, program.eval_step, state, data.evaluation)
+        metrics = trainer.evaluate(state, data.evaluation)
 
     params = devices.fetch(state.params)
     apply = hk.without_apply_rng(model).apply
@@ -58,34 +54,29 @@ def test_padding_that_gives_nan_does_not_count(one_device):
     def forward(inputs, is_training):
         return hk.Linear(3)(inputs / jnp.abs(inputs).sum(axis=1, keepdims=True))
 
-    program = make_program(
-        devices=one_device,
+    trainer = Experiment(
         model=hk.transform(forward),
         task=classification,
         data=data,
         optimizer=optax.sgd(0.1),
-    )
-    state = one_device.init(program.init)
-    metrics = evaluate(one_device, program.eval_step, state, data.evaluation)
+    ).trainer(one_device)
+    state = trainer.init()
+    metrics = trainer.evaluate(state, data.evaluation)
     assert np.isfinite(metrics["eval/loss"])
 
 
 def test_averaged_parameters_are_evaluated_where_there_are_any(one_device):
     data = example(16, 16)
     options = {"model": mlp(3, width=8), "task": classification, "data": data}
-    program = make_program(
-        devices=one_device, optimizer=optax.sgd(1.0), ema_decay=0.99, **options
+    trainer = Experiment(optimizer=optax.sgd(1.0), ema_decay=0.99, **options).trainer(
+        one_device
     )
-    state = one_device.init(program.init)
-    state, _ = program.train_step(state, one_device.shard(data.train.batch(0)))
-    averaged = evaluate(one_device, program.eval_step, state, data.evaluation)
+    state = trainer.init()
+    state, _ = trainer.step(state, one_device.shard(data.train.batch(0)))
+    averaged = trainer.evaluate(state, data.evaluation)
     as_params = state._replace(params=state.ema_params, ema_params=None)
-    plain = evaluate(
-        one_device, program.eval_step, state._replace(ema_params=None), data.evaluation
-    )
-    assert averaged == evaluate(
-        one_device, program.eval_step, as_params, data.evaluation
-    )
+    plain = trainer.evaluate(state._replace(ema_params=None), data.evaluation)
+    assert averaged == trainer.evaluate(as_params, data.evaluation)
     assert averaged != plain
 
 

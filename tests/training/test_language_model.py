@@ -17,6 +17,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.models import LazyLogits, gpt, multiply_out
 from haiku_template.storage.metrics import read
 from haiku_template.training import (
+    Experiment,
     experiment,
     language_model,
     make_program,
@@ -174,13 +175,12 @@ def text_data(spec):
 
 def made(devices, **options):
     options = {"optimizer": optax.adam(3e-3), "model": gpt(16, **MODEL)} | options
-    return make_program(
-        devices=devices,
+    return Experiment(
         task=functools.partial(language_model, chunk=5, bytes_per_token=1.0),
         data=text_data(BatchSpec(8)),
         derive=perplexity,
         **options,
-    )
+    ).trainer(devices)
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +189,8 @@ def runs(tmp_path_factory):
     rows = {}
     for n in (1, 4):
         workdir = tmp_path_factory.mktemp(f"on_{n}")
-        program = made(DeviceManager.create("cpu", num_devices=n))
-        train(program, num_steps=40, workdir=workdir, log_every=1)
+        trainer = made(DeviceManager.create("cpu", num_devices=n))
+        train(trainer, num_steps=40, workdir=workdir, log_every=1)
         rows[n] = read(workdir / "metrics.jsonl")
         assert "perplexity" in (workdir / "train.log").read_text()
     return rows
@@ -224,13 +224,13 @@ def test_half_precision_reaches_the_loss_and_stays_near_float32(runs, one_device
         seen.append([x.dtype for x in outputs])
         return language_model(outputs, batch, chunk=5)
 
-    program = made(one_device, precision="bfloat16")
-    program = make_program(**program.parts | {"task": spy})
-    state = one_device.init(program.init)
+    trainer = made(one_device, precision="bfloat16")
+    trainer = make_program(**trainer.parts | {"task": spy})
+    state = trainer.init()
     losses = []
     for step in range(10):
-        batch = one_device.shard(program.data.train.batch(step))
-        state, scalars = program.train_step(state, batch)
+        batch = one_device.shard(trainer.experiment.data.train.batch(step))
+        state, scalars = trainer.step(state, batch)
         losses.append(float(one_device.fetch(scalars)["loss"]))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
     assert all(dtypes == [jnp.bfloat16] * 2 for dtypes in seen)
@@ -243,12 +243,12 @@ def test_plain_logits_of_a_model_of_one_s_own_are_trained_on(one_device):
     def forward(tokens, is_training):
         return hk.Linear(16)(jax.nn.one_hot(tokens, 16))
 
-    program = made(one_device, model=hk.transform(forward))
-    state = one_device.init(program.init)
+    trainer = made(one_device, model=hk.transform(forward))
+    state = trainer.init()
     losses = []
     for step in range(30):
-        batch = one_device.shard(program.data.train.batch(step))
-        state, scalars = program.train_step(state, batch)
+        batch = one_device.shard(trainer.experiment.data.train.batch(step))
+        state, scalars = trainer.step(state, batch)
         losses.append(float(one_device.fetch(scalars)["loss"]))
     assert losses[-1] < 0.98 * losses[0]
 
@@ -259,10 +259,10 @@ def test_a_config_names_all_of_it(one_device):
     config.task = {"name": "language_model", "chunk": 5, "bytes_per_token": 1.0}
     config.data = {"name": f"{__name__}:text_data"}
     config.model = {"name": "gpt", **MODEL}
-    program = experiment.build(config, one_device)
-    metrics = program.evaluate(one_device.init(program.init))
+    trainer = Experiment.from_config(config, one_device).trainer(one_device)
+    metrics = trainer.evaluate(trainer.init())
     assert set(metrics) == {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert metrics["eval/loss"] == pytest.approx(math.log(16), rel=0.01)
     config.model.num_head = 3
     with pytest.raises(experiment.ConfigError, match="num_head.*num_heads, context"):
-        experiment.build(config, one_device)
+        Experiment.from_config(config, one_device).trainer(one_device)

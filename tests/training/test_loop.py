@@ -24,7 +24,7 @@ from haiku_template.errors import (
 )
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read
-from haiku_template.training import classification, experiment, make_program, train
+from haiku_template.training import Experiment, classification, train
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
@@ -37,13 +37,11 @@ def made(num_devices=1, train_inputs=INPUTS, model=None, **options):
         EvaluationSet(INPUTS, LABELS, 16),
         3,
     )
-    return make_program(
-        devices=DeviceManager.create("cpu", num_devices=num_devices),
+    return Experiment(
         model=model or mlp(3, width=8),
-        task=classification,
         data=data,
-        **{"optimizer": optax.adam(1e-3)} | options,
-    )
+        **{"task": classification, "optimizer": optax.adam(1e-3)} | options,
+    ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
 
 
 def numbers(workdir, prefixes=("train/", "eval/")):
@@ -59,22 +57,22 @@ def assert_same(a, b, atol=0.0):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
 
 
-def with_step(program, train_step):
-    """The program with another train step, which compiles to the same."""
-    train_step.lower = program.train_step.lower
-    return program._replace(train_step=train_step)
+def with_step(trainer, train_step):
+    """The trainer with another train step, which compiles to the same."""
+    train_step.lower = trainer.train_step.lower
+    return trainer._replace(train_step=train_step)
 
 
-def stop_at(program, step):
-    """The program, but a signal arrives while it computes the step."""
+def stop_at(trainer, step):
+    """The trainer, but a signal arrives while it computes the step."""
     calls = iter(range(1, 10_000))
 
     def train_step(state, batch):
         if next(calls) == step:
             signal.raise_signal(signal.SIGTERM)
-        return program.train_step(state, batch)
+        return trainer.step(state, batch)
 
-    return with_step(program, train_step)
+    return with_step(trainer, train_step)
 
 
 EVERY = {"log_every": 1, "eval_every": 5, "save_every": 5}
@@ -109,8 +107,8 @@ def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
     )
     for stop in (3, 4):  # In the first interval, and after the first checkpoint.
         with pytest.raises(Interrupted, match="SIGTERM.*saved") as caught:
-            program = stop_at(made(num_devices, **options), stop)
-            train(program, num_steps=12, workdir=tmp_path / "b", **EVERY)
+            trainer = stop_at(made(num_devices, **options), stop)
+            train(trainer, num_steps=12, workdir=tmp_path / "b", **EVERY)
         assert caught.value.exit_code == 75
     resumed = train(
         made(num_devices, **options), num_steps=12, workdir=tmp_path / "b", **EVERY
@@ -128,8 +126,8 @@ def test_a_run_that_moves_between_devices_agrees(tmp_path):
     whole = train(made(1), num_steps=30, workdir=tmp_path / "a", log_every=1)
     for num_devices, stop in ((4, 10), (1, 10)):
         with pytest.raises(Interrupted):
-            program = stop_at(made(num_devices), stop)
-            train(program, num_steps=30, workdir=tmp_path / "b", log_every=1)
+            trainer = stop_at(made(num_devices), stop)
+            train(trainer, num_steps=30, workdir=tmp_path / "b", log_every=1)
     moved = train(made(2), num_steps=30, workdir=tmp_path / "b", log_every=1)
     assert_same(whole.state.params, moved.state.params, atol=1e-5)
     for a, b in zip(numbers(tmp_path / "a"), numbers(tmp_path / "b"), strict=True):
@@ -140,9 +138,9 @@ def run_config(module, num_devices, num_steps, workdir, **changes):
     config = module.get_config()
     config.update(changes)
     devices = DeviceManager.create("cpu", num_devices=num_devices)
-    program = experiment.build(config, devices)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
     # The schedule keeps the length that the config gives it.
-    train(program, num_steps=num_steps, workdir=workdir, log_every=1)
+    train(trainer, num_steps=num_steps, workdir=workdir, log_every=1)
     return [row["train/loss"] for row in numbers(workdir) if "train/loss" in row]
 
 
@@ -212,27 +210,27 @@ def test_data_that_fails_in_the_background_stops_the_run_with_its_error(tmp_path
                 raise OSError("the disk is gone")
             return {"inputs": INPUTS[:8].copy(), "labels": LABELS[:8].copy()}
 
-    program = made()
-    program = program._replace(data=program.data._replace(train=Failing()))
+    trainer = made()
+    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Failing()))
     with pytest.raises(OSError, match="the disk is gone"):
-        train(program, num_steps=20, workdir=tmp_path, log_every=1)
+        train(trainer, num_steps=20, workdir=tmp_path, log_every=1)
     assert numbers(tmp_path)[-1]["step"] == 7
 
 
 def test_an_implicit_copy_in_the_loop_is_an_error(tmp_path):
-    program = made()
-    step = program.train_step
-    program = with_step(
-        program, lambda state, batch: step(state, jax.device_get(batch))
+    trainer = made()
+    step = trainer.train_step
+    trainer = with_step(
+        trainer, lambda state, batch: step(state, jax.device_get(batch))
     )
     words = r"the batch's \['inputs'\] .* is on host \(NumPy\)"
     with pytest.raises(PlacementError, match=words):
-        train(program, num_steps=3, workdir=tmp_path)
+        train(trainer, num_steps=3, workdir=tmp_path)
 
 
 def test_a_numpy_leaf_in_the_state_is_an_error_that_names_it(tmp_path, devices):
-    program = made(devices.num_devices)
-    step = program.train_step
+    trainer = made(devices.num_devices)
+    step = trainer.train_step
 
     def train_step(state, batch):
         state, scalars = step(state, batch)
@@ -246,7 +244,7 @@ def test_a_numpy_leaf_in_the_state_is_an_error_that_names_it(tmp_path, devices):
 
     words = r"the state's .params\['mlp/~/linear_0'\]\['b'\] .* is on host \(NumPy\)"
     with pytest.raises(PlacementError, match=words):
-        train(with_step(program, train_step), num_steps=3, workdir=tmp_path)
+        train(with_step(trainer, train_step), num_steps=3, workdir=tmp_path)
 
 
 def test_a_batch_committed_elsewhere_is_an_error_that_names_it(tmp_path, devices):
@@ -254,11 +252,11 @@ def test_a_batch_committed_elsewhere_is_an_error_that_names_it(tmp_path, devices
         def batch(self, step):
             return {"inputs": jnp.from_dlpack(INPUTS[:8]), "labels": LABELS[:8]}
 
-    program = made(devices.num_devices)
-    program = program._replace(data=program.data._replace(train=Committed()))
+    trainer = made(devices.num_devices)
+    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Committed()))
     words = r"\['inputs'\] is a JAX array on cpu:0 and committed there"
     with pytest.raises(PlacementError, match=words):
-        train(program, num_steps=3, workdir=tmp_path)
+        train(trainer, num_steps=3, workdir=tmp_path)
 
 
 def test_a_model_that_leaks_a_tracer_is_refused_by_name(tmp_path, devices):
@@ -266,9 +264,9 @@ def test_a_model_that_leaks_a_tracer_is_refused_by_name(tmp_path, devices):
         inputs = inputs.reshape(len(inputs), -1)
         return jax.jit(lambda x: hk.Linear(3, name="lost")(x))(inputs)
 
-    program = made(devices.num_devices, model=hk.transform(forward))
+    trainer = made(devices.num_devices, model=hk.transform(forward))
     with pytest.raises(PlacementError, match=r"params\['lost'\]\['b'\].* tracer"):
-        train(program, num_steps=3, workdir=tmp_path)
+        train(trainer, num_steps=3, workdir=tmp_path)
     assert not (tmp_path / "checkpoints").exists() or not list(
         (tmp_path / "checkpoints").iterdir()
     )
@@ -338,11 +336,9 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     ],
 )
 def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, words):
-    program = make_program(
-        **made().parts | {"task": lambda outputs, batch: {"loss": loss(outputs)}}
-    )
+    trainer = made(task=lambda outputs, batch: {"loss": loss(outputs)})
     with pytest.raises(ConfigError, match=words):
-        train(program, num_steps=2, workdir=tmp_path)
+        train(trainer, num_steps=2, workdir=tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -363,6 +359,6 @@ def test_a_finished_run_still_tells_its_metrics(tmp_path):
 
 
 def test_float16_inputs_leave_the_parameters_in_float32(one_device):
-    program = made(train_inputs=INPUTS.astype(np.float16))
-    for leaf in jax.tree.leaves(one_device.abstract(program.init).params):
+    trainer = made(train_inputs=INPUTS.astype(np.float16))
+    for leaf in jax.tree.leaves(trainer.abstract.params):
         assert leaf.dtype == np.float32

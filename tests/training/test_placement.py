@@ -11,7 +11,7 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet, st
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.storage.metrics import read
-from haiku_template.training import classification, make_program, train
+from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import memory_budget, place_data
 
 RNG = np.random.default_rng(0)
@@ -26,14 +26,13 @@ def made(devices, augment=None, **options):
         3,
         lambda inputs: inputs.astype("float32") / 255,
     )
-    return make_program(
-        devices=devices,
+    return Experiment(
         model=mlp(3, width=8),
         task=classification,
         data=data,
         optimizer=optax.adam(1e-3),
         **options,
-    )
+    ).trainer(devices)
 
 
 def losses(workdir):
@@ -46,11 +45,11 @@ def test_staged_and_host_are_bitwise_the_same_run(
     tmp_path, devices, monkeypatch, accumulate_steps, block_steps
 ):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * block_steps)
-    program = made(devices, accumulate_steps=accumulate_steps)
+    trainer = made(devices, accumulate_steps=accumulate_steps)
     options = {"num_steps": 8, "log_every": 1}
-    host = train(program, workdir=tmp_path / "host", **options)
+    host = train(trainer, workdir=tmp_path / "host", **options)
     staged = train(
-        place_data(program, "device"), workdir=tmp_path / "device", **options
+        place_data(trainer, "device"), workdir=tmp_path / "device", **options
     )
     assert losses(tmp_path / "host") == losses(tmp_path / "device")
     for x, y in zip(*map(jax.tree.leaves, (host.state, staged.state)), strict=True):
@@ -58,9 +57,9 @@ def test_staged_and_host_are_bitwise_the_same_run(
 
 
 def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
-    program = place_data(made(devices), "device")
+    trainer = place_data(made(devices), "device")
     before = devices.ledger.totals()["bytes_to_devices"]
-    train(program, num_steps=30, workdir=tmp_path, log_every=10)
+    train(trainer, num_steps=30, workdir=tmp_path, log_every=10)
     rows = [r for r in read(tmp_path / "metrics.jsonl") if "train/loss" in r]
     assert [row["perf/bytes_to_devices"] for row in rows] == [0, 0, 0]
     size = INPUTS.nbytes + 4 * len(LABELS)  # int64 becomes int32 there.
@@ -75,10 +74,10 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
 
 def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
-    program = place_data(made(devices), "device")
+    trainer = place_data(made(devices), "device")
     options = {"num_steps": 8, "log_every": 1, "save_every": 1}
-    train(program, workdir=tmp_path / "whole", **options)
-    blocks = program.data.train
+    train(trainer, workdir=tmp_path / "whole", **options)
+    blocks = trainer.experiment.data.train
 
     class Stops:
         def batch(self, step):
@@ -86,39 +85,39 @@ def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch
                 raise Interrupted("stopped", 75)
             return blocks.batch(step)
 
-    stopping = program._replace(data=program.data._replace(train=Stops()))
+    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
     with pytest.raises(Interrupted):
         train(stopping, workdir=tmp_path / "parts", **options)
-    train(program, workdir=tmp_path / "parts", **options)
+    train(trainer, workdir=tmp_path / "parts", **options)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_auto_stages_what_fits_and_says_so(devices):
-    program = made(devices)
-    need = memory_budget(place_data(program, "device")).peak
-    assert place_data(program, "auto", need).placement.startswith("staged")
-    refused = place_data(program, "auto", need - 1)
+    trainer = made(devices)
+    need = memory_budget(place_data(trainer, "device")).peak
+    assert place_data(trainer, "auto", need).placement.startswith("staged")
+    refused = place_data(trainer, "auto", need - 1)
     assert re.match(
         "on the host, because staged it would make a run", refused.placement
     )
-    assert refused.train_step is program.train_step
-    words = place_data(program, "auto").placement
+    assert refused.train_step is trainer.train_step
+    words = place_data(trainer, "auto").placement
     assert words == "on the host, because a device's memory is not known here"
 
 
 def test_the_budget_counts_what_is_staged(devices):
-    program = made(devices)
-    budget = memory_budget(place_data(program, "device"))
+    trainer = made(devices)
+    budget = memory_budget(place_data(trainer, "device"))
     assert budget.data == INPUTS.nbytes + 4 * len(LABELS)
-    assert budget.step_peak > memory_budget(program).step_peak
-    assert memory_budget(program).data == 0
+    assert budget.step_peak > memory_budget(trainer).step_peak
+    assert memory_budget(trainer).data == 0
 
 
 def test_what_the_host_augments_is_not_staged(devices):
-    program = made(devices, augment=lambda inputs, rng: inputs)
+    trainer = made(devices, augment=lambda inputs, rng: inputs)
     with pytest.raises(ConfigError, match="batches are made on the host"):
-        place_data(program, "device")
-    assert "made on the host" in place_data(program, "auto", 2**40).placement
+        place_data(trainer, "device")
+    assert "made on the host" in place_data(trainer, "auto", 2**40).placement
 
 
 def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):

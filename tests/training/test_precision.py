@@ -8,8 +8,7 @@ import pytest
 from configs import digits_resnet
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.models import resnet
-from haiku_template.training import classification, experiment, make_program
-from haiku_template.training.evaluation import evaluate
+from haiku_template.training import Experiment, classification
 from haiku_template.training.precision import Precision
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -28,19 +27,19 @@ DATA = Data(
 def made(devices, precision, model=None, **options):
     model = model or resnet(3, devices.axis_name, channels=(4,), blocks=1)
     options = {"task": classification, "optimizer": optax.sgd(0.1)} | options
-    return make_program(
-        devices=devices, model=model, data=DATA, precision=precision, **options
+    return Experiment(model=model, data=DATA, precision=precision, **options).trainer(
+        devices
     )
 
 
-def run(program, num_steps):
-    devices = program.devices
-    state = devices.init(program.init)
+def run(trainer, num_steps):
+    devices = trainer.devices
+    state = trainer.init()
     before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     history = []
     for step in range(num_steps):
-        batch = devices.shard(program.data.train.batch(step))
-        state, scalars = program.train_step(state, batch)
+        batch = devices.shard(trainer.experiment.data.train.batch(step))
+        state, scalars = trainer.step(state, batch)
         history.append(devices.fetch(scalars))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
     return state, history
@@ -74,9 +73,9 @@ def test_layers_see_half_precision_and_norms_float32(one_device, precision):
         seen["after"] = x.dtype
         return hk.Linear(3)(x)
 
-    program = made(one_device, precision, hk.transform_with_state(forward))
-    state = one_device.init(program.init)
-    program.train_step(state, one_device.shard(DATA.train.batch(0)))
+    trainer = made(one_device, precision, hk.transform_with_state(forward))
+    state = trainer.init()
+    trainer.step(state, one_device.shard(DATA.train.batch(0)))
     half = jnp.dtype(precision)
     assert seen == {"linear": half, "norm": jnp.float32, "after": half}
 
@@ -86,11 +85,11 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
         # With a loss scale of 2^15 the gradient overflows float16.
         return 2.0**12 * hk.Linear(3)(hk.Flatten()(inputs))
 
-    program = made(
+    trainer = made(
         devices, "float16", hk.transform(forward), optimizer=optax.adam(1e-3)
     )
-    start = devices.fetch(devices.init(program.init))
-    state, (scalars,) = run(program, 1)
+    start = devices.fetch(trainer.init())
+    state, (scalars,) = run(trainer, 1)
     state = devices.fetch(state)
     assert scalars["loss_scale"] == 2.0**14
     assert state.step == 1
@@ -100,7 +99,7 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
-    state, history = run(program, 20)
+    state, history = run(trainer, 20)
     assert history[-1]["loss_scale"] < 2.0**14
     assert np.any(
         devices.fetch(state.params)["linear"]["w"] != start.params["linear"]["w"]
@@ -108,9 +107,9 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
 
 
 def test_no_layer_class_is_changed_for_others(one_device):
-    program = made(one_device, "bfloat16")
-    state = one_device.init(program.init)
-    program.train_step(state, one_device.shard(DATA.train.batch(0)))
+    trainer = made(one_device, "bfloat16")
+    state = trainer.init()
+    trainer.step(state, one_device.shard(DATA.train.batch(0)))
     plain = hk.transform(lambda x: hk.Linear(2)(x))
     params = plain.init(jax.random.key(0), jnp.ones((1, 3)))
     assert plain.apply(params, None, jnp.ones((1, 3))).dtype == jnp.float32
@@ -130,14 +129,12 @@ def test_evaluation_in_half_precision_follows_float32(one_device, precision):
     results = []
     for name in ("float32", precision):
         config.precision = name
-        program = experiment.build(config, one_device)
-        state = one_device.init(program.init)
+        trainer = Experiment.from_config(config, one_device).trainer(one_device)
+        state = trainer.init()
         for step in range(20):
-            batch = one_device.shard(program.data.train.batch(step))
-            state, _ = program.train_step(state, batch)
-        results.append(
-            evaluate(one_device, program.eval_step, state, program.data.evaluation)
-        )
+            batch = one_device.shard(trainer.experiment.data.train.batch(step))
+            state, _ = trainer.step(state, batch)
+        results.append(trainer.evaluate(state, trainer.experiment.data.evaluation))
     assert results[1]["eval/loss"] == pytest.approx(results[0]["eval/loss"], rel=0.1)
     assert results[1]["eval/accuracy"] == pytest.approx(
         results[0]["eval/accuracy"], abs=0.1

@@ -14,36 +14,35 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.reporting.profile import operations
-from haiku_template.training import classification, make_program, train
+from haiku_template.training import Experiment, classification, train
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3
 
 
 @pytest.fixture
-def program(devices):
+def trainer(devices):
     data = Data(
         ArrayDataset(INPUTS, LABELS, BatchSpec(8)), EvaluationSet(INPUTS, LABELS, 16), 3
     )
-    return make_program(
-        devices=devices,
+    return Experiment(
         model=mlp(3, width=8),
         task=classification,
         data=data,
         optimizer=optax.adam(1e-3),
-    )
+    ).trainer(devices)
 
 
 def folders(workdir):
     return sorted((workdir / "profile/plugins/profile").glob("*"))
 
 
-def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, program, capsys):
-    train(program, num_steps=12, workdir=tmp_path, profile=(3, 7), eval_every=5)
+def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, trainer, capsys):
+    train(trainer, num_steps=12, workdir=tmp_path, profile=(3, 7), eval_every=5)
     (folder,) = folders(tmp_path)
     page = (folder / "summary.txt").read_text()
     assert page.startswith("Steps 4 to 7\n") and page.count("\n") < 50
-    assert program.devices.describe() in page
+    assert trainer.devices.describe() in page
     assert str(folder / "summary.txt") in capsys.readouterr().out
     milliseconds = float(re.search(r"step +([\d.]+) ms", page)[1])
     parts = [float(x) for x in re.findall(r"([\d.]+) ms +[\d.]+%  \w", page)]
@@ -54,11 +53,11 @@ def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, program, capsys):
     assert steps == {4, 5, 6, 7}
 
 
-def test_each_operation_of_a_step_is_counted_once_a_step_and_device(tmp_path, program):
-    train(program, num_steps=6, workdir=tmp_path, profile=(2, 5))
+def test_each_operation_of_a_step_is_counted_once_a_step_and_device(tmp_path, trainer):
+    train(trainer, num_steps=6, workdir=tmp_path, profile=(2, 5))
     seconds, calls = operations(folders(tmp_path)[0])
     assert seconds and min(seconds.values()) >= 0
-    assert max(calls.values()) % (3 * program.devices.num_devices) == 0
+    assert max(calls.values()) % (3 * trainer.devices.num_devices) == 0
 
 
 def test_a_loop_counts_without_what_is_inside(tmp_path):
@@ -76,31 +75,31 @@ def test_a_loop_counts_without_what_is_inside(tmp_path):
     assert loops and max(loops) < inside
 
 
-def test_profiling_changes_no_result(tmp_path, program):
-    plain = train(program, num_steps=6, workdir=tmp_path / "a")
-    traced = train(program, num_steps=6, workdir=tmp_path / "b", profile=(0, 6))
+def test_profiling_changes_no_result(tmp_path, trainer):
+    plain = train(trainer, num_steps=6, workdir=tmp_path / "a")
+    traced = train(trainer, num_steps=6, workdir=tmp_path / "b", profile=(0, 6))
     for x, y in zip(*map(jax.tree.leaves, (plain.state, traced.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_a_run_that_is_stopped_inside_can_be_traced_again(tmp_path, program):
+def test_a_run_that_is_stopped_inside_can_be_traced_again(tmp_path, trainer):
     class Stops:
         def batch(self, step):
             if step == 4:
                 raise Interrupted("SIGTERM", 75)
-            return program.data.train.batch(step)
+            return trainer.experiment.data.train.batch(step)
 
-    stopping = program._replace(data=program.data._replace(train=Stops()))
+    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
     with pytest.raises(Interrupted):
         train(stopping, num_steps=6, workdir=tmp_path, profile=(2, 6), save_every=2)
-    train(program, num_steps=6, workdir=tmp_path, profile=(2, 6), save_every=2)
+    train(trainer, num_steps=6, workdir=tmp_path, profile=(2, 6), save_every=2)
     page = (folders(tmp_path)[-1] / "summary.txt").read_text()
     assert page.startswith("Steps 5 to 6\n") or page.startswith("Steps 3 to 6\n")
 
 
-def test_a_run_that_resumes_later_says_so(tmp_path, program, capsys):
-    train(program, num_steps=4, workdir=tmp_path)
-    train(program, num_steps=6, workdir=tmp_path, profile=(1, 3))
+def test_a_run_that_resumes_later_says_so(tmp_path, trainer, capsys):
+    train(trainer, num_steps=4, workdir=tmp_path)
+    train(trainer, num_steps=6, workdir=tmp_path, profile=(1, 3))
     assert "steps 1 to 3 were done before this run" in capsys.readouterr().out
     assert not folders(tmp_path)
 

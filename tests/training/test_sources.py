@@ -1,5 +1,6 @@
 """Runs that start from what others trained, through their configs."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,11 @@ from configs import digits
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.source import make_source, with_sizes
+from haiku_template.finetuning.source import open_source, with_sizes
 from haiku_template.params import flatten
-from haiku_template.runs.run import evaluate_checkpoint
 from haiku_template.storage.checkpoint import restore
-from haiku_template.training import experiment
+from haiku_template.training import Experiment, experiment
+from tests.runs import evaluated
 
 REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
 HEAD = "mlp/~/linear_2/*"
@@ -46,29 +47,28 @@ def pretrained(cpu, tmp_path_factory):
     return workdir
 
 
-def evaluated(values, devices, workdir):
-    return evaluate_checkpoint(values, devices, workdir, "latest")[1]
-
-
 def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
     values = config(
         init_from=str(pretrained),
         **{"finetuning.lora.rank": 2, "optimizer.learning_rate": 0.0},
     )
     experiment.run(values, devices, str(tmp_path))
-    saved = configs.load(pretrained / "config.json")
-    expected = evaluated(saved, devices, pretrained)
-    found = evaluated(configs.load(tmp_path / "config.json"), devices, tmp_path)
+    expected = evaluated(pretrained, devices)[1]
+    found = evaluated(tmp_path, devices)[1]
     assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_base_of_a_run_in_bfloat16(cpu, pretrained):
     values = {"finetuning.lora.rank": 2, "finetuning.base_dtype": "bfloat16"}
-    program = experiment.build(config(init_from=str(pretrained), **values), cpu)
-    half = flatten(program.start.base.arrays())
+    trainer = Experiment.from_config(
+        config(init_from=str(pretrained), **values), cpu
+    ).trainer(cpu)
+    half = flatten(trainer.frozen())
     values["finetuning.base_dtype"] = "float32"
-    program = experiment.build(config(init_from=str(pretrained), **values), cpu)
-    full = flatten(program.start.base.arrays())
+    trainer = Experiment.from_config(
+        config(init_from=str(pretrained), **values), cpu
+    ).trainer(cpu)
+    full = flatten(trainer.frozen())
     for path, leaf in half.items():
         assert str(leaf.dtype) == "bfloat16"
         np.testing.assert_array_equal(leaf, full[path].astype(leaf.dtype))
@@ -77,12 +77,14 @@ def test_a_base_of_a_run_in_bfloat16(cpu, pretrained):
 def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
     values = {"finetuning.train": (HEAD,), "finetuning.fresh": (HEAD,)}
     start = {"init_from": str(pretrained), "model.num_layers": 2}
-    program = experiment.build(config(**start, **values), cpu)
-    other = program.with_parts(model=experiment.make_model(config(**start), 4))
-    state = other.first_state()
+    trainer = Experiment.from_config(config(**start, **values), cpu).trainer(cpu)
+    other = dataclasses.replace(
+        trainer.experiment, model=experiment.make_model(config(**start), 4)
+    ).trainer(trainer.devices)
+    state = other.init()
     assert state.params["mlp/~/linear_2"]["w"].shape == (8, 4)
-    body = experiment.build(config(**start), cpu).first_state().params
-    base = other.start.base.arrays()
+    body = Experiment.from_config(config(**start), cpu).trainer(cpu).init().params
+    base = other.frozen()
     assert set(base) == {"mlp/~/linear_0", "mlp/~/linear_1"}
     for module, leaves in base.items():
         for name, leaf in leaves.items():
@@ -90,10 +92,13 @@ def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
 
 
 def test_all_of_a_run_can_train_on(cpu, pretrained):
-    state = experiment.build(config(init_from=str(pretrained)), cpu).first_state()
-    saved = configs.load(pretrained / "config.json")
-    program = experiment.build(saved, cpu)
-    abstract = cpu.abstract(program.init)
+    state = (
+        Experiment.from_config(config(init_from=str(pretrained)), cpu)
+        .trainer(cpu)
+        .init()
+    )
+    trainer = Experiment.from_config(saved, cpu).trainer(cpu)
+    abstract = trainer.abstract
     _, before = restore(
         saved, pretrained, "best", lambda found, step: found.restore(step, abstract)
     )
@@ -108,8 +113,10 @@ def test_all_of_a_run_can_train_on(cpu, pretrained):
 
 def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
     source = tmp_path / "source.safetensors"
-    program = experiment.build(config(init_from=str(pretrained)), cpu)
-    leaves = flatten(jax.device_get(program.first_state().params))
+    trainer = Experiment.from_config(config(init_from=str(pretrained)), cpu).trainer(
+        cpu
+    )
+    leaves = flatten(jax.device_get(trainer.init().params))
     save_file(leaves, source)
     values = config(init_from=str(source), **{"finetuning.lora.rank": 2})
     workdir = tmp_path / "run"
@@ -121,23 +128,23 @@ def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
     with pytest.raises(ConfigError, match="were trained on another base"):
         experiment.run(values, cpu, str(workdir))
     with pytest.raises(ConfigError, match="were trained on another base"):
-        evaluated(values, cpu, workdir)
+        evaluated(workdir, cpu)[1]
     assert (workdir / "metrics.jsonl").read_text() == before
     with pytest.raises(ConfigError, match="trained a part of its model"):
-        experiment.build(config(init_from=str(workdir)), cpu)
+        Experiment.from_config(config(init_from=str(workdir)), cpu).trainer(cpu)
 
 
 def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained):
     with pytest.raises(ConfigError, match=r"init_from=nowhere is not there"):
-        experiment.build(config(init_from="nowhere"), cpu)
+        Experiment.from_config(config(init_from="nowhere"), cpu).trainer(cpu)
     file = tmp_path / "model.safetensors"
     save_file({"mlp/~/linear_0/w": np.zeros((3, 3), np.float32)}, file)
-    program = experiment.build(config(init_from=str(file)), cpu)
+    trainer = Experiment.from_config(config(init_from=str(file)), cpu).trainer(cpu)
     with pytest.raises(ConfigError, match="5 missing, 0 extra, 1 mismatched"):
-        program.first_state()
+        trainer.init()
     wider = {"init_from": str(pretrained), "model.width": 9}
     with pytest.raises(RuntimeError, match="does not fit this model, and nothing was"):
-        experiment.build(config(**wider), cpu).first_state()
+        Experiment.from_config(config(**wider), cpu).trainer(cpu).init()
 
 
 def test_a_folder_says_the_sizes_of_its_model(tmp_path):
@@ -155,7 +162,7 @@ def test_a_folder_says_the_sizes_of_its_model(tmp_path):
 
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     from haiku_template.finetuning.lora import Lora
-    from haiku_template.finetuning.plan import Tuning, make_plan
+    from haiku_template.finetuning.plan import Finetuning, make_plan
     from haiku_template.models import MODELS
 
     folder = REFERENCES / "gpt2"
@@ -165,11 +172,11 @@ def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     model = MODELS["gpt"](vocabulary, **values)
     tokens = np.zeros((1, 4), np.int32)
     shapes = cpu.abstract(lambda: model.init(jax.random.key(0), tokens, False))
-    plan = make_plan(Tuning(lora=Lora(2, patterns=("*/qkv/w",))), shapes)
-    source = make_source(str(folder), "gpt", cpu)
+    plan = make_plan(Finetuning(lora=Lora(2, patterns=("*/qkv/w",))), shapes)
+    source = open_source(str(folder), "gpt", cpu)
     assert set(source.read(shapes, ())) == plan.frozen
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     (copied / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        make_source(str(copied), "gpt", cpu)
+        open_source(str(copied), "gpt", cpu)

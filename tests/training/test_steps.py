@@ -11,7 +11,7 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
-from haiku_template.training import classification, make_program, regression
+from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 
 RNG = np.random.default_rng(0)
@@ -22,20 +22,20 @@ DATA = Data(
 )
 
 
-def program(devices, model=None, **options):
+def trainer(devices, model=None, **options):
     options = {"task": classification, "optimizer": optax.sgd(0.1)} | options
     model = model or mlp(3, width=16)
-    return make_program(devices=devices, model=model, data=DATA, **options)
+    return Experiment(model=model, data=DATA, **options).trainer(devices)
 
 
-def run(program, num_steps=1, state=None):
+def run(trainer, num_steps=1, state=None):
     """The state and the scalars of each step, one step in flight."""
-    devices = program.devices
-    state = devices.init(program.init) if state is None else state
+    devices = trainer.devices
+    state = trainer.init() if state is None else state
     history = []
     for step in range(num_steps):
         batch = devices.shard(DATA.train.batch(step))
-        state, scalars = program.train_step(state, batch)
+        state, scalars = trainer.step(state, batch)
         history.append(devices.fetch(scalars))
     return state, history
 
@@ -52,10 +52,10 @@ def params_of(state):
 
 
 def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
-    state, (scalars,) = run(program(devices))
+    state, (scalars,) = run(trainer(devices))
 
     model = hk.without_apply_rng(mlp(3, width=16))
-    params = devices.fetch(devices.init(program(devices).init)).params
+    params = devices.fetch(trainer(devices).init()).params
     batch = DATA.train.batch(0)
 
     def loss(params):
@@ -78,7 +78,7 @@ def test_four_devices_equal_one(one_device, four_devices, model):
     results = []
     for devices in (one_device, four_devices):
         options = {"channels": (4,), "blocks": 1} if model is resnet else {}
-        made = program(devices, model(3, devices.axis_name, **options), ema_decay=0.9)
+        made = trainer(devices, model(3, devices.axis_name, **options), ema_decay=0.9)
         state, history = run(made, 5)
         check_replicas(state)
         results.append((devices.fetch(state), history))
@@ -86,7 +86,7 @@ def test_four_devices_equal_one(one_device, four_devices, model):
 
 
 def test_a_norm_that_forgets_the_axis_is_found(four_devices):
-    made = program(four_devices, resnet(3, axis_name=None, channels=(4,), blocks=1))
+    made = trainer(four_devices, resnet(3, axis_name=None, channels=(4,), blocks=1))
     state, _ = run(made)
     with pytest.raises(PlacementError, match=r"net_state.*cross_replica_axis"):
         check_replicas(state)
@@ -94,8 +94,8 @@ def test_a_norm_that_forgets_the_axis_is_found(four_devices):
 
 @pytest.mark.parametrize("parts", [2, 3, 6])
 def test_accumulation_leaves_the_result_as_it_is(devices, parts):
-    whole, history = run(program(devices), 3)
-    parted, parted_history = run(program(devices, accumulate_steps=parts), 3)
+    whole, history = run(trainer(devices), 3)
+    parted, parted_history = run(trainer(devices, accumulate_steps=parts), 3)
     assert_close(params_of(whole), params_of(parted), 1e-6)
     assert_close(history, parted_history, 1e-5)
 
@@ -103,7 +103,7 @@ def test_accumulation_leaves_the_result_as_it_is(devices, parts):
 def test_accumulation_needs_less_memory(one_device):
     def temporary_bytes(parts):
         model = resnet(3, channels=(64,), blocks=1)
-        made = program(one_device, model, accumulate_steps=parts)
+        made = trainer(one_device, model, accumulate_steps=parts)
         batch = one_device.shard(DATA.train.batch(0))
         lowered = made.train_step.lower(one_device.abstract(made.init), batch)
         return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -113,7 +113,7 @@ def test_accumulation_needs_less_memory(one_device):
 
 
 def test_dropout_differs_by_step_and_by_device_and_repeats(devices):
-    made = program(devices, mlp(3, width=64, dropout=0.5), optimizer=optax.sgd(0.0))
+    made = trainer(devices, mlp(3, width=64, dropout=0.5), optimizer=optax.sgd(0.0))
     first = run(made, 3)[1]
     again = run(made, 3)[1]
     assert first == again
@@ -139,22 +139,18 @@ def test_dropout_masks_differ_between_devices(four_devices):
     def values(logits, batch):
         return {"loss": logits[:, 0], "square": jnp.square(logits[:, 0])}
 
-    made = make_program(
-        devices=four_devices,
-        model=hk.transform(forward),
-        task=values,
-        data=data,
-        optimizer=optax.sgd(0.1),
-    )
+    made = Experiment(
+        model=hk.transform(forward), task=values, data=data, optimizer=optax.sgd(0.1)
+    ).trainer(four_devices)
     state = four_devices.init(made.init)
-    _, scalars = made.train_step(state, four_devices.shard(data.train.batch(0)))
+    _, scalars = made.step(state, four_devices.shard(data.train.batch(0)))
     scalars = four_devices.fetch(scalars)
     # One row a device: equal noise would have no variance.
     assert scalars["square"] - scalars["loss"] ** 2 > 1e-3
 
 
 def test_ema_is_the_average_of_the_parameters(devices):
-    made = program(devices, ema_decay=0.5)
+    made = trainer(devices, ema_decay=0.5)
     start = devices.fetch(devices.init(made.init)).params
     state, _ = run(made, 1)
     expected = jax.tree.map(lambda a, b: (a + b) / 2, start, params_of(state))
@@ -163,7 +159,7 @@ def test_ema_is_the_average_of_the_parameters(devices):
 
 def test_the_learning_rate_is_reported_and_used(one_device):
     schedule = make_schedule("linear", learning_rate=0.2, num_steps=10)
-    made = program(one_device, optimizer=optax.sgd(schedule), schedule=schedule)
+    made = trainer(one_device, optimizer=optax.sgd(schedule), schedule=schedule)
     _, history = run(made, 2)
     assert history[0]["learning_rate"] == pytest.approx(0.2)
     assert history[1]["learning_rate"] == pytest.approx(0.18)
@@ -172,16 +168,12 @@ def test_the_learning_rate_is_reported_and_used(one_device):
 def test_regression_reports_its_errors(devices):
     labels = RNG.normal(size=(24, 3)).astype(np.float32)
     data = Data(ArrayDataset(INPUTS[:24], labels, BatchSpec(24)), None, 3)
-    made = make_program(
-        devices=devices,
-        model=mlp(3, width=8),
-        task=regression,
-        data=data,
-        optimizer=optax.sgd(0.0),
-    )
+    made = Experiment(
+        model=mlp(3, width=8), task=regression, data=data, optimizer=optax.sgd(0.0)
+    ).trainer(devices)
     state = devices.init(made.init)
     params = devices.fetch(state).params
-    _, scalars = made.train_step(state, devices.shard(data.train.batch(0)))
+    _, scalars = made.step(state, devices.shard(data.train.batch(0)))
     batch = data.train.batch(0)
     outputs = hk.without_apply_rng(mlp(3, width=8)).apply(params, batch["inputs"], True)
     errors = np.asarray(outputs) - batch["labels"]
@@ -195,7 +187,7 @@ def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
     rate = {"adamw": 1e-2, "sgd": 0.3, "lion": 3e-3, "adafactor": 0.3}[name]
     schedule = make_schedule("constant", learning_rate=rate, num_steps=40)
     optimizer = make_optimizer(name, schedule, weight_decay=1e-4, clip_norm=1.0)
-    made = program(four_devices, optimizer=optimizer)
+    made = trainer(four_devices, optimizer=optimizer)
     state, history = run(made, 40)
     check_replicas(state)
     assert history[-1]["loss"] < 0.7 * history[0]["loss"]
@@ -206,12 +198,12 @@ def test_one_compilation_and_no_implicit_transfer(devices, monkeypatch):
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else 0
     )
-    made = program(devices, ema_decay=0.9)
+    made = trainer(devices, ema_decay=0.9)
     state = devices.init(made.init)
     batches = [devices.shard(DATA.train.batch(step)) for step in range(20)]
     compiled.clear()
     with devices.explicit_transfers():
         for batch in batches:
-            state, scalars = made.train_step(state, batch)
+            state, scalars = made.step(state, batch)
             jax.block_until_ready(scalars)
     assert len(compiled) == 1

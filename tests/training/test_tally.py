@@ -10,7 +10,7 @@ from sklearn.metrics import confusion_matrix, f1_score
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.models import mlp
 from haiku_template.reporting import plots
-from haiku_template.training import classification, make_program
+from haiku_template.training import Experiment, classification
 from haiku_template.training.tasks import TALLIES, confusion, macro_f1
 
 RNG = np.random.default_rng(0)
@@ -27,17 +27,16 @@ def example():
 def test_counts_are_those_of_scikit_learn_on_any_number_of_devices(devices):
     data = example()
     model = mlp(4, width=8)
-    program = make_program(
-        devices=devices,
+    trainer = Experiment(
         model=model,
         task=classification,
         data=data,
         optimizer=optax.sgd(0.1),
         tally=TALLIES["classification"],
-    )
-    state = devices.init(program.init)
+    ).trainer(devices)
+    state = trainer.init()
     with devices.explicit_transfers():
-        metrics, counts = program.measure(state)
+        metrics, counts = trainer.measure(state)
     inputs, labels = data.evaluation.inputs, data.evaluation.labels
     logits = model.apply(devices.fetch(state.params), None, inputs, False)
     predicted = np.argmax(np.asarray(logits), axis=1)
@@ -46,7 +45,7 @@ def test_counts_are_those_of_scikit_learn_on_any_number_of_devices(devices):
     assert expected.sum() == 43 and len(set(predicted)) > 1
     wanted = f1_score(labels, predicted, average="macro")
     assert metrics["eval/macro_f1"] == pytest.approx(wanted, abs=1e-12)
-    assert metrics == program.evaluate(state)
+    assert metrics == trainer.evaluate(state)
 
 
 def test_classes_that_never_occur_do_not_count():

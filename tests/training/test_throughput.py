@@ -10,7 +10,7 @@ from haiku_template.data import Data
 from haiku_template.models import gpt_flops_per_token
 from haiku_template.reporting.perf import UNKNOWN, Work, matmul_peak, rate_text, rates
 from haiku_template.storage.metrics import read
-from haiku_template.training import experiment, train
+from haiku_template.training import Experiment, train
 
 
 class Tokens:
@@ -34,15 +34,15 @@ def config(**model):
 
 def test_a_language_model_reports_tokens_and_utilisation(tmp_path, devices, capsys):
     sizes = {"num_layers": 2, "width": 16, "num_heads": 2, "context": 8}
-    program = experiment.build(config(**sizes), devices)
-    assert program.work.tokens == 8
-    assert program.work.flops == 8 * gpt_flops_per_token(16, 8, **sizes)
-    train(program, num_steps=4, workdir=tmp_path, log_every=2)
+    trainer = Experiment.from_config(config(**sizes), devices).trainer(devices)
+    assert trainer.experiment.work.tokens == 8
+    assert trainer.experiment.work.flops == 8 * gpt_flops_per_token(16, 8, **sizes)
+    train(trainer, num_steps=4, workdir=tmp_path, log_every=2)
     for row in read(tmp_path / "metrics.jsonl"):
         speed = row["perf/examples_per_second"]
         assert row["perf/tokens_per_second"] == pytest.approx(8 * speed)
         flops = row["perf/model_flops_per_second"]
-        assert flops == pytest.approx(speed * program.work.flops)
+        assert flops == pytest.approx(speed * trainer.experiment.work.flops)
         assert 0 < row["perf/utilisation"] < 1.5
     shown = capsys.readouterr().out
     assert "tokens/s (" in shown and "of matmul peak)" in shown

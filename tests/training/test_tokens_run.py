@@ -11,7 +11,7 @@ from configs import gpt2_124m, gpt_bytes
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.storage.metrics import read
-from haiku_template.training import experiment, train
+from haiku_template.training import Experiment, train
 
 NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.
 MIDDLE = NUM_TOKENS // 2
@@ -57,19 +57,24 @@ def losses(workdir):
 
 def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_file):
     config = small(gpt2_124m.get_config(), path=str(large_file), vocab_size=256)
-    program = experiment.build(config, DeviceManager.create("cpu", num_devices=1))
+    trainer = Experiment.from_config(
+        config, DeviceManager.create("cpu", num_devices=1)
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
     largest, before = [], jax.live_arrays()
 
     def train_step(state, batch):
         known = {id(x) for x in (*before, *jax.tree.leaves(state))}
         others = [x.nbytes for x in jax.live_arrays() if id(x) not in known]
         largest.append(max(others))
-        return program.train_step(state, batch)
+        return trainer.step(state, batch)
 
-    train_step.lower = program.train_step.lower
-    train(program._replace(train_step=train_step), num_steps=6, workdir=tmp_path)
+    train_step.lower = trainer.train_step.lower
+    train(trainer._replace(train_step=train_step), num_steps=6, workdir=tmp_path)
     assert len(largest) == 6 and set(largest) == {8 * 16 * 2}  # The batch, as uint16.
-    ends = [program.data.train.tokens.windows(np.array([n]), 3)[0] for n in (0, MIDDLE)]
+    ends = [
+        trainer.experiment.data.train.tokens.windows(np.array([n]), 3)[0]
+        for n in (0, MIDDLE)
+    ]
     assert np.array_equal(ends, [[11, 12, 13]] * 2)
 
 
@@ -77,7 +82,7 @@ def test_it_cannot_be_staged_and_the_sizes_say_why(large_file):
     config = small(gpt2_124m.get_config(), path=str(large_file), placement="device")
     devices = DeviceManager.create("cpu", num_devices=1)
     with pytest.raises(ConfigError, match=r"rows \(17.18 GiB\).*2,147,483,647"):
-        experiment.build(config, devices)
+        Experiment.from_config(config, devices).trainer(devices)
 
 
 @pytest.fixture
@@ -103,7 +108,7 @@ def test_placements_and_devices_agree(tmp_path, token_file, order):
         devices = DeviceManager.create("cpu", num_devices=num_devices)
         workdir = tmp_path / f"{placement}{num_devices}"
         train(
-            experiment.build(config, devices),
+            Experiment.from_config(config, devices).trainer(devices),
             num_steps=12,
             workdir=workdir,
             log_every=1,
@@ -119,10 +124,10 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
     options = {"path": str(token_file), "vocab_size": 50, "order": "epochs"}
     config = small(gpt2_124m.get_config(), **options)
     devices = DeviceManager.create("cpu", num_devices=1)
-    program = experiment.build(config, devices)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
     times = {"num_steps": 12, "log_every": 1, "save_every": 4}
-    train(program, workdir=tmp_path / "whole", **times)
-    dataset = program.data.train
+    train(trainer, workdir=tmp_path / "whole", **times)
+    dataset = trainer.experiment.data.train
     seen = []
 
     class Stops:
@@ -132,7 +137,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
                 raise Interrupted("stopped", 75)
             return dataset.batch(step)
 
-    stopping = program._replace(data=program.data._replace(train=Stops()))
+    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
     with pytest.raises(Interrupted):
         train(stopping, workdir=tmp_path / "parts", **times)
     seen[:] = [10]
@@ -148,16 +153,20 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
     devices = DeviceManager.create("cpu", num_devices=1)
     words = r"tokens.npy, token \d+, is 49; the vocabulary has 49 tokens"
     with pytest.raises(ConfigError, match=words):
-        experiment.build(small(gpt2_124m.get_config(), **options), devices)
+        Experiment.from_config(
+            small(gpt2_124m.get_config(), **options), devices
+        ).trainer(devices)
     with pytest.raises(ConfigError, match=words):
         staged = small(gpt2_124m.get_config(), placement="device", **options)
-        experiment.build(staged, devices)
+        Experiment.from_config(staged, devices).trainer(devices)
 
 
 def test_the_default_text_trains_and_reports_bits_per_byte(tmp_path):
     config = small(gpt_bytes.get_config())
-    program = experiment.build(config, DeviceManager.create("cpu", num_devices=1))
-    result = train(program, num_steps=4, workdir=tmp_path, log_every=1)
+    trainer = Experiment.from_config(
+        config, DeviceManager.create("cpu", num_devices=1)
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+    result = train(trainer, num_steps=4, workdir=tmp_path, log_every=1)
     assert 5 < result.metrics["eval/bits_per_byte"] < 9
     assert result.metrics["eval/perplexity"] == pytest.approx(
         np.exp(result.metrics["eval/loss"])

@@ -36,8 +36,8 @@ def read_lines(path: Path, task: str) -> list[Line]:
       task: a key of `KINDS`.
 
     Raises:
-      ConfigError: the file is missing, not UTF-8 or empty, the task needs other data, or
-        a line is no such example; the message names the first.
+      ConfigError: the file is missing, not UTF-8 or empty, the task needs other data,
+        or a line is no such example; the message names the first.
     """
     if task not in KINDS:
         raise ConfigError(
