@@ -4,13 +4,13 @@ from haiku_template.data.dataset import (
     ArrayDataset,
     BatchSpec,
     Data,
+    DataError,
     Dataset,
     EvaluationSet,
     GrainDataset,
     each_shape,
 )
 from haiku_template.data.datasets import DATASETS, digits, from_split
-from haiku_template.data.errors import DataError
 from haiku_template.data.files import Split
 from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
 

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.checks import check_examples
-from haiku_template.data.errors import DataError
-
 Batch = dict[str, Any]
 ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
+
+
+class DataError(ValueError):
+    """Data that is missing, damaged, empty or not what it should be."""
+
+    exit_code = 64
 
 
 class Dataset(Protocol):
@@ -91,32 +94,64 @@ def share(spec: BatchSpec) -> slice:
     return slice(spec.process_index * size, (spec.process_index + 1) * size)
 
 
-def drawn(size: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Places `start` to `stop` in an endless row of epochs: int64 [stop - start].
+def shuffle(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a stored permutation of `range(size)` sends some places: int64."""
+    return _permutation(size, seed)[places]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
+    order = np.random.default_rng(seed).permutation(size)
+    order.flags.writeable = False  # It is shared by the cache.
+    return order
+
+
+def epochs(
+    size: int,
+    seed: int,
+    turns: range,
+    permute: Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray] = shuffle,
+) -> np.ndarray:
+    """The examples whose turn it is in an endless row of epochs: int64 [turns].
 
     Each epoch is a permutation of all examples, and the next one follows without a gap.
 
     Args:
       size: N.
       seed: chooses the permutations.
-      start: the first place.
-      stop: the one after the last.
+      turns: counted from the first example of the first epoch.
+      permute: how an epoch is permuted, as `shuffle`.
     """
     parts = []
-    for epoch in range(start // size, (stop - 1) // size + 1):
-        first, last = start - epoch * size, stop - epoch * size
-        order = _permutation(size, seed, epoch)
-        parts.append(order[max(first, 0) : min(last, size)])
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    for epoch in range(turns[0] // size, turns[-1] // size + 1):
+        begin = epoch * size
+        now = np.arange(max(turns[0] - begin, 0), min(turns.stop - begin, size))
+        parts.append(permute(now, size, (seed, 0, epoch)))
+    return np.concatenate(parts)
+
+
+def check_examples(
+    inputs: np.ndarray, labels: np.ndarray, where: str = "the data set"
+) -> None:
+    """Raises `DataError` unless there are examples, each with its label."""
+    if inputs.ndim == 0 or labels.ndim == 0 or len(inputs) == 0:
+        raise DataError(
+            f"{where} is empty: inputs have shape {list(inputs.shape)} and labels "
+            f"{list(labels.shape)}; at least one example is needed"
+        )
+    if len(inputs) != len(labels):
+        raise DataError(
+            f"{where} has {len(inputs)} inputs and {len(labels)} labels; each input "
+            "needs one label"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayDataset:
     """Shuffled batches from arrays in host memory or mapped from files.
 
-    Every epoch is a permutation of all examples, and the next one follows without a
-    gap: a batch may hold the end of one epoch and the start of the next, so no example
-    is dropped and every batch is full.
+    A batch may hold the end of one epoch and the start of the next, so no example is
+    dropped and every batch is full.
 
     Attributes:
       inputs: array [N, ...].
@@ -152,34 +187,23 @@ class ArrayDataset:
         """The examples in this process's share of a batch: int64 [B / processes]."""
         return self._rows(step)[share(self.spec)]
 
+    def _rows(self, step: int) -> np.ndarray:
+        """The examples in the batch of `step`: int64 [B]."""
+        size, seed = self.spec.batch_size, self.spec.seed
+        return epochs(len(self.inputs), seed, range(step * size, (step + 1) * size))
+
     def gather(self, arrays: Batch, rows: Any) -> Batch:
         """The batch that `rows` of `staged` make; for NumPy and for JAX."""
         return {name: array[rows] for name, array in arrays.items()}
 
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""
-        rows, own = self._rows(step), share(self.spec)
         if self.augment is None:
-            inputs = self.inputs[rows[own]]
-        else:
-            # Drawn for the whole batch, so that shares do not change what is drawn.
-            rng = np.random.default_rng((self.spec.seed, 1, step))
-            inputs = self.augment(self.inputs[rows], rng)[own]
-        return {"inputs": inputs, "labels": self.labels[rows[own]]}
-
-    def _rows(self, step: int) -> np.ndarray:
-        """The examples in the batch of `step`: int64 [B]."""
-        size = self.spec.batch_size
-        start = step * size
-        return drawn(len(self.inputs), self.spec.seed, start, start + size)
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the examples in one epoch: int64 [N]."""
-    order = np.random.default_rng((seed, 0, epoch)).permutation(size)
-    order.flags.writeable = False  # It is shared by the cache.
-    return order
+            return self.gather(self.staged(), self.rows(step))
+        # Drawn for the whole batch, so that shares do not change what is drawn.
+        rng = np.random.default_rng((self.spec.seed, 1, step))
+        inputs = self.augment(self.inputs[self._rows(step)], rng)[share(self.spec)]
+        return {"inputs": inputs, "labels": self.labels[self.rows(step)]}
 
 
 @dataclasses.dataclass(frozen=True)

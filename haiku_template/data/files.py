@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 CIFAR_RECORD = 1 + 3 * 32 * 32

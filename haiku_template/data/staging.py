@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 
 BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 

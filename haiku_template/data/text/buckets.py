@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, drawn, share
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import Batch, BatchSpec, DataError, epochs, share
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
@@ -167,7 +166,7 @@ def _block(
     """The rows of a block's batches, int64 [count, B], and the length of each."""
     spec, size = dataset.spec, count * dataset.spec.batch_size
     sizes = dataset.examples.sizes
-    rows = drawn(len(sizes), spec.seed, index * size, (index + 1) * size)
+    rows = epochs(len(sizes), spec.seed, range(index * size, (index + 1) * size))
     buckets = np.searchsorted(dataset.lengths, sizes[rows])
     order = np.argsort(buckets, kind="stable")  # Within a bucket as they were drawn.
     shuffled = np.random.default_rng((spec.seed, 2, index)).permutation(count)

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import BatchSpec, Data, DataError
 from haiku_template.data.files import given_path
 from haiku_template.data.text.documents import Document, read_documents, split_text
 from haiku_template.data.text.files import open_tokens

@@ -1,13 +1,13 @@
 """Text to train on: files, Python's standard library, the topics of Python's help."""
 
+import hashlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 from haiku_template.data.files import read_with
-from haiku_template.data.text.held_out import check_fraction, rank
 
 # Of the standard library: other programs, tests and tables; and pydoc_data, which is
 # a source of its own.
@@ -137,48 +137,60 @@ def _pydoc_topics() -> list[Document]:
     return [Document(name, text.encode()) for name, text in sorted(topics.items())]
 
 
-def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
-    """Chooses documents to hold out, by a hash of their names.
+def hold_out(
+    items: list[T], keys: list[tuple], fraction: float, alone: str
+) -> tuple[list[T], list[T]]:
+    """Parts items by a hash: the same on every machine.
 
-    The choice for one does not depend on the others, except that something is left on
-    both sides.
+    Whether one is held out does not depend on the others, and equal keys are never on
+    both sides; only where none or all would be held out, one key makes the difference.
 
     Args:
-      documents: two or more; anything with a `name`.
-      fraction: of the documents, about; 0 for none.
+      items: what to part.
+      keys: of each, beginning with its `rank`.
+      fraction: of the keys, about; 0 for none.
+      alone: what to say of items with only one key.
 
     Returns:
-      The documents to train on and those held out, in their order.
+      The items to train on and those held out, in their order.
 
     Raises:
-      DataError: a fraction outside [0, 1), or a single document to divide.
+      DataError: a fraction outside [0, 1), or a single key to divide.
     """
-    check_fraction(fraction)
-    if fraction == 0:
-        return documents, []
-    if len(documents) < 2:
+    if not 0 <= fraction < 1:
         raise DataError(
-            f"{documents[0].name} is a single text, and whole texts are held out; give "
-            "several, or validation_fraction=0"
+            f"validation_fraction={fraction}; possible is from 0 to below 1"
         )
-    # What a file system gives as a name need not be UTF-8.
+    if fraction == 0:
+        return items, []
+    found = sorted(set(keys))
+    if len(found) < 2:
+        raise DataError(f"{alone}; give several, or validation_fraction=0")
+    edge = min(max((fraction,), found[1]), found[-1])  # One at least on each side.
+    return (
+        [item for item, key in zip(items, keys, strict=True) if key >= edge],
+        [item for item, key in zip(items, keys, strict=True) if key < edge],
+    )
+
+
+def rank(name: bytes) -> float:
+    """A number in [0, 1) for a name; those below a fraction are held out."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
+
+
+def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
+    """Holds out whole documents, by their names; see `hold_out`."""
+    # What a file system gives as a name need not be UTF-8; two may have the same.
     names = [document.name.encode(errors="surrogateescape") for document in documents]
-    ranks = list(map(rank, names))
-    count = sum(found < fraction for found in ranks)
-    count = min(max(count, 1), len(documents) - 1)
-    first = set(sorted(range(len(documents)), key=ranks.__getitem__)[:count])
-    training = [d for i, d in enumerate(documents) if i not in first]
-    return training, [documents[i] for i in sorted(first)]
+    keys = [(rank(name), i) for i, name in enumerate(names)]
+    alone = f"{documents[0].name} is a single text, and whole texts are held out"
+    return hold_out(documents, keys, fraction, alone)
 
 
 def split_text(
     documents: list[Document], fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """As `split_documents`; of a single document the end is held out.
-
-    Raises:
-      DataError: a fraction outside [0, 1).
-    """
+    """As `split_documents`; of a single document the end is held out."""
     if len(documents) > 1 or not 0 < fraction < 1:
         return split_documents(documents, fraction)
     name, content = documents[0]

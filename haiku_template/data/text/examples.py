@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import BatchSpec, Data, DataError
 from haiku_template.data.text.buckets import (
     BucketedDataset,
     BucketedEvaluationSet,
@@ -22,8 +21,8 @@ from haiku_template.data.text.jsonl import (
     Line,
     class_names,
     classes_of,
-    hold_out,
     read_lines,
+    split_lines,
 )
 from haiku_template.data.text.tokenizer import Tokenizer
 
@@ -60,7 +59,7 @@ def jsonl(
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      DataError: see `read_lines`, `hold_out` and `class_names`; an example that is
+      DataError: see `read_lines`, `split_lines` and `class_names`; an example that is
         longer than `context`, or has nothing to learn from; a label that is only held
         out; a tokenizer with tokens that `vocab_size` does not have. Names the line.
     """
@@ -75,7 +74,7 @@ def jsonl(
     if validation_path is not None:
         held_out = read_lines(Path(validation_path).expanduser(), spec.task)
     else:
-        training, held_out = hold_out(training, validation_fraction)
+        training, held_out = split_lines(training, validation_fraction)
     coder = Tokenizer(tokenizer)
     if vocab_size is not None and vocab_size < coder.size:
         raise DataError(

@@ -1,20 +1,23 @@
-"""Token files, mapped into memory: .safetensors, .npy, raw .bin, folders of shards.
+"""Token files: mapped into memory to be read; written whole, or not at all.
 
-Every format is some bytes of header and then the tokens, so that opening one finds out
-where they begin and how many they are; nothing else is read.
+What is read is .safetensors, .npy, raw .bin, or folders of shards. Every format is some
+bytes of header and then the tokens, so that opening one finds out where they begin and
+how many they are; nothing else is read.
 """
 
 import json
 import mmap
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 from haiku_template.data.files import read_with
 from haiku_template.data.text.stream import Shard, TokenStream
 
@@ -28,6 +31,7 @@ DTYPES = {  # As safetensors names them.
     "U64": "<u8",
     "I64": "<i8",
 }
+HEADER_BYTES = 256  # Of what is written; last, when the number of tokens is known.
 VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
 
 
@@ -171,3 +175,81 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
     return Layout(kind, 0, length // kind.itemsize)
+
+
+class TokenWriter:
+    """Writes a .safetensors file with one tensor `tokens`, as a context manager.
+
+    The file appears under its name when `publish` is called, whole; without that
+    nothing stays.
+
+    Args:
+      path: where it will be.
+      dtype: uint16 or uint32.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.size = 0
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def __enter__(self) -> "TokenWriter":
+        self._file = self._partial.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+        return self
+
+    def write(self, ids: list[int] | np.ndarray) -> None:
+        """Appends tokens."""
+        self._file.write(np.array(ids, self.dtype).tobytes())
+        self.size += len(ids)
+
+    def publish(self) -> None:
+        """Completes the file and gives it its name."""
+        entry = {
+            "dtype": {2: "U16", 4: "U32"}[self.dtype.itemsize],
+            "shape": [self.size],
+            "data_offsets": [0, self.size * self.dtype.itemsize],
+        }
+        # The format allows spaces after the header.
+        header = json.dumps({"tokens": entry}).encode().ljust(HEADER_BYTES - 8)
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._partial.rename(self.path)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._partial.unlink(missing_ok=True)
+        self._file.close()  # Last: it writes what is left, and a disk may be full.
+
+
+def write_new(path: Path, contents: bytes) -> None:
+    """Writes a file that is not there yet, whole or not at all.
+
+    A file with the same contents may be there.
+
+    Raises:
+      DataError: there is another.
+    """
+    check_same(path, contents)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(contents)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_same(path: Path, contents: bytes) -> None:
+    """Raises `DataError` when there is a file with other contents."""
+    if path.exists() and path.read_bytes() != contents:
+        raise DataError(
+            f"{path} is another tokenizer; write to a folder of its own, where the "
+            "tokenizer lies beside its tokens"
+        )

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.data.errors import DataError
-from haiku_template.data.text.held_out import check_fraction, rank
+from haiku_template.data.dataset import DataError
+from haiku_template.data.text.documents import hold_out, rank
 
 # Of the keys, by task; other keys of a line are not read.
 KINDS = {
@@ -95,42 +95,13 @@ def _line(where: str, text: str, task: str) -> Line:
     return example
 
 
-def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
-    """Parts the lines by a hash of their text, or prompt.
-
-    Whether one is held out does not depend on the others, and the same text is never on
-    both sides; only where none or all would be, one text makes the difference.
-
-    Args:
-      lines: all of them.
-      fraction: of the texts, about; 0 for none.
-
-    Returns:
-      The lines to train on and those held out, in their order.
-
-    Raises:
-      DataError: a fraction outside [0, 1), or a single text to divide.
-    """
-    check_fraction(fraction)
-    if fraction == 0:
-        return lines, []
-    ranks = sorted({_rank(line.text) for line in lines})
-    if len(ranks) < 2:
-        raise DataError(
-            f"{lines[0].where} and all others have the same text, so that nothing can "
-            "be held out; give several, or validation_fraction=0"
-        )
-    edge = min(max(fraction, ranks[1]), ranks[-1])  # One rank at least on each side.
-    held_out = [_rank(line.text) < edge for line in lines]
-    return (
-        [line for line, out in zip(lines, held_out, strict=True) if not out],
-        [line for line, out in zip(lines, held_out, strict=True) if out],
-    )
-
-
-def _rank(text: str) -> float:
+def split_lines(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+    """Holds out lines by their text, or prompt; see `hold_out`."""
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    return rank(text.encode(errors="surrogatepass"))
+    texts = [line.text.encode(errors="surrogatepass") for line in lines]
+    alone = f"{lines[0].where} and all others have the same text, so that nothing can "
+    keys = [(rank(text),) for text in texts]
+    return hold_out(lines, keys, fraction, alone + "be held out")
 
 
 def class_names(lines: list[Line]) -> dict[Any, int]:

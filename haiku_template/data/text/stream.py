@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 
 RELEASE_EVERY = 1024  # Windows; each brings in up to 128 KiB of cached pages.
 

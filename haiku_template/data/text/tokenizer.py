@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.errors import DataError
+from haiku_template.data.dataset import DataError
 from haiku_template.data.files import read_with
 
 BYTES, FILE = "bytes", "tokenizer.json"

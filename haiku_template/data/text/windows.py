@@ -4,17 +4,17 @@ Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec
-from haiku_template.data.errors import DataError
-from haiku_template.data.text.permutation import permute
+from haiku_template.data.dataset import Batch, BatchSpec, DataError, epochs, share
 from haiku_template.data.text.stream import TokenStream
 
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
 ORDERS = ("random", "epochs")
+ROUNDS = 8  # Four of them already mix both halves; the rest is cheap.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,35 +51,20 @@ class TokenDataset:
             raise DataError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
             )
-        if self.spec.batch_size % self.spec.process_count:
-            raise DataError(
-                f"a batch of {self.spec.batch_size} windows cannot be shared evenly "
-                f"by {self.spec.process_count} processes"
-            )
+        share(self.spec)
 
     def rows(self, step: int) -> np.ndarray:
         """Where this process's windows of `step` start: int64 [B / processes]."""
-        size = self.spec.batch_size // self.spec.process_count
-        first = self.spec.process_index * size
+        size, seed = self.spec.batch_size, self.spec.seed
         if self.order == "epochs":
-            start = step * self.spec.batch_size + first
-            return self._epoch_rows(np.arange(start, start + size))
-        rng = np.random.default_rng((self.spec.seed, 0, step))
+            turns = range(step * size, (step + 1) * size)
+            count = _count(self.tokens, self.context)
+            starts = epochs(count, seed, turns, permute) * self.context
+        else:
+            rng = np.random.default_rng((seed, 0, step))
+            starts = rng.integers(len(self.tokens) - self.context, size=size)
         # Drawn for the whole batch, so that shares are parts of the same batch.
-        starts = rng.integers(
-            len(self.tokens) - self.context, size=self.spec.batch_size
-        )
-        return starts[first : first + size]
-
-    def _epoch_rows(self, turns: np.ndarray) -> np.ndarray:
-        """Where the windows start whose turn it is, counted from step 0."""
-        size = _count(self.tokens, self.context)
-        epochs, indices = np.divmod(turns, size)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            seed = (self.spec.seed, 0, int(epoch))
-            indices[now] = permute(indices[now], size, seed)
-        return indices * self.context
+        return starts[share(self.spec)]
 
     @property
     def staged_size(self) -> tuple[int, int]:
@@ -203,3 +188,43 @@ def _check_vocabulary(
             f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
             f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
         )
+
+
+def permute(indices: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a permutation of `range(size)` sends some indices.
+
+    An index is written as two digits (left, right) of base `side`. Each round of this
+    Feistel network adds to one digit a hash of the other, which can be undone, so that
+    it permutes `range(side**2)`. What lands outside `range(size)` is sent on until it
+    lands inside, which keeps it a permutation ("cycle walking"; Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002).
+
+    Args:
+      indices: int64 [B], each in `range(size)`.
+      size: up to 2**62.
+      seed: chooses the permutation.
+
+    Returns:
+      int64 [B], different for different indices, each in `range(size)`.
+    """
+    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+    side = np.uint64(math.isqrt(size - 1) + 1)
+    result = _feistel(indices.astype(np.uint64), side, keys)
+    while len(outside := np.flatnonzero(result >= size)):
+        result[outside] = _feistel(result[outside], side, keys)
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """Permutes `range(side**2)`: uint64 [B] to uint64 [B]."""
+    left, right = np.divmod(values, side)
+    for key in keys:
+        left, right = right, (left + _hash(right ^ key) % side) % side
+    return left * side + right
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+    """The mixing function of SplitMix64 (Steele, Lea and Flood, 2014): uint64 [B]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -21,8 +21,8 @@ from haiku_template.data import (
 )
 from haiku_template.data.text import Tokenizer
 from haiku_template.data.text.files import open_tokens
-from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.data.text.windows import permute
 
 ROOT = Path(__file__).parents[3]
 TOKENS = np.random.default_rng(0).integers(1000, size=997).astype(np.uint16)
@@ -598,7 +598,7 @@ def test_keys_out_of_range_are_refused(tmp_path, keys, words):
 
 
 def test_processes_that_cannot_share_a_batch_are_refused():
-    with refuses("a batch of 5 windows", "by 2 processes"):
+    with refuses("a batch of 5 examples", "by 2 processes"):
         TokenDataset(counting(99), 8, BatchSpec(5, process_count=2), 99)
 
 
