@@ -16,6 +16,7 @@ from haiku_template.devices import DeviceManager, Shared
 from haiku_template.finetuning.freezing import scale_updates
 from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import Model
+from haiku_template.models.attention import for_devices
 from haiku_template.training import steps
 from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
@@ -143,7 +144,7 @@ def make_program(
       ValueError: an unknown precision.
     """
     parts = dict(locals())
-    model = with_state(model)
+    model = for_devices(with_state(model), devices.devices)
     example = each_shape(data.train)[0]
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
