@@ -80,11 +80,7 @@ def each_shape(dataset: Dataset) -> list[Batch]:
 
 
 def share(spec: BatchSpec) -> slice:
-    """The rows of a batch that this process reads.
-
-    Raises:
-      DataError: the processes cannot share a batch evenly.
-    """
+    """The rows of a batch that this process reads; all processes read as many."""
     if spec.batch_size % spec.process_count:
         raise DataError(
             f"a batch of {spec.batch_size} examples cannot be shared evenly by "
@@ -214,9 +210,6 @@ class EvaluationSet:
       inputs: array [N, ...].
       labels: array [N] or [N, targets].
       batch_size: rows of all batches but the last.
-
-    Raises:
-      DataError: no examples.
     """
 
     inputs: np.ndarray
@@ -247,9 +240,6 @@ class GrainDataset:
     Grain costs microseconds for each element, so let one element be one batch
     (`.batch(B)`). For training, shuffle and repeat it; as an evaluation set it gives
     its elements once, in order.
-
-    Raises:
-      DataError: it has no elements, or they are not such dictionaries.
     """
 
     source: Any
@@ -267,11 +257,7 @@ class GrainDataset:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each example once.
-
-        Raises:
-          DataError: the pipeline repeats without end.
-        """
+        """How many batches hold each example once; a pipeline may not repeat."""
         if len(self.source) > ENDLESS:
             raise DataError(
                 "the Grain data set to evaluate on repeats without end; leave out "

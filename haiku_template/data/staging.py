@@ -52,9 +52,6 @@ class RowBlocks:
     Attributes:
       dataset: what is staged.
       batch_size: B.
-
-    Raises:
-      DataError: it cannot be staged; says why.
     """
 
     dataset: Stageable

@@ -35,19 +35,14 @@ D = TypeVar("D", "Document", "TextFile")
 
 
 class Document(NamedTuple):
-    """One text.
-
-    Attributes:
-      name: the same on every machine: a path below the folder that was named.
-      content: UTF-8, without a zero byte.
-    """
+    """One text: its path below the folder that was named, and its UTF-8."""
 
     name: str
     content: bytes
 
 
 class TextFile(NamedTuple):
-    """A text file: `name` as in `Document`, and where it is."""
+    """A text file: its path below the folder that was named, and where it is."""
 
     name: str
     path: Path
@@ -59,9 +54,6 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
     Args:
       path: a text file, a folder or several of them; None for the source of the running
         Python's standard library; `pydoc` for the topics of its help, in English.
-
-    Raises:
-      DataError: nothing there, no text, or what may not be read.
     """
     if path == "pydoc":
         return _pydoc_topics()
@@ -87,14 +79,7 @@ def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
 
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
-    """All files of a source but hidden ones, in the order of their names.
-
-    Args:
-      path: a file, a folder with all in it, or several of them.
-
-    Raises:
-      DataError: a path that does not exist, a folder that may not be read.
-    """
+    """All files of files and folders but hidden ones, in the order of their names."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
     return sorted(found for p in paths for found in _walk(p, frozenset()))
 
@@ -153,9 +138,6 @@ def hold_out(
 
     Returns:
       The items to train on and those held out, in their order.
-
-    Raises:
-      DataError: a fraction outside [0, 1), or a single key to divide.
     """
     if not 0 <= fraction < 1:
         raise DataError(
@@ -204,9 +186,6 @@ def pieces(file: TextFile) -> Iterator[str]:
     It is cut before a space between two letters. Tokenizers split there, or take the
     space with what follows, so that the pieces give the tokens of the whole. Only text
     without such a place for `LONGEST_PIECE` characters is cut anywhere.
-
-    Raises:
-      DataError: it cannot be read or is not UTF-8.
     """
     held = ""
     try:

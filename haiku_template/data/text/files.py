@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +35,7 @@ VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a file are.
-
-    Attributes:
-      dtype: of the tokens.
-      offset: bytes before the first.
-      size: how many.
-    """
+    """Where the tokens of a file are: bytes before the first, and how many."""
 
     dtype: np.dtype
     offset: int
@@ -178,14 +171,10 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
 
 
 class TokenWriter:
-    """Writes a .safetensors file with one tensor `tokens`, as a context manager.
+    """Writes a .safetensors file with one tensor `tokens`, uint16 or uint32.
 
-    The file appears under its name when `publish` is called, whole; without that
-    nothing stays.
-
-    Args:
-      path: where it will be.
-      dtype: uint16 or uint32.
+    A context manager: the file appears under its name when `publish` is called, whole;
+    without that nothing stays.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -219,24 +208,13 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         self._partial.rename(self.path)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._partial.unlink(missing_ok=True)
         self._file.close()  # Last: it writes what is left, and a disk may be full.
 
 
 def write_new(path: Path, contents: bytes) -> None:
-    """Writes a file that is not there yet, whole or not at all.
-
-    A file with the same contents may be there.
-
-    Raises:
-      DataError: there is another.
-    """
+    """Writes a file, whole or not at all; one with other contents stays."""
     check_same(path, contents)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -154,15 +154,7 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts.
-
-    Args:
-      texts: what to learn from.
-      vocab_size: tokens at most; the 256 bytes and the end of a text are among them.
-
-    Raises:
-      DataError: too small a vocabulary, or `tokenizers` is not installed.
-    """
+    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts."""
     if vocab_size < 257:
         raise DataError(
             f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "

@@ -35,8 +35,8 @@ class TokenDataset:
       order: `random` or `epochs`.
 
     Raises:
-      DataError: a stream shorter than a window, an unknown order, a batch size that
-        the processes cannot share.
+      DataError: a stream shorter than a window, an unknown order, a batch that the
+        processes cannot share; from `batch`, a token that is not in the vocabulary.
     """
 
     tokens: TokenStream
@@ -72,11 +72,7 @@ class TokenDataset:
         return len(self.tokens), len(self.tokens) * self.tokens.dtype.itemsize
 
     def staged(self) -> Batch:
-        """What `gather` reads from: all tokens, looked at once.
-
-        Raises:
-          DataError: a token that is not in the vocabulary; names its place.
-        """
+        """What `gather` reads from: all tokens, looked at once."""
         whole = self.tokens.whole
         for start in range(0, len(whole), LOOKED_AT):
             part = whole[None, start : start + LOOKED_AT]
@@ -89,14 +85,7 @@ class TokenDataset:
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def batch(self, step: int) -> Batch:
-        """This process's share of the batch of `step`.
-
-        Returns:
-          `inputs` and `labels` [B / processes, T] in the dtype of the files, new.
-
-        Raises:
-          DataError: a token that is not in the vocabulary; names its place.
-        """
+        """This process's share: [B / processes, T] in the dtype of the files, new."""
         return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
 
 
@@ -110,9 +99,6 @@ class TokenEvaluationSet:
       batch_size: windows in all batches but the last.
       vocab_size: every token is less than this.
       num_windows: at most so many, spread evenly; None means all.
-
-    Raises:
-      DataError: a stream shorter than a window, or no windows wanted.
     """
 
     tokens: TokenStream
