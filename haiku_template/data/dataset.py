@@ -5,6 +5,7 @@ Shapes: N examples in the set, B of them in one batch over all devices and proce
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +127,21 @@ def epochs(
     return np.concatenate(parts)
 
 
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_batch_memory(batch_size: int, example_bytes: int) -> None:
+    """Raises `DataError` unless a batch would fit this machine's memory."""
+    size, memory = batch_size * example_bytes, host_memory()
+    if size > memory:
+        raise DataError(
+            f"a batch of {batch_size} examples has {size:,} bytes, and this machine "
+            f"has {memory:,} bytes of memory; use a smaller config.batch_size"
+        )
+
+
 def check_examples(
     inputs: np.ndarray, labels: np.ndarray, where: str = "the data set"
 ) -> None:
@@ -166,6 +182,8 @@ class ArrayDataset:
 
     def __post_init__(self) -> None:
         check_examples(self.inputs, self.labels)
+        example_bytes = (self.inputs.nbytes + self.labels.nbytes) // len(self.inputs)
+        check_batch_memory(self.spec.batch_size, example_bytes)
         share(self.spec)
 
     @property

@@ -4,17 +4,22 @@ Each returns a `Split`. A missing or damaged file is a `DataError` that names it
 """
 
 import gzip
+import io
+import math
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.dataset import DataError
+from haiku_template.data.dataset import DataError, host_memory
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+DEFLATE_MOST = 1032  # Bytes that a compressed one may stand for.
+NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
 T = TypeVar("T")
 PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -76,17 +81,51 @@ def read_npz(path: Path) -> Split:
 
     def member(name: str) -> Callable[[Path], np.ndarray]:
         def read(file: Path) -> np.ndarray:
-            # Opened here: np.load leaves a damaged archive open.
-            with file.open("rb") as f, np.load(f, allow_pickle=False) as arrays:
-                if name not in arrays:
-                    raise ValueError(
-                        f"it has no array {name}, only {', '.join(arrays.files)}"
-                    )
-                return arrays[name]
+            with file.open("rb") as f, zipfile.ZipFile(f) as archive:
+                names = {key.removesuffix(".npy"): key for key in archive.namelist()}
+                if name not in names:
+                    raise ValueError(f"it has no array {name}, only {', '.join(names)}")
+                info = archive.getinfo(names[name])
+                with archive.open(info) as packed:
+                    _check_npy(io.BytesIO(packed.read(NPY_HEADER)), info.file_size)
+                _check_memory(file, name, info.file_size)
+                with archive.open(info) as packed:
+                    return np.lib.format.read_array(packed, allow_pickle=False)
 
         return read
 
     return Split(*(read_with(path, member(name)) for name in PARTS))
+
+
+def _check_npy(header: io.BytesIO, size: int) -> None:
+    """Asserts that an array's header promises what follows: nothing is read for more.
+
+    Args:
+      header: the first bytes.
+      size: of the whole.
+
+    Raises:
+      ValueError: it does not.
+    """
+    version = np.lib.format.read_magic(header)
+    read = {(1, 0): np.lib.format.read_array_header_1_0}
+    read_header = read.get(version, np.lib.format.read_array_header_2_0)
+    shape, _, dtype = read_header(header)
+    expected, follow = math.prod(shape) * dtype.itemsize, size - header.tell()
+    if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
+        raise ValueError(
+            f"its header promises {expected} bytes for shape {list(shape)} and "
+            f"{follow} follow"
+        )
+
+
+def _check_memory(file: Path, name: str, size: int) -> None:
+    if size > host_memory():
+        raise DataError(
+            f"the data file {file} has {size:,} bytes of {name}, and this machine has "
+            f"{host_memory():,} bytes of memory; config.data.name=npy maps files of "
+            "any size"
+        )
 
 
 def read_safetensors(path: Path) -> Split:
@@ -133,24 +172,34 @@ def read_idx(path: Path) -> np.ndarray:
     """
 
     def read(file: Path) -> np.ndarray:
-        raw = file.read_bytes()
-        data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX_DTYPES:
-            raise ValueError("it does not begin as an idx file does")
-        ndim = data[3]
-        shape = struct.unpack(f">{ndim}I", data[4 : 4 + 4 * ndim])
-        dtype = np.dtype(IDX_DTYPES[data[2]])
-        body = data[4 + 4 * ndim :]
-        expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if len(body) != expected:
-            raise ValueError(
-                f"its header promises {expected} bytes for shape {list(shape)} and "
-                f"{len(body)} follow"
-            )
-        array = np.frombuffer(body, dtype).reshape(shape)
-        return array.astype(dtype.newbyteorder("="))
+        with file.open("rb") as plain:
+            packed = plain.read(2) == b"\x1f\x8b"
+            plain.seek(0)
+            most = file.stat().st_size * (DEFLATE_MOST if packed else 1)
+            with gzip.open(plain) if packed else plain as data:
+                return _read_idx(data, most)
 
     return read_with(path, read)
+
+
+def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
+    """The array of an opened file that holds at most so many bytes."""
+    begin = data.read(4)
+    if len(begin) < 4 or begin[:2] != b"\0\0" or begin[2] not in IDX_DTYPES:
+        raise ValueError("it does not begin as an idx file does")
+    shape = struct.unpack(f">{begin[3]}I", data.read(4 * begin[3]))
+    dtype = np.dtype(IDX_DTYPES[begin[2]])
+    expected = math.prod(shape) * dtype.itemsize
+    body = data.read(expected) if expected <= most else b""
+    more = data.read(1) and "more"  # Only after it is the checksum compared.
+    if len(body) != expected or more:
+        follow = more or (len(body) if expected <= most else "fewer")
+        raise ValueError(
+            f"its header promises {expected} bytes for shape {list(shape)} and "
+            f"{follow} follow"
+        )
+    array = np.frombuffer(body, dtype).reshape(shape)
+    return array.astype(dtype.newbyteorder("="))
 
 
 def read_mnist(directory: Path) -> Split:

@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, DataError, epochs, share
+from haiku_template.data.dataset import (
+    Batch,
+    BatchSpec,
+    DataError,
+    check_batch_memory,
+    epochs,
+    share,
+)
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
@@ -112,6 +119,7 @@ class BucketedDataset:
     spec: BatchSpec
 
     def __post_init__(self) -> None:
+        check_batch_memory(self.spec.batch_size, 4 * self.lengths[-1])
         share(self.spec)
 
     def batch(self, step: int) -> Batch:

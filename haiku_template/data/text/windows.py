@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, DataError, epochs, share
+from haiku_template.data.dataset import (
+    Batch,
+    BatchSpec,
+    DataError,
+    check_batch_memory,
+    epochs,
+    share,
+)
 from haiku_template.data.text.stream import TokenStream
 
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
@@ -47,6 +54,8 @@ class TokenDataset:
 
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "train on")
+        width = self.tokens.dtype.itemsize
+        check_batch_memory(self.spec.batch_size, 2 * width * (self.context + 1))
         if self.order not in ORDERS:
             raise DataError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
