@@ -169,7 +169,7 @@ def make_program(
     }
     once = {"schedule": schedule, "accumulate_steps": accumulate_steps}
     make_steps = functools.partial(
-        _make_steps, once | training | computing, computing | {"tally": tally}
+        _make_steps, once | training | computing, computing | {"tally": tally, "seed": seed}
     )
     train_step, eval_step = make_steps(devices.axis_name)
     shared = [start.base]

@@ -17,30 +17,33 @@ class Tally(NamedTuple):
     """Counts, and the metrics that they give.
 
     Attributes:
-      count: (outputs, batch) to integer arrays by name, added up over the examples of
-        a batch; `batch["mask"]`, bool [B], says which rows are examples. Computed on
-        the devices, as the task is.
+      count: (outputs, batch, mask) to integer arrays by name, added up over the
+        examples of a batch; the mask, bool [B], says which rows are examples. Computed
+        on the devices, as the task is.
       derive: metrics of the counts of the whole set, on the host.
     """
 
-    count: Callable[[Any, dict[str, Any]], dict[str, jax.Array]]
+    count: Callable[[Any, dict[str, Any], jax.Array], dict[str, jax.Array]]
     derive: Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 
-def confusion(logits: jax.Array, batch: dict[str, Any]) -> dict[str, jax.Array]:
+def confusion(
+    logits: jax.Array, batch: dict[str, Any], mask: jax.Array
+) -> dict[str, jax.Array]:
     """How often each class was taken for each: `confusion`, int32 [K, K].
 
     Rows are labels, columns predictions. With more than 1,000 classes nothing.
 
     Args:
       logits: [B, K].
-      batch: `labels`, int [B]; `mask`, bool [B].
+      batch: `labels`, int [B].
+      mask: bool [B], what counts.
     """
     size = logits.shape[-1]
     if size > MANY_CLASSES:
         return {}
     places = batch["labels"], jnp.argmax(logits, axis=-1)
-    ones = batch["mask"].astype(jnp.int32)
+    ones = mask.astype(jnp.int32)
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 
 
@@ -58,9 +61,11 @@ def macro_f1(counts: dict[str, np.ndarray]) -> dict[str, float]:
     return {"macro_f1": float(np.mean(2 * np.diag(matrix)[there] / both[there]))}
 
 
-def nothing_counted(outputs: Any, batch: dict[str, Any]) -> dict[str, jax.Array]:
+def nothing_counted(
+    outputs: Any, batch: dict[str, Any], mask: jax.Array
+) -> dict[str, jax.Array]:
     """Counts nothing."""
-    del outputs, batch
+    del outputs, batch, mask
     return {}
 
 

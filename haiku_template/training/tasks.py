@@ -2,8 +2,10 @@
 
 A task is a function of (outputs, batch) that returns a dictionary of per-example
 values [B]. `loss` is what training minimises; the others are reported. Training
-averages them over a batch, evaluation over a whole set. What is no average, such as
-perplexity, is derived from the averages, on the host.
+averages them over a batch, evaluation over a whole set, each example as much as the
+task's value `example_weight` says, if it gives one: over all parts of a batch and all
+devices. What is no average, such as perplexity, is derived from the averages, on the
+host.
 
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
@@ -21,6 +23,7 @@ from haiku_template.models import LazyLogits
 Values = dict[str, jax.Array]
 Task = Callable[[jax.Array, dict[str, Any]], Values]
 Derive = Callable[[dict[str, float]], dict[str, float]]
+WEIGHT = "example_weight"  # What an example counts, 0 or more; by default all the same.
 
 
 class TaskError(ValueError):
@@ -66,10 +69,13 @@ def language_model(
 ) -> Values:
     """Cross-entropy in nats for each token, averaged over an example's tokens.
 
+    With a mask an example counts by its tokens, so that a batch's loss is the average
+    over all tokens that count.
+
     Args:
       outputs: logits [B, T, V], plain or not multiplied out.
       batch: `labels`, int [B, T], each in [0, V); where there is a `loss_mask`, bool
-        [B, T], only its tokens count. An example without any counts as 0.
+        [B, T], only its tokens count. An example without any does not count.
       chunk: tokens of an example whose logits exist at a time, also in the backward
         pass, which computes them again; None means all. Plain logits exist already.
       bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
@@ -90,10 +96,11 @@ def language_model(
     losses = _token_losses(outputs, labels, chunk)
     mask = batch.get("loss_mask")
     loss = jnp.mean(losses, axis=1)
-    if mask is not None:
-        count = jnp.maximum(jnp.sum(mask, axis=1), 1)
-        loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / count
     values = {"loss": loss}
+    if mask is not None:
+        count = jnp.sum(mask.astype(jnp.float32), axis=1)
+        loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / jnp.maximum(count, 1)
+        values = {"loss": loss, WEIGHT: count}
     if bytes_per_token is not None:
         values["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
     return values
