@@ -73,19 +73,13 @@ def make_train_step(
         rng: jax.Array,
         batch: Batch,
     ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-        policy = precision.policy
+        cast = precision.policy.cast_to_compute
         rng, adapters_rng = jax.random.split(rng)
-        params = combine(*policy.cast_to_compute((params, base)), adapters_rng)
-        inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
+        params = combine(*cast((params, base)), adapters_rng)
+        inputs = cast(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
             outputs, net_state = model.apply(params, net_state, rng, inputs, True)
-        values, weights = _per_example(task, precision.cast_outputs(outputs), batch)
-        if weights is None:
-            scalars = {name: jnp.mean(value) for name, value in values.items()}
-            return scale.scale(scalars["loss"]), (net_state, scalars, None)
-        weight = jnp.sum(weights)
-        sums = {name: _weighted_sum(value, weights) for name, value in values.items()}
-        scalars = _divide(sums, weight)
+        scalars, weight = _averages(task, precision.cast_outputs(outputs), batch)
         return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
     gradient = jax.grad(loss_and_more, has_aux=True)
@@ -94,17 +88,15 @@ def make_train_step(
         state: TrainState, batch: Batch, base: hk.Params
     ) -> tuple[TrainState, Scalars]:
         scale = precision.loss_scale(state.loss_scale)
-        rng = _step_rng(seed, state.step, axis_name)
         grads, (net_state, scalars, weight) = _accumulate(
             functools.partial(gradient, state.params, base, scale),
             state.net_state,
-            rng,
+            _step_rng(seed, state.step, axis_name),
             batch,
             accumulate_steps,
         )
-        grads, scalars = _average_over(
-            axis_name, (scale.unscale(grads), scalars), weight
-        )
+        means = scale.unscale(grads), scalars
+        grads, scalars = _average_over(axis_name, means, weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = state._replace(
@@ -217,6 +209,18 @@ def _per_example(
         # What an example counts is data: nothing is learned from it.
         weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     return values, weights
+
+
+def _averages(
+    task: Task, outputs: Any, batch: Batch
+) -> tuple[Scalars, jax.Array | None]:
+    """The averages of the task's values, and what their examples count together."""
+    values, weights = _per_example(task, outputs, batch)
+    if weights is None:
+        return {name: jnp.mean(value) for name, value in values.items()}, None
+    weight = jnp.sum(weights)
+    sums = {name: _weighted_sum(value, weights) for name, value in values.items()}
+    return _divide(sums, weight), weight
 
 
 def _weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ host.
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -155,5 +156,23 @@ TASKS: dict[str, Task] = {
     "language_model": language_model,
     "regression": regression,
 }
-# For the tasks that have metrics which are no averages.
+# For the kinds of tasks that have metrics which are no averages.
 DERIVED: dict[str, Derive] = {"language_model": perplexity}
+
+
+def kind_of(task: Task) -> str | None:
+    """A key of `TASKS`; None for a task of one's own that does not say its kind.
+
+    It says it by an attribute, as in `mine.kind = "language_model"`, and gets the data,
+    the derived metrics, the counts and the tokens per second of that kind.
+
+    Raises:
+      TaskError: another kind.
+    """
+    while isinstance(task, functools.partial) and not hasattr(task, "kind"):
+        task = task.func
+    built_in = next((name for name, known in TASKS.items() if known is task), None)
+    kind = getattr(task, "kind", built_in)
+    if kind is not None and kind not in TASKS:
+        raise TaskError(f"the task's kind={kind!r}; possible are {', '.join(TASKS)}")
+    return kind

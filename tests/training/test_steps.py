@@ -230,7 +230,7 @@ def test_regression_reports_its_errors(devices):
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
 def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
-    rate = {"adamw": 1e-2, "sgd": 0.3, "lion": 3e-3, "adafactor": 0.3}[name]
+    rate = {"adamw": 1e-2, "sgd": 0.3, "lion": 3e-3, "adafactor": 0.1}[name]
     schedule = make_schedule("constant", learning_rate=rate, num_steps=40)
     optimizer = make_optimizer(name, schedule, weight_decay=1e-4, clip_norm=1.0)
     made = program(four_devices, optimizer=optimizer)

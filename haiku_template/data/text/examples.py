@@ -21,6 +21,7 @@ from haiku_template.data.text.jsonl import (
     Line,
     class_names,
     classes_of,
+    kind_of,
     read_lines,
     split_lines,
 )
@@ -44,7 +45,8 @@ def jsonl(
     With the task `classification`, inputs are those of an encoder, the classes are the
     labels to train on, sorted. With `language_model`, tokens of prompt and completion
     follow each other, the end of a text follows them, and the loss is of the
-    completion and of that end alone. Tokens are padded to one of few lengths.
+    completion and of that end alone. Tokens are padded to one of few lengths. With a
+    task of one's own the file says which of the two it is.
 
     Args:
       spec: how they are cut into batches, and for which task.
@@ -70,9 +72,11 @@ def jsonl(
         )
     if context < 1:
         raise DataError(f"context={context}; possible is 1 or more")
-    training, held_out = read_lines(Path(path).expanduser(), spec.task), []
+    file = Path(path).expanduser()
+    kind = kind_of(file, spec.task)
+    training, held_out = read_lines(file, kind), []
     if validation_path is not None:
-        held_out = read_lines(Path(validation_path).expanduser(), spec.task)
+        held_out = read_lines(Path(validation_path).expanduser(), kind)
     else:
         training, held_out = split_lines(training, validation_fraction)
     coder = Tokenizer(tokenizer)
@@ -83,7 +87,7 @@ def jsonl(
         )
     size = vocab_size or coder.size
     cut = context if truncate else None
-    if spec.task == "classification":
+    if kind == "classification":
         classes = class_names(training)
         num_outputs, names = len(classes), tuple(map(str, classes))
         parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]

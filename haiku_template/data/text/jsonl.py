@@ -33,17 +33,12 @@ def read_lines(path: Path, task: str) -> list[Line]:
 
     Args:
       path: UTF-8 text.
-      task: a key of `KINDS`.
+      task: a key of `KINDS`; see `kind_of`.
 
     Raises:
       DataError: the file is missing, not UTF-8 or empty, the task needs other data, or
         a line is no such example; the message names the first.
     """
-    if task not in KINDS:
-        raise DataError(
-            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
-            f"is {task}"
-        )
     lines = [
         _line(f"line {number} of {path}", text, task)
         for number, text in enumerate(_text(path).split("\n"), 1)
@@ -52,6 +47,27 @@ def read_lines(path: Path, task: str) -> list[Line]:
     if not lines:
         raise DataError(f"{path} is empty; at least one example is needed")
     return lines
+
+
+def kind_of(path: Path, task: str) -> str:
+    """The key of `KINDS` that a task needs; for one of a user's own, that of the file.
+
+    Raises:
+      DataError: the task needs other data; or as `read_lines`.
+    """
+    if task in KINDS:
+        return task
+    if task == "regression":
+        raise DataError(
+            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
+            f"is {task}"
+        )
+    first = next((text for text in _text(path).split("\n") if text.strip()), "{}")
+    try:
+        keys = set(json.loads(first))
+    except (ValueError, RecursionError, TypeError):
+        keys = set()
+    return next((k for k, v in KINDS.items() if set(v) <= keys), "classification")
 
 
 def _text(path: Path) -> str:
