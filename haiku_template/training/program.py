@@ -171,11 +171,8 @@ def make_program(
         "combine": start.plan.combine,
     }
     once = {"schedule": schedule, "accumulate_steps": accumulate_steps}
-    make_steps = functools.partial(
-        _make_steps,
-        once | training | computing,
-        computing | {"tally": tally, "seed": seed},
-    )
+    evaluating = computing | {"tally": tally, "seed": seed}
+    make_steps = functools.partial(_make_steps, once | training | computing, evaluating)
     train_step, eval_step = make_steps(devices.axis_name)
     shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
