@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -20,26 +20,13 @@ from haiku_template.data.dataset import DataError
 from haiku_template.data.files import read_with
 from haiku_template.data.text.stream import Shard, TokenStream
 
-DTYPES = {  # As safetensors names them.
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "U64": "<u8",
-    "I64": "<i8",
-}
+# As safetensors names them: U16 is <u2.
+DTYPES = {f"{k}{8 * n}": f"<{k.lower()}{n}" for n in (1, 2, 4, 8) for k in "UI"}
 HEADER_BYTES = 256  # Of what is written; last, when the number of tokens is known.
 VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
 
 
-class Layout(NamedTuple):
-    """Where the tokens of a file are: bytes before the first, and how many."""
-
-    dtype: np.dtype
-    offset: int
-    size: int
+Layout = tuple[np.dtype, int, int]  # Of tokens; bytes before the first; how many.
 
 
 def open_tokens(
@@ -69,7 +56,7 @@ def open_tokens(
             raise DataError(
                 f"{file} is no token file; possible are {', '.join(layouts)}"
             )
-        return _map(file, layouts[file.suffix](file), random)
+        return _map(file, *layouts[file.suffix](file), random)
 
     files = _shard_files(path, layouts) if path.is_dir() else [path]
     return TokenStream(tuple(read_with(file, shard) for file in files))
@@ -88,20 +75,20 @@ def _shard_files(folder: Path, suffixes: Any) -> list[Path]:
     return files
 
 
-def _map(file: Path, layout: Layout, random: bool) -> Shard:
-    stop = layout.offset + layout.size * layout.dtype.itemsize
+def _map(file: Path, dtype: np.dtype, offset: int, size: int, random: bool) -> Shard:
+    stop = offset + size * dtype.itemsize
     length = file.stat().st_size
     if stop > length:
         raise ValueError(f"its header promises {stop} bytes and it has {length}")
-    if not layout.size:
+    if not size:
         raise DataError(f"{file} holds no tokens; one is the least")
     with file.open("rb") as f:
         mapping = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_READ)
     if random:
         mapping.madvise(mmap.MADV_RANDOM)
     # A plain array: slicing numpy.memmap itself is several times slower.
-    tokens = np.frombuffer(mapping, layout.dtype, layout.size, layout.offset)
-    return Shard(tokens, str(file), mapping=mapping, offset=layout.offset)
+    tokens = np.frombuffer(mapping, dtype, size, offset)
+    return Shard(tokens, str(file), mapping=mapping, offset=offset)
 
 
 def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
@@ -111,10 +98,7 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
     header.pop("__metadata__", None)
-    if tensor is None:
-        names = [name for name, entry in header.items() if _is_line(entry)]
-    else:
-        names = [name for name in header if name == tensor]
+    names = [k for k, v in header.items() if (k == tensor if tensor else _is_line(v))]
     if len(names) != 1:
         found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
         wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
@@ -129,7 +113,7 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
             f"tokens have one dimension and a dtype of {', '.join(DTYPES)}"
         )
     begin = entry["data_offsets"][0]
-    return Layout(np.dtype(DTYPES[entry["dtype"]]), 8 + size + begin, entry["shape"][0])
+    return np.dtype(DTYPES[entry["dtype"]]), 8 + size + begin, entry["shape"][0]
 
 
 def _is_line(entry: dict[str, Any]) -> bool:
@@ -152,7 +136,7 @@ def _npy_layout(file: Path) -> Layout:
             f"{file} holds {dtype}{list(shape)}; tokens are whole numbers in one "
             "dimension"
         )
-    return Layout(dtype, offset, shape[0])
+    return dtype, offset, shape[0]
 
 
 def _raw_layout(file: Path, dtype: str) -> Layout:
@@ -167,7 +151,7 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     length = file.stat().st_size
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
-    return Layout(kind, 0, length // kind.itemsize)
+    return kind, 0, length // kind.itemsize
 
 
 class TokenWriter:

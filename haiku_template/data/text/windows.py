@@ -126,9 +126,9 @@ class TokenEvaluationSet:
 
     def rows(self, index: int) -> np.ndarray:
         """Where the windows of one batch start: int64 [B], fewer in the last."""
-        start = index * self.batch_size
-        turns = np.arange(start, min(start + self.batch_size, self._num_windows))
-        every, some = _count(self.tokens, self.context), self._num_windows
+        start, some = index * self.batch_size, self._num_windows
+        turns = np.arange(start, min(start + self.batch_size, some))
+        every = _count(self.tokens, self.context)
         # turns * every // some, without leaving 64 bits.
         spread = turns * (every // some) + turns * (every % some) // some
         return spread * self.context
@@ -192,15 +192,7 @@ def permute(indices: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray
     Feistel network adds to one digit a hash of the other, which can be undone, so that
     it permutes `range(side**2)`. What lands outside `range(size)` is sent on until it
     lands inside, which keeps it a permutation ("cycle walking"; Black and Rogaway,
-    Ciphers with Arbitrary Finite Domains, 2002).
-
-    Args:
-      indices: int64 [B], each in `range(size)`.
-      size: up to 2**62.
-      seed: chooses the permutation.
-
-    Returns:
-      int64 [B], different for different indices, each in `range(size)`.
+    Ciphers with Arbitrary Finite Domains, 2002). `size` is at most 2**62.
     """
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
     side = np.uint64(math.isqrt(size - 1) + 1)
