@@ -3,6 +3,7 @@
 Each returns a `Split`. A missing or damaged file is a `DataError` that names it.
 """
 
+import functools
 import gzip
 import io
 import math
@@ -35,11 +36,7 @@ class Split(NamedTuple):
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:
-    """The path of a data set.
-
-    Raises:
-      DataError: none was given; the message asks for `what`.
-    """
+    """The path of a data set."""
     if not path:
         raise DataError(
             f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
@@ -49,11 +46,7 @@ def given_path(path: str | None, name: str, what: str) -> Path:
 
 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:
-    """Runs a reader on a file, and names the file in whatever goes wrong.
-
-    Raises:
-      DataError: the file is missing, damaged, or may not be read.
-    """
+    """Runs a reader on a file, and names the file in whatever goes wrong."""
     try:
         if path.is_file():
             return reader(path)
@@ -72,46 +65,43 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     raise DataError(f"the data file {path} {what}; {there}")
 
 
+def _read_parts(path: Path, read: Callable[[Path, str], np.ndarray]) -> Split:
+    """The four arrays that one file holds by their names."""
+    return Split(*(read_with(path, functools.partial(read, name=n)) for n in PARTS))
+
+
 def read_npz(path: Path) -> Split:
-    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras.
+    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras."""
 
-    Raises:
-      DataError: the file or one of the arrays is missing or damaged.
-    """
+    def array(file: Path, name: str) -> np.ndarray:
+        with file.open("rb") as f, zipfile.ZipFile(f) as archive:
+            names = {key.removesuffix(".npy"): key for key in archive.namelist()}
+            if name not in names:
+                raise ValueError(f"it has no array {name}, only {', '.join(names)}")
+            info = archive.getinfo(names[name])
+            with archive.open(info) as packed:
+                header = io.BytesIO(packed.read(NPY_HEADER))
+            _check_promise(*npy_header(header), info.file_size - header.tell())
+            _check_memory(file, name, info.file_size)
+            with archive.open(info) as packed:
+                return np.lib.format.read_array(packed, allow_pickle=False)
 
-    def member(name: str) -> Callable[[Path], np.ndarray]:
-        def read(file: Path) -> np.ndarray:
-            with file.open("rb") as f, zipfile.ZipFile(f) as archive:
-                names = {key.removesuffix(".npy"): key for key in archive.namelist()}
-                if name not in names:
-                    raise ValueError(f"it has no array {name}, only {', '.join(names)}")
-                info = archive.getinfo(names[name])
-                with archive.open(info) as packed:
-                    _check_npy(io.BytesIO(packed.read(NPY_HEADER)), info.file_size)
-                _check_memory(file, name, info.file_size)
-                with archive.open(info) as packed:
-                    return np.lib.format.read_array(packed, allow_pickle=False)
-
-        return read
-
-    return Split(*(read_with(path, member(name)) for name in PARTS))
+    return _read_parts(path, array)
 
 
-def _check_npy(header: io.BytesIO, size: int) -> None:
-    """Asserts that an array's header promises what follows: nothing is read for more.
+def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the type of an .npy file's array, which follows."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of .npy is for other arrays")
+    read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+    shape, _, dtype = read(file)
+    return shape, dtype
 
-    Args:
-      header: the first bytes.
-      size: of the whole.
 
-    Raises:
-      ValueError: it does not.
-    """
-    version = np.lib.format.read_magic(header)
-    read = {(1, 0): np.lib.format.read_array_header_1_0}
-    read_header = read.get(version, np.lib.format.read_array_header_2_0)
-    shape, _, dtype = read_header(header)
-    expected, follow = math.prod(shape) * dtype.itemsize, size - header.tell()
+def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:
+    """Raises unless a header promises what follows: nothing is read for more."""
+    expected = math.prod(shape) * dtype.itemsize
     if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
         raise ValueError(
             f"its header promises {expected} bytes for shape {list(shape)} and "
@@ -129,29 +119,19 @@ def _check_memory(file: Path, name: str, size: int) -> None:
 
 
 def read_safetensors(path: Path) -> Split:
-    """A .safetensors file with tensors x_train, y_train, x_test and y_test.
+    """A .safetensors file with tensors x_train, y_train, x_test and y_test."""
 
-    Raises:
-      DataError: the file or one of the tensors is missing or damaged.
-    """
+    def tensor(file: Path, name: str) -> np.ndarray:
+        with safe_open(file, framework="numpy") as tensors:
+            return tensors.get_tensor(name)
 
-    def tensor(name: str) -> Callable[[Path], np.ndarray]:
-        def read(file: Path) -> np.ndarray:
-            with safe_open(file, framework="numpy") as tensors:
-                return tensors.get_tensor(name)
-
-        return read
-
-    return Split(*(read_with(path, tensor(name)) for name in PARTS))
+    return _read_parts(path, tensor)
 
 
 def read_npy(directory: Path) -> Split:
     """A directory with x_train.npy, y_train.npy, x_test.npy and y_test.npy.
 
     The files are mapped, not read: examples come from disk as batches need them.
-
-    Raises:
-      DataError: a file is missing or damaged.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -166,9 +146,6 @@ def read_idx(path: Path) -> np.ndarray:
 
     Format: two zero bytes, a type byte, the number of dimensions, each dimension as
     big-endian uint32, then the values (http://yann.lecun.com/exdb/mnist).
-
-    Raises:
-      DataError: the file is missing, damaged or shorter than its header says.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -192,22 +169,13 @@ def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
     expected = math.prod(shape) * dtype.itemsize
     body = data.read(expected) if expected <= most else b""
     more = data.read(1) and "more"  # Only after it is the checksum compared.
-    if len(body) != expected or more:
-        follow = more or (len(body) if expected <= most else "fewer")
-        raise ValueError(
-            f"its header promises {expected} bytes for shape {list(shape)} and "
-            f"{follow} follow"
-        )
+    _check_promise(shape, dtype, more or (len(body) if expected <= most else "fewer"))
     array = np.frombuffer(body, dtype).reshape(shape)
     return array.astype(dtype.newbyteorder("="))
 
 
 def read_mnist(directory: Path) -> Split:
-    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1].
-
-    Raises:
-      DataError: a file is missing or damaged.
-    """
+    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1]."""
 
     def array(name: str) -> np.ndarray:
         plain = directory / name
@@ -226,9 +194,6 @@ def read_cifar10(directory: Path) -> Split:
 
     Format: records of one label byte and 3,072 pixel bytes, channel by channel
     (https://www.cs.toronto.edu/~kriz/cifar.html).
-
-    Raises:
-      DataError: a file is missing, or holds no whole number of records.
     """
 
     def read(file: Path) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from haiku_template.data.dataset import DataError
-from haiku_template.data.files import read_with
+from haiku_template.data.files import npy_header, read_with
 from haiku_template.data.text.stream import Shard, TokenStream
 
 # As safetensors names them: U16 is <u2.
@@ -121,15 +121,8 @@ def _is_line(entry: dict[str, Any]) -> bool:
 
 
 def _npy_layout(file: Path) -> Layout:
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
     with file.open("rb") as f:
-        version = np.lib.format.read_magic(f)
-        if version not in readers:
-            raise ValueError(f"version {version} of .npy is for other arrays")
-        shape, _, dtype = readers[version](f)
+        shape, dtype = npy_header(f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(
