@@ -109,7 +109,6 @@ def count(params: Any) -> tuple[int, int]:
 
 
 BASE_DTYPES = ("float32", "bfloat16")
-LORA_KEY = 0x10A  # Parts the adapters' randomness from the model's.
 
 
 class Tuning(NamedTuple):
@@ -163,7 +162,6 @@ class Plan(NamedTuple):
         """
         trained, frozen = partition(whole, self.trained)
         shapes = {k: x.shape for k, x in flatten(frozen).items() if k in self.adapted}
-        rng = jax.random.fold_in(rng, LORA_KEY)
         return join(trained, unflatten(init_adapters(self.lora, shapes, rng)))
 
     def base(self, whole: Any) -> hk.Params:
@@ -182,7 +180,6 @@ class Plan(NamedTuple):
         """
         if not self.frozen:
             return params
-        rng = None if rng is None else jax.random.fold_in(rng, LORA_KEY)
         leaves = flatten(base) | flatten(params)
         return unflatten(adapt(self.lora, self.adapted, leaves, rng))
 

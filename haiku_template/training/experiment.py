@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import config_dict
 from rich.console import Console
 
@@ -16,7 +17,8 @@ from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Tuning
 from haiku_template.finetuning.source import make_source, vocabulary_of, with_sizes
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
-from haiku_template.registry import make, make_task, resolve
+from haiku_template.pretrained.reading import flatten
+from haiku_template.registry import make, make_task, resolve, task_kind
 from haiku_template.reporting.perf import UNKNOWN, Work
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training.loop import train
@@ -59,7 +61,7 @@ def build(
       ConfigError: see `sources.make_source`.
       ConfigError: see `make_plan`.
     """
-    task = make_task(config.task)
+    task, kind = make_task(config.task), task_kind(config.task.name)
     source = None
     if config.init_from is not None:
         source = make_source(config.init_from, config.model.name, devices)
@@ -92,12 +94,13 @@ def build(
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,
         seed=config.seed,
-        derive=DERIVED.get(config.task.name, nothing_more),
-        tally=TALLIES.get(config.task.name, NO_TALLY),
-        work=_work(config, data),
+        derive=DERIVED.get(kind, nothing_more),
+        tally=TALLIES.get(kind, NO_TALLY),
         tuning=make_tuning(config),
         source=source,
     )
+    work = _work(config, kind, program)
+    program = program._replace(work=work, parts=program.parts | {"work": work})
     return place_data(program, config.data.get("placement", "host"), memory_limit)
 
 
@@ -108,7 +111,8 @@ def make_data(config: config_dict.ConfigDict) -> Data:
       ConfigError: an unknown name or key.
       ConfigError: see the data set.
     """
-    spec = BatchSpec(config.batch_size, config.seed, config.task.name)
+    task = task_kind(config.task.name) or config.task.name
+    spec = BatchSpec(config.batch_size, config.seed, task)
     values = config.data.to_dict()
     values.pop("placement", None)  # It says where the data lives, not what it is.
     if "vocab_size" in values and values["vocab_size"] is None:
@@ -161,17 +165,25 @@ def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
         )
 
 
-def _work(config: config_dict.ConfigDict, data: Data) -> Work:
-    if config.task.name != "language_model":
+def _work(config: config_dict.ConfigDict, kind: str | None, program: Program) -> Work:
+    if kind != "language_model":
         return UNKNOWN
+    data, plan = program.data, program.start.plan
     batch = data.train.batch(0)
-    if "loss_mask" in batch:
+    labels = batch.get("labels")
+    if "loss_mask" in batch or np.ndim(labels) != 2:
         return UNKNOWN  # What is learned from differs between examples.
-    tokens = batch["labels"].shape[1]
+    tokens = labels.shape[1]
     values = model_keys(config)
     flops = FLOPS_PER_TOKEN.get(values.pop("name"))
     if flops is None:
         return Work(tokens)
+    if plan.frozen:
+        params = flatten(program.devices.abstract(program.init).params)
+        learned = {path: leaf.size for path, leaf in params.items()}
+        values["trained"] = {k: n for k, n in learned.items() if k in plan.trained}
+        # Adapters are where the matrices are that they belong to.
+        values["added"] = {k: n for k, n in learned.items() if k not in plan.trained}
     return Work(tokens, tokens * flops(data.num_outputs, tokens, **values))
 
 

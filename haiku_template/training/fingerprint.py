@@ -51,7 +51,7 @@ def of(program: Program) -> dict[str, str]:
     batch = data.train.batch(0)
     shapes = jax.tree.map(_shape, batch)
     rows = len(jax.tree.leaves(batch)[0])
-    masked = shapes | {"mask": jax.ShapeDtypeStruct((rows,), bool)}
+    padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
     found = {
         "jax": importlib.metadata.version("jax"),
         "platform": program.devices.platform,
@@ -61,7 +61,7 @@ def of(program: Program) -> dict[str, str]:
     }
     if data.evaluation is not None:
         variables = averages, state.net_state
-        found["evaluation step"] = _traced(eval_step, variables, masked, base)
+        found["evaluation step"] = _traced(eval_step, variables, padded, base)
         first = data.evaluation.batch(0)
         found["first batch of the evaluation data"] = _digest(
             data.evaluation.num_batches, _value(first)

@@ -10,6 +10,7 @@ import jax
 from rich.table import Table
 
 from haiku_template.data import each_shape
+from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.errors import ConfigError
 from haiku_template.training.trainer import Program
@@ -56,9 +57,14 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
     Args:
       program: see `make_program`.
       limit: bytes on each device; None asks JAX.
+
+    Raises:
+      ConfigError: the state alone is larger; XLA would end the process.
     """
     devices = program.devices
     state = devices.abstract(program.init)
+    limit = devices.memory_limit() if limit is None else limit
+    _check_state(program, state, limit or host_memory())
     batch = devices.abstract_batch(each_shape(program.data.train)[0])
     # On several devices the compiled program, and what it says, is one device's.
     analysis = program.train_step.lower(state, batch).compile().memory_analysis()
@@ -84,8 +90,29 @@ def memory_budget(program: Program, limit: int | None = None) -> Budget:
         temporaries=analysis.temp_size_in_bytes,
         step_peak=step_peak,
         peak=step_peak + waiting,
-        limit=devices.memory_limit() if limit is None else limit,
+        limit=limit,
     )
+
+
+def _check_state(program: Program, state: Any, memory: int) -> None:
+    size = _bytes(state) + _bytes(program.start.base.abstract)
+    if size > memory:
+        raise ConfigError(
+            f"the state of a run is {in_units(size)} on each device and there are "
+            f"{in_units(memory)}; its largest arrays are {_largest(program, state)}; "
+            "no accumulate_steps is enough for a model of this size"
+        )
+
+
+def _largest(program: Program, state: Any) -> str:
+    """The largest arrays of a state, and their sizes."""
+    leaves = [
+        (prefix + jax.tree_util.keystr(path), _bytes(leaf))
+        for prefix, tree in (("", state), (".base", program.start.base.abstract))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    largest = sorted(leaves, key=lambda leaf: -leaf[1])[:LARGEST]
+    return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
 
 def check_budget(program: Program, limit: int | None = None) -> Budget:
@@ -100,20 +127,11 @@ def check_budget(program: Program, limit: int | None = None) -> Budget:
     if budget.limit is None or budget.peak <= budget.limit:
         return budget
     state = program.devices.abstract(program.init)
-    leaves = [
-        (prefix + jax.tree_util.keystr(path), _bytes(leaf))
-        for prefix, tree in (("", state), (".base", program.start.base.abstract))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    largest = ", ".join(
-        f"{name} {in_units(size)}"
-        for name, size in sorted(leaves, key=lambda x: -x[1])[:LARGEST]
-    )
     raise ConfigError(
         f"a step needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
-        f"{in_units(budget.limit)}; the largest arrays of the state are {largest}; "
-        f"{_suggestion(program, budget)}"
+        f"{in_units(budget.limit)}; the largest arrays of the state are "
+        f"{_largest(program, state)}; {_suggestion(program, budget)}"
     )
 
 

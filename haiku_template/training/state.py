@@ -16,6 +16,30 @@ Given = tuple[dict[str, Any], Any]
 NOTHING_GIVEN: Given = ({}, None)
 
 
+class Seeds(NamedTuple):
+    """PRNG keys of a run, one for each use; see `split_seed`.
+
+    Attributes:
+      params: of the initial parameters.
+      adapters: of the initial adapters.
+      steps: of training steps, with the number of the step and of the device.
+      evaluation: of evaluation, with the number of the example.
+    """
+
+    params: jax.Array
+    adapters: jax.Array
+    steps: jax.Array
+    evaluation: jax.Array
+
+
+def split_seed(seed: int) -> Seeds:
+    """Splits a seed by use, so that no two uses ever draw from the same key."""
+    key = jax.random.key(seed)
+    # Haiku splits the first, as `fold_in` of small numbers does; these are large.
+    uses = (jax.random.fold_in(key, 0xA0000000 + n) for n in range(3))
+    return Seeds(key, *uses)
+
+
 class TrainState(NamedTuple):
     """The train state: one tree, whole on every device, without a device axis.
 
@@ -60,7 +84,7 @@ def make_model_init(
         # One row of zeros: Haiku initialises from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
         example = precision.policy.cast_to_param(preprocess(example))
-        return model.init(jax.random.key(seed), example, True)
+        return model.init(split_seed(seed).params, example, True)
 
     return init
 
@@ -91,7 +115,7 @@ def make_init(
     def init(given: Given = NOTHING_GIVEN) -> TrainState:
         whole, net_state = model_init()
         leaves, given_state = given
-        params = flatten(plan.params(whole, jax.random.key(seed)))
+        params = flatten(plan.params(whole, split_seed(seed).adapters))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
         net_state = net_state if given_state is None else given_state
         return TrainState(

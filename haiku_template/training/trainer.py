@@ -1,6 +1,7 @@
 """A model, a task and data, compiled for devices."""
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning.plan import Tuning, scale_updates
 from haiku_template.finetuning.source import Source, Start, make_start
 from haiku_template.models import Model
+from haiku_template.models.attention import for_devices
 from haiku_template.reporting.perf import UNKNOWN, Work
 from haiku_template.training import step
 from haiku_template.training.evaluation import add_up, summarise
@@ -24,6 +26,8 @@ from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
 from haiku_template.training.tasks import NO_TALLY, Derive, Tally, Task, nothing_more
+
+FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
 class Program(NamedTuple):
@@ -136,7 +140,7 @@ def make_program(
       ValueError: an unknown precision.
     """
     parts = dict(locals())
-    model = with_state(model)
+    model = for_devices(with_state(model), devices.devices)
     example = each_shape(data.train)[0]
     batch_size = len(jax.tree.leaves(example)[0])
     devices.check_batch_size(batch_size, accumulate_steps)
@@ -160,9 +164,8 @@ def make_program(
         "combine": start.plan.combine,
     }
     once = {"schedule": schedule, "accumulate_steps": accumulate_steps}
-    make_steps = functools.partial(
-        _make_steps, once | training | computing, computing | {"tally": tally}
-    )
+    evaluating = computing | {"tally": tally, "seed": seed}
+    make_steps = functools.partial(_make_steps, once | training | computing, evaluating)
     train_step, eval_step = make_steps(devices.axis_name)
     shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
@@ -188,19 +191,62 @@ def make_program(
 
 
 def with_state(model: Any) -> hk.TransformedWithState:
-    """The model, with an empty state if it has none.
+    """The model as `apply(params, net_state, rng, inputs, is_training)`.
+
+    A model of `forward(inputs)` is the same in training and evaluation; one without
+    state has an empty one; one that `hk.without_apply_rng` made draws nothing.
 
     Raises:
-      ConfigError: it is not transformed.
+      ConfigError: it is not transformed, or its function takes other arguments.
     """
-    if isinstance(model, hk.Transformed):
-        return hk.with_empty_state(model)
-    if not isinstance(model, hk.TransformedWithState):
+    stateless = isinstance(model, hk.Transformed)
+    if not stateless and not isinstance(model, hk.TransformedWithState):
         raise ConfigError(
             f"the model is a {type(model).__name__}; it must be what hk.transform or "
-            "hk.transform_with_state makes of forward(inputs, is_training)"
+            f"hk.transform_with_state makes of {FORWARDS}"
         )
-    return model
+    own = inspect.signature(model.init).parameters  # Those of apply, less the state.
+    takes_rng = len(inspect.signature(model.apply).parameters) - len(own) == (
+        1 if stateless else 2
+    )
+    arguments = _forward_arguments(list(own.values())[1:])
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        args, kwargs = arguments(inputs, is_training)
+        made = model.init(rng, *args, **kwargs)
+        return (made, {}) if stateless else made
+
+    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
+        args, kwargs = arguments(inputs, is_training)
+        first = (params,) if stateless else (params, state)
+        made = model.apply(*first, *((rng,) if takes_rng else ()), *args, **kwargs)
+        return (made, state) if stateless else made
+
+    return hk.TransformedWithState(init, apply)
+
+
+def _forward_arguments(
+    parameters: list[inspect.Parameter],
+) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
+    """How `forward` is called with inputs and is_training, by what it takes."""
+    signature = inspect.Signature(parameters)
+    for form in (
+        lambda inputs, is_training: ((inputs, is_training), {}),
+        lambda inputs, is_training: ((inputs,), {"is_training": is_training}),
+        lambda inputs, is_training: ((inputs,), {}),
+    ):
+        args, kwargs = form(None, True)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        second = parameters[1] if len(args) == 2 and len(parameters) > 1 else None
+        if second and second.default is not second.empty and "train" not in second.name:
+            continue  # An option of the user's, which has its default.
+        return form
+    raise ConfigError(
+        f"the model is made of forward{signature}; possible are {FORWARDS}"
+    )
 
 
 def compile_ahead(program: Program) -> None:
