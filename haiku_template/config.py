@@ -267,7 +267,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
             "save_every",
             "keep_last",
         ),
-        (lambda value: value >= 1, "1 or more"),
+        # A step is an int32.
+        (lambda value: 1 <= value < 2**31, "1 or more, up to 2**31 - 1"),
     ),
     **dict.fromkeys(
         (

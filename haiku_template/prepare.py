@@ -18,8 +18,8 @@ from haiku_template import cli
 from haiku_template.data.files import read_with
 from haiku_template.data.text import documents
 from haiku_template.data.text.documents import TextFile, pieces
+from haiku_template.data.text.files import TokenWriter, check_same, write_new
 from haiku_template.data.text.tokenizer import FILE, Tokenizer, learn_tokenizer
-from haiku_template.data.text.writer import TokenWriter, check_same, write_new
 from haiku_template.errors import ConfigError
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from haiku_template.errors import ConfigError
-from haiku_template.training.tasks import TASKS, Task
+from haiku_template.training.tasks import TASKS, Task, kind_of
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
@@ -68,6 +68,11 @@ def make_task(values: Any) -> Task:
     task = resolve("task", name, TASKS)
     _check_keys("task", name, task, values, None, None)
     return functools.partial(task, **values) if values else task
+
+
+def task_kind(name: str) -> str | None:
+    """The kind of the task that a config names; see `tasks.kind_of`."""
+    return kind_of(resolve("task", name, TASKS))
 
 
 def _check_keys(

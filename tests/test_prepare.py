@@ -17,8 +17,8 @@ from tokenizers import models, pre_tokenizers
 from haiku_template.data import DATASETS, BatchSpec
 from haiku_template.data.text import Tokenizer
 from haiku_template.data.text import documents as text
+from haiku_template.data.text.files import TokenWriter, write_new
 from haiku_template.data.text.tokenizer import learn_tokenizer
-from haiku_template.data.text.writer import TokenWriter, write_new
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"
@@ -398,7 +398,7 @@ import sys
 from pathlib import Path
 from haiku_template import (prepare)
 from haiku_template.data.text import (Tokenizer, documents as text)
-from haiku_template.data.text.writer import (TokenWriter)
+from haiku_template.data.text.files import (TokenWriter)
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,4 +1,8 @@
-"""Data sets: files, arrays and Grain pipelines, as functions of the step."""
+"""Data sets: files, arrays and Grain pipelines, as functions of the step.
+
+What a user can mend is a `ConfigError`: data that is missing, damaged or too short for
+what was asked, and labels or tokens that do not fit. It names the file or the key.
+"""
 
 from haiku_template.data.dataset import (
     ArrayDataset,

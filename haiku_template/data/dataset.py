@@ -5,12 +5,12 @@ Shapes: N examples in the set, B of them in one batch over all devices and proce
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.checks import check_examples
 from haiku_template.errors import ConfigError
 
 Batch = dict[str, Any]
@@ -77,11 +77,7 @@ def each_shape(dataset: Dataset) -> list[Batch]:
 
 
 def share(spec: BatchSpec) -> slice:
-    """The rows of a batch that this process reads.
-
-    Raises:
-      ConfigError: the processes cannot share a batch evenly.
-    """
+    """The rows of a batch that this process reads; all processes read as many."""
     if spec.batch_size % spec.process_count:
         raise ConfigError(
             f"a batch of {spec.batch_size} examples cannot be shared evenly by "
@@ -91,32 +87,79 @@ def share(spec: BatchSpec) -> slice:
     return slice(spec.process_index * size, (spec.process_index + 1) * size)
 
 
-def drawn(size: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Places `start` to `stop` in an endless row of epochs: int64 [stop - start].
+def shuffle(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a stored permutation of `range(size)` sends some places: int64."""
+    return _permutation(size, seed)[places]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
+    order = np.random.default_rng(seed).permutation(size)
+    order.flags.writeable = False  # It is shared by the cache.
+    return order
+
+
+def epochs(
+    size: int,
+    seed: int,
+    turns: range,
+    permute: Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray] = shuffle,
+) -> np.ndarray:
+    """The examples whose turn it is in an endless row of epochs: int64 [turns].
 
     Each epoch is a permutation of all examples, and the next one follows without a gap.
 
     Args:
       size: N.
       seed: chooses the permutations.
-      start: the first place.
-      stop: the one after the last.
+      turns: counted from the first example of the first epoch.
+      permute: how an epoch is permuted, as `shuffle`.
     """
     parts = []
-    for epoch in range(start // size, (stop - 1) // size + 1):
-        first, last = start - epoch * size, stop - epoch * size
-        order = _permutation(size, seed, epoch)
-        parts.append(order[max(first, 0) : min(last, size)])
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    for epoch in range(turns[0] // size, turns[-1] // size + 1):
+        begin = epoch * size
+        now = np.arange(max(turns[0] - begin, 0), min(turns.stop - begin, size))
+        parts.append(permute(now, size, (seed, 0, epoch)))
+    return np.concatenate(parts)
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_batch_memory(batch_size: int, example_bytes: int) -> None:
+    """Raises `ConfigError` unless a batch would fit this machine's memory."""
+    size, memory = batch_size * example_bytes, host_memory()
+    if size > memory:
+        raise ConfigError(
+            f"a batch of {batch_size} examples has {size:,} bytes, and this machine "
+            f"has {memory:,} bytes of memory; use a smaller config.batch_size"
+        )
+
+
+def check_examples(
+    inputs: np.ndarray, labels: np.ndarray, where: str = "the data set"
+) -> None:
+    """Raises `ConfigError` unless there are examples, each with its label."""
+    if inputs.ndim == 0 or labels.ndim == 0 or len(inputs) == 0:
+        raise ConfigError(
+            f"{where} is empty: inputs have shape {list(inputs.shape)} and labels "
+            f"{list(labels.shape)}; at least one example is needed"
+        )
+    if len(inputs) != len(labels):
+        raise ConfigError(
+            f"{where} has {len(inputs)} inputs and {len(labels)} labels; each input "
+            "needs one label"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayDataset:
     """Shuffled batches from arrays in host memory or mapped from files.
 
-    Every epoch is a permutation of all examples, and the next one follows without a
-    gap: a batch may hold the end of one epoch and the start of the next, so no example
-    is dropped and every batch is full.
+    A batch may hold the end of one epoch and the start of the next, so no example is
+    dropped and every batch is full.
 
     Attributes:
       inputs: array [N, ...].
@@ -135,6 +178,8 @@ class ArrayDataset:
 
     def __post_init__(self) -> None:
         check_examples(self.inputs, self.labels)
+        example_bytes = (self.inputs.nbytes + self.labels.nbytes) // len(self.inputs)
+        check_batch_memory(self.spec.batch_size, example_bytes)
         share(self.spec)
 
     @property
@@ -152,34 +197,23 @@ class ArrayDataset:
         """The examples in this process's share of a batch: int64 [B / processes]."""
         return self._rows(step)[share(self.spec)]
 
+    def _rows(self, step: int) -> np.ndarray:
+        """The examples in the batch of `step`: int64 [B]."""
+        size, seed = self.spec.batch_size, self.spec.seed
+        return epochs(len(self.inputs), seed, range(step * size, (step + 1) * size))
+
     def gather(self, arrays: Batch, rows: Any) -> Batch:
         """The batch that `rows` of `staged` make; for NumPy and for JAX."""
         return {name: array[rows] for name, array in arrays.items()}
 
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""
-        rows, own = self._rows(step), share(self.spec)
         if self.augment is None:
-            inputs = self.inputs[rows[own]]
-        else:
-            # Drawn for the whole batch, so that shares do not change what is drawn.
-            rng = np.random.default_rng((self.spec.seed, 1, step))
-            inputs = self.augment(self.inputs[rows], rng)[own]
-        return {"inputs": inputs, "labels": self.labels[rows[own]]}
-
-    def _rows(self, step: int) -> np.ndarray:
-        """The examples in the batch of `step`: int64 [B]."""
-        size = self.spec.batch_size
-        start = step * size
-        return drawn(len(self.inputs), self.spec.seed, start, start + size)
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the examples in one epoch: int64 [N]."""
-    order = np.random.default_rng((seed, 0, epoch)).permutation(size)
-    order.flags.writeable = False  # It is shared by the cache.
-    return order
+            return self.gather(self.staged(), self.rows(step))
+        # Drawn for the whole batch, so that shares do not change what is drawn.
+        rng = np.random.default_rng((self.spec.seed, 1, step))
+        inputs = self.augment(self.inputs[self._rows(step)], rng)[share(self.spec)]
+        return {"inputs": inputs, "labels": self.labels[self.rows(step)]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +224,6 @@ class EvaluationSet:
       inputs: array [N, ...].
       labels: array [N] or [N, targets].
       batch_size: rows of all batches but the last.
-
-    Raises:
-      ConfigError: no examples.
     """
 
     inputs: np.ndarray
@@ -223,9 +254,6 @@ class GrainDataset:
     Grain costs microseconds for each element, so let one element be one batch
     (`.batch(B)`). For training, shuffle and repeat it; as an evaluation set it gives
     its elements once, in order.
-
-    Raises:
-      ConfigError: it has no elements, or they are not such dictionaries.
     """
 
     source: Any
@@ -243,11 +271,7 @@ class GrainDataset:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each example once.
-
-        Raises:
-          ConfigError: the pipeline repeats without end.
-        """
+        """How many batches hold each example once; a pipeline may not repeat."""
         if len(self.source) > ENDLESS:
             raise ConfigError(
                 "the Grain data set to evaluate on repeats without end; leave out "

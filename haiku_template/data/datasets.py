@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data import files, images
-from haiku_template.data.checks import (
-    check_classes,
+from haiku_template.data.dataset import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
     check_examples,
-    check_targets,
-    count_classes,
 )
-from haiku_template.data.dataset import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.data.text.datasets import byte_text, tokens
 from haiku_template.data.text.examples import jsonl
 from haiku_template.errors import ConfigError
+
+MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
 
 
 def from_split(
@@ -68,13 +70,54 @@ def from_split(
         # A task of the user's own: numbers with a fraction are no classes.
         spec.task != "classification" and split.y_train.dtype.kind == "f"
     ):
-        check_targets(split.y_train, training)
+        _check_targets(split.y_train, training)
         num_outputs = int(np.prod(split.y_train.shape[1:]))
     else:
-        num_outputs = num_classes or count_classes(split.y_train, training)
-        check_classes(split.y_train, num_outputs, training)
-        check_classes(split.y_test, num_outputs, test)
+        num_outputs = num_classes or _count_classes(split.y_train, training)
+        _check_classes(split.y_train, num_outputs, training)
+        _check_classes(split.y_test, num_outputs, test)
     return Data(train, evaluation, num_outputs, preprocess)
+
+
+def _check_targets(labels: np.ndarray, where: str) -> None:
+    """Raises `ConfigError` unless `labels` are numbers."""
+    if labels.dtype.kind not in "fiub":
+        raise ConfigError(
+            f"{where} has labels of type {labels.dtype}; regression takes numbers"
+        )
+
+
+def _count_classes(labels: np.ndarray, where: str) -> int:
+    """How many classes the labels show: the largest and one more.
+
+    Raises:
+      ConfigError: so many that it is likely a mistake.
+    """
+    if labels.dtype.kind not in "iu":
+        return 0
+    classes = max(int(labels.max()) + 1, 1)
+    if classes > MANY_CLASSES:
+        raise ConfigError(
+            f"{where} has labels up to {classes - 1}; if there are so many classes, "
+            "say so with --config.data.num_classes"
+        )
+    return classes
+
+
+def _check_classes(labels: np.ndarray, num_classes: int, where: str) -> None:
+    """Raises `ConfigError` unless `labels` are whole numbers in [0, num_classes)."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{where} has labels of type {labels.dtype} and shape "
+            f"{list(labels.shape)}; classification takes one whole number an example"
+        )
+    outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(outside):
+        raise ConfigError(
+            f"{where} has {len(outside)} labels outside the {num_classes} classes "
+            f"(0 to {num_classes - 1}); the first is {labels[outside[0]]}, of example "
+            f"{outside[0]}"
+        )
 
 
 def digits(spec: BatchSpec) -> Data:

@@ -3,18 +3,25 @@
 Each returns a `Split`. A missing or damaged file is a `ConfigError` that names it.
 """
 
+import functools
 import gzip
+import io
+import math
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
 
+from haiku_template.data.dataset import host_memory
 from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+DEFLATE_MOST = 1032  # Bytes that a compressed one may stand for.
+NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
 T = TypeVar("T")
 PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -30,11 +37,7 @@ class Split(NamedTuple):
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:
-    """The path of a data set.
-
-    Raises:
-      ConfigError: none was given; the message asks for `what`.
-    """
+    """The path of a data set."""
     if not path:
         raise ConfigError(
             f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
@@ -44,11 +47,7 @@ def given_path(path: str | None, name: str, what: str) -> Path:
 
 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:
-    """Runs a reader on a file, and names the file in whatever goes wrong.
-
-    Raises:
-      ConfigError: the file is missing, damaged, or may not be read.
-    """
+    """Runs a reader on a file, and names the file in whatever goes wrong."""
     try:
         if path.is_file():
             return reader(path)
@@ -67,52 +66,73 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     raise ConfigError(f"the data file {path} {what}; {there}")
 
 
+def _read_parts(path: Path, read: Callable[[Path, str], np.ndarray]) -> Split:
+    """The four arrays that one file holds by their names."""
+    return Split(*(read_with(path, functools.partial(read, name=n)) for n in PARTS))
+
+
 def read_npz(path: Path) -> Split:
-    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras.
+    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras."""
 
-    Raises:
-      ConfigError: the file or one of the arrays is missing or damaged.
-    """
+    def array(file: Path, name: str) -> np.ndarray:
+        with file.open("rb") as f, zipfile.ZipFile(f) as archive:
+            names = {key.removesuffix(".npy"): key for key in archive.namelist()}
+            if name not in names:
+                raise ValueError(f"it has no array {name}, only {', '.join(names)}")
+            info = archive.getinfo(names[name])
+            with archive.open(info) as packed:
+                header = io.BytesIO(packed.read(NPY_HEADER))
+            _check_promise(*npy_header(header), info.file_size - header.tell())
+            _check_memory(file, name, info.file_size)
+            with archive.open(info) as packed:
+                return np.lib.format.read_array(packed, allow_pickle=False)
 
-    def member(name: str) -> Callable[[Path], np.ndarray]:
-        def read(file: Path) -> np.ndarray:
-            # Opened here: np.load leaves a damaged archive open.
-            with file.open("rb") as f, np.load(f, allow_pickle=False) as arrays:
-                if name not in arrays:
-                    raise ValueError(
-                        f"it has no array {name}, only {', '.join(arrays.files)}"
-                    )
-                return arrays[name]
+    return _read_parts(path, array)
 
-        return read
 
-    return Split(*(read_with(path, member(name)) for name in PARTS))
+def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the type of an .npy file's array, which follows."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of .npy is for other arrays")
+    read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+    shape, _, dtype = read(file)
+    return shape, dtype
+
+
+def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:
+    """Raises unless a header promises what follows: nothing is read for more."""
+    expected = math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
+        raise ValueError(
+            f"its header promises {expected} bytes for shape {list(shape)} and "
+            f"{follow} follow"
+        )
+
+
+def _check_memory(file: Path, name: str, size: int) -> None:
+    if size > host_memory():
+        raise ConfigError(
+            f"the data file {file} has {size:,} bytes of {name}, and this machine has "
+            f"{host_memory():,} bytes of memory; config.data.name=npy maps files of "
+            "any size"
+        )
 
 
 def read_safetensors(path: Path) -> Split:
-    """A .safetensors file with tensors x_train, y_train, x_test and y_test.
+    """A .safetensors file with tensors x_train, y_train, x_test and y_test."""
 
-    Raises:
-      ConfigError: the file or one of the tensors is missing or damaged.
-    """
+    def tensor(file: Path, name: str) -> np.ndarray:
+        with safe_open(file, framework="numpy") as tensors:
+            return tensors.get_tensor(name)
 
-    def tensor(name: str) -> Callable[[Path], np.ndarray]:
-        def read(file: Path) -> np.ndarray:
-            with safe_open(file, framework="numpy") as tensors:
-                return tensors.get_tensor(name)
-
-        return read
-
-    return Split(*(read_with(path, tensor(name)) for name in PARTS))
+    return _read_parts(path, tensor)
 
 
 def read_npy(directory: Path) -> Split:
     """A directory with x_train.npy, y_train.npy, x_test.npy and y_test.npy.
 
     The files are mapped, not read: examples come from disk as batches need them.
-
-    Raises:
-      ConfigError: a file is missing or damaged.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -127,38 +147,36 @@ def read_idx(path: Path) -> np.ndarray:
 
     Format: two zero bytes, a type byte, the number of dimensions, each dimension as
     big-endian uint32, then the values (http://yann.lecun.com/exdb/mnist).
-
-    Raises:
-      ConfigError: the file is missing, damaged or shorter than its header says.
     """
 
     def read(file: Path) -> np.ndarray:
-        raw = file.read_bytes()
-        data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX_DTYPES:
-            raise ValueError("it does not begin as an idx file does")
-        ndim = data[3]
-        shape = struct.unpack(f">{ndim}I", data[4 : 4 + 4 * ndim])
-        dtype = np.dtype(IDX_DTYPES[data[2]])
-        body = data[4 + 4 * ndim :]
-        expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if len(body) != expected:
-            raise ValueError(
-                f"its header promises {expected} bytes for shape {list(shape)} and "
-                f"{len(body)} follow"
-            )
-        array = np.frombuffer(body, dtype).reshape(shape)
-        return array.astype(dtype.newbyteorder("="))
+        with file.open("rb") as plain:
+            packed = plain.read(2) == b"\x1f\x8b"
+            plain.seek(0)
+            most = file.stat().st_size * (DEFLATE_MOST if packed else 1)
+            with gzip.open(plain) if packed else plain as data:
+                return _read_idx(data, most)
 
     return read_with(path, read)
 
 
-def read_mnist(directory: Path) -> Split:
-    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1].
+def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
+    """The array of an opened file that holds at most so many bytes."""
+    begin = data.read(4)
+    if len(begin) < 4 or begin[:2] != b"\0\0" or begin[2] not in IDX_DTYPES:
+        raise ValueError("it does not begin as an idx file does")
+    shape = struct.unpack(f">{begin[3]}I", data.read(4 * begin[3]))
+    dtype = np.dtype(IDX_DTYPES[begin[2]])
+    expected = math.prod(shape) * dtype.itemsize
+    body = data.read(expected) if expected <= most else b""
+    more = data.read(1) and "more"  # Only after it is the checksum compared.
+    _check_promise(shape, dtype, more or (len(body) if expected <= most else "fewer"))
+    array = np.frombuffer(body, dtype).reshape(shape)
+    return array.astype(dtype.newbyteorder("="))
 
-    Raises:
-      ConfigError: a file is missing or damaged.
-    """
+
+def read_mnist(directory: Path) -> Split:
+    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1]."""
 
     def array(name: str) -> np.ndarray:
         plain = directory / name
@@ -177,9 +195,6 @@ def read_cifar10(directory: Path) -> Split:
 
     Format: records of one label byte and 3,072 pixel bytes, channel by channel
     (https://www.cs.toronto.edu/~kriz/cifar.html).
-
-    Raises:
-      ConfigError: a file is missing, or holds no whole number of records.
     """
 
     def read(file: Path) -> np.ndarray:

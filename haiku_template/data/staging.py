@@ -2,34 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from haiku_template.errors import ConfigError
 
 BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
-
-
-class Stageable(Protocol):
-    """A data set whose batches are rows of arrays, gathered by a pure function."""
-
-    @property
-    def staged_size(self) -> tuple[int, int] | None:
-        """Rows and bytes of `staged`; None where batches need more than gathering."""
-        ...
-
-    def staged(self) -> dict[str, np.ndarray]:
-        """The arrays."""
-        ...
-
-    def rows(self, step: int) -> np.ndarray:
-        """Numbers that say which rows are in a batch: int64 [B]."""
-        ...
-
-    def gather(self, arrays: dict[str, Any], rows: Any) -> dict[str, Any]:
-        """The batch of `rows`; the same of NumPy and of JAX arrays."""
-        ...
 
 
 def why_not_staged(dataset: Any) -> str:
@@ -50,14 +29,14 @@ class RowBlocks:
     """The row numbers of many steps at once, in place of the batches themselves.
 
     Attributes:
-      dataset: what is staged.
+      dataset: its batches are rows of arrays. It says how many rows and bytes they have
+        (`staged_size`; None where batches need more than gathering), and gives them
+        (`staged`), the row numbers of a step (`rows`), and the batch that some rows
+        make, the same of NumPy and of JAX arrays (`gather`); see `ArrayDataset`.
       batch_size: B.
-
-    Raises:
-      ConfigError: it cannot be staged; says why.
     """
 
-    dataset: Stageable
+    dataset: Any
     batch_size: int
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters, is_
 from haiku_template.params import flatten, matching, near, unflatten
 
 DTYPES = ("float32", "bfloat16")
-LORA_KEY = 0x10A  # Parts the adapters' randomness from the model's.
 SHOWN = 20  # Names in a message.
 Multipliers = Sequence[tuple[str, float]]
 
@@ -82,7 +81,6 @@ class Plan(NamedTuple):
         """
         trained, frozen = self.split(whole)
         shapes = {k: x.shape for k, x in flatten(frozen).items() if k in self.adapted}
-        rng = jax.random.fold_in(rng, LORA_KEY)
         adapters = unflatten(init_adapters(self.lora, shapes, rng))
         return hk.data_structures.merge(trained, adapters)
 
@@ -98,7 +96,6 @@ class Plan(NamedTuple):
         """
         if not self.frozen:
             return params
-        rng = None if rng is None else jax.random.fold_in(rng, LORA_KEY)
         leaves = flatten(frozen) | flatten(params)
         return unflatten(adapt(self.lora, self.adapted, leaves, rng))
 

@@ -3,9 +3,13 @@
 Shapes: B examples, T tokens, H heads of size C, S tokens that may be seen.
 """
 
+import contextlib
+import contextvars
 import re
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,34 +17,64 @@ import numpy as np
 from haiku_template.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
-# What jax.nn.dot_product_attention takes to cuDNN's flash attention on every GPU that
-# has it; heads of up to 256 would do from compute capability 9.0 on.
+# What jax.nn.dot_product_attention takes to cuDNN's flash attention.
 LEAST_CAPABILITY = (8, 0)
-HEAD_MULTIPLE, LARGEST_HEAD = 8, 128
+HEAD_MULTIPLE = 8
+LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.
 
 
 class Hardware(NamedTuple):
     """The device that computes.
 
     Attributes:
-      runtime: what drives it, as XLA words it; contains `cuda` on NVIDIA's GPUs.
-      capability: the compute capability, such as `8.0`; empty where there is none.
+      platform: `cpu`, `gpu` or `tpu`.
+      capability: the compute capability: `8.0` of NVIDIA's GPUs, `gfx90a` of AMD's;
+        empty where there is none.
     """
 
-    runtime: str
+    platform: str
     capability: str
 
     @classmethod
-    def current(cls) -> "Hardware":
-        """That of the devices in use, which JAX puts first."""
-        device = jax.devices()[0]
-        capability = getattr(device, "compute_capability", "")
-        return cls(device.client.platform_version, str(capability))
+    def of(cls, devices: Sequence[jax.Device]) -> "Hardware":
+        """That of devices which compute together: the least capable counts."""
+        capabilities = [str(getattr(d, "compute_capability", "")) for d in devices]
+        least = min(capabilities, key=lambda text: _number(text) or (0, 0))
+        return cls(devices[0].platform, least)
 
-    @property
-    def is_gpu(self) -> bool:
-        """Whether it is NVIDIA's or AMD's."""
-        return "cuda" in self.runtime or "rocm" in self.runtime
+    @classmethod
+    def current(cls) -> "Hardware":
+        """That of the devices compiled for, see `for_devices`; or of JAX's first."""
+        return _COMPILED_FOR.get() or cls.of(jax.devices()[:1])
+
+
+_COMPILED_FOR: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar(
+    "compiled_for", default=None
+)
+
+
+def for_devices(
+    model: hk.TransformedWithState, devices: Sequence[jax.Device]
+) -> hk.TransformedWithState:
+    """The model, traced for these devices, whichever others the process has."""
+
+    @contextlib.contextmanager
+    def compiled_for() -> Iterator[None]:
+        token = _COMPILED_FOR.set(Hardware.of(devices))
+        try:
+            yield
+        finally:
+            _COMPILED_FOR.reset(token)
+
+    def init(*args: Any, **kwargs: Any) -> tuple[hk.MutableParams, hk.MutableState]:
+        with compiled_for():
+            return model.init(*args, **kwargs)
+
+    def apply(*args: Any, **kwargs: Any) -> tuple[Any, hk.MutableState]:
+        with compiled_for():
+            return model.apply(*args, **kwargs)
+
+    return hk.TransformedWithState(init, apply)
 
 
 def attend(
@@ -67,7 +101,7 @@ def attend(
     chosen = "xla"
     if mask is None:
         chosen = choose(attention, hardware, dtype, query.shape[-1])
-    if dtype == jnp.float16 and not hardware.is_gpu:
+    if dtype == jnp.float16 and hardware.platform != "gpu":
         # JAX would ask for float16 products added up in float32, which GPUs alone have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     outputs = jax.nn.dot_product_attention(
@@ -99,17 +133,24 @@ def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int)
 
 def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
     """What keeps cuDNN's flash attention from being used; "" for nothing."""
-    number = re.fullmatch(r"(\d+)\.(\d+)", hardware.capability)
-    if "cuda" not in hardware.runtime or not number:
+    number = _number(hardware.capability)
+    if not number:
         return "there is no NVIDIA GPU"
-    if (int(number[1]), int(number[2])) < LEAST_CAPABILITY:
+    if number < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"the GPU has compute capability {hardware.capability}, below {least}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and the model in {dtype}"
-    if head_size % HEAD_MULTIPLE or head_size > LARGEST_HEAD:
+    largest = max(size for least, size in LARGEST_HEADS.items() if number >= least)
+    if head_size % HEAD_MULTIPLE or head_size > largest:
         return (
             f"heads of size {head_size} are not a multiple of {HEAD_MULTIPLE} up to "
-            f"{LARGEST_HEAD}"
+            f"{largest}"
         )
     return ""
+
+
+def _number(capability: str) -> tuple[int, int] | None:
+    """A compute capability to compare; None for none of NVIDIA's."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    return found and (int(found[1]), int(found[2]))

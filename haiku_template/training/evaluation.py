@@ -1,5 +1,6 @@
 """Exact evaluation: each example counts once, on any number of devices."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,20 @@ from haiku_template.devices import DeviceManager
 from haiku_template.training.tasks import Derive, nothing_more
 
 
-def pad(batch: dict[str, Any], size: int) -> dict[str, Any]:
-    """Appends rows of zeros up to `size`, and `mask`: True for the examples."""
-    rows = len(batch["labels"])
+def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
+    """Appends rows of zeros up to `size`, and says which rows are examples.
+
+    Beside the batch and not in it, where every name is the user's.
+
+    Args:
+      batch: pytree of arrays [rows, ...].
+      size: B, the rows wanted.
+      first: the place in the set of the first row.
+
+    Returns:
+      The batch with B rows, and the place of each, int32 [B]: of padding it is below 0.
+    """
+    rows = num_rows(batch)
 
     def longer(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x)
@@ -22,14 +34,21 @@ def pad(batch: dict[str, Any], size: int) -> dict[str, Any]:
             return x
         return np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
 
-    return jax.tree.map(longer, batch) | {"mask": np.arange(size) < rows}
+    places = np.arange(first, first + size, dtype=np.int32)
+    places[rows:] = ~places[rows:]
+    return jax.tree.map(longer, batch), places
+
+
+def num_rows(batch: Any) -> int:
+    """The rows of a batch, whatever it is made of."""
+    return len(jax.tree.leaves(batch)[0])
 
 
 def add_up(
     devices: DeviceManager,
     eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Adds up what `eval_step` returns over a whole set.
 
     Args:
@@ -41,17 +60,18 @@ def add_up(
       float64; sums are float32 within a batch and float64 between batches, so that
       counts are exact.
     """
-    rows = len(dataset.batch(0)["labels"])
-    size = -(-rows // devices.num_devices) * devices.num_devices
-    sums: dict[str, np.ndarray] = {}
+    size = padded_size(devices, dataset)
+    sums: Any = None
     running: deque[dict[str, Any]] = deque()
 
     def finish_oldest() -> None:
-        for name, value in devices.fetch(running.popleft()).items():
-            sums[name] = sums.get(name, 0) + np.asarray(value, np.float64)
+        nonlocal sums
+        fetched = devices.fetch(running.popleft())
+        new = jax.tree.map(lambda x: np.asarray(x, np.float64), fetched)
+        sums = new if sums is None else jax.tree.map(np.add, sums, new)
 
     def make(index: int) -> Any:
-        return devices.shard(pad(dataset.batch(index), size))
+        return devices.shard(pad(dataset.batch(index), size, index * size))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for batch in batches:
@@ -63,27 +83,32 @@ def add_up(
     return sums
 
 
+def padded_size(devices: DeviceManager, dataset: Any) -> int:
+    """The rows of its batches when they are padded, a multiple of the devices."""
+    rows = num_rows(dataset.batch(0))
+    return -(-rows // devices.num_devices) * devices.num_devices
+
+
 def summarise(
-    sums: dict[str, np.ndarray],
+    sums: dict[str, Any],
     derive: Derive = nothing_more,
     derive_of_counts: Callable[[dict[str, np.ndarray]], dict[str, float]] | None = None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics of what `add_up` gives, and the counts among it.
 
     Args:
-      sums: of single numbers, and counts, which have dimensions.
+      sums: `values`, `weight` and `counts`; see `steps.make_eval_step`.
       derive: makes further metrics of the averages.
       derive_of_counts: makes further metrics of the counts.
 
     Returns:
-      `eval/NAME` for each value of the task and for what is derived; counts by name.
+      `eval/NAME` for each value of the task and for what is derived, NaN where no
+      example counts; and the counts by name.
     """
-    counts = {name: value for name, value in sums.items() if np.ndim(value)}
-    examples = float(sums["examples"])
+    counts, weight = sums["counts"], float(sums["weight"])
     averages = {
-        name: float(value) / examples
-        for name, value in sums.items()
-        if name not in counts and name != "examples"
+        name: float(value) / weight if weight else math.nan
+        for name, value in sums["values"].items()
     }
     averages |= derive(averages)
     if derive_of_counts is not None:

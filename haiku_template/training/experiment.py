@@ -1,11 +1,14 @@
 """From a config to the parts of a run: the last place that sees the config."""
 
 import dataclasses
+import functools
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 from ml_collections import config_dict
 from rich.console import Console
@@ -23,8 +26,7 @@ from haiku_template.finetuning import (
     with_sizes,
 )
 from haiku_template.models import MODELS, Family, Model
-from haiku_template.registry import make, make_task, resolve
-from haiku_template.reporting.perf import UNKNOWN, Work
+from haiku_template.registry import make, make_task, resolve, task_kind
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training.loop import train
 from haiku_template.training.memory import budget_table, check_budget, place_data
@@ -75,7 +77,10 @@ class Experiment:
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
       why_on_host: reason for `host`, in words; "" where it was asked for.
-      work: tokens and floating-point operations of an example.
+      tokens_per_example: that are learned from; 0 where examples have none.
+      flops_per_token: of a training step, called with the numbers in trainable
+        parameters by path (`trained`, `added`: see `gpt_flops_per_token`); None where
+        there is no formula.
       finetuning: which parameters train; by default all.
       init_from: pretrained parameters; None for those of the seed. Frozen ones are
         read again at each start.
@@ -94,7 +99,8 @@ class Experiment:
     tally: Tally = NO_TALLY
     placement: str = "host"
     why_on_host: str = ""
-    work: Work = UNKNOWN
+    tokens_per_example: int = 0
+    flops_per_token: Callable[..., float] | None = None
     finetuning: Finetuning = Finetuning()
     init_from: Source | None = None
 
@@ -116,12 +122,11 @@ class Experiment:
           ConfigError: an unknown name or key, or a value that does not fit.
           PlacementError: the batch does not split over the devices.
         """
-        task = make_task(config.task)
+        task, kind = make_task(config.task), task_kind(config.task.name)
+        family = family_of(config.model.name)
         source = None
         if config.init_from is not None:
-            source = open_source(
-                config.init_from, family_of(config.model.name), devices
-            )
+            source = open_source(config.init_from, family, devices)
         data = make_data(config)
         model = make_model(config, data.num_outputs, devices.axis_name)
         _check_vocabulary(config, data)
@@ -141,9 +146,10 @@ class Experiment:
             accumulate_steps=config.accumulate_steps,
             ema_decay=config.ema_decay,
             seed=config.seed,
-            derive=DERIVED.get(config.task.name, nothing_more),
-            tally=TALLIES.get(config.task.name, NO_TALLY),
-            work=_work(config, data),
+            derive=DERIVED.get(kind, nothing_more),
+            tally=TALLIES.get(kind, NO_TALLY),
+            tokens_per_example=_tokens_per_example(kind, data),
+            flops_per_token=_flops_per_token(config, data),
             finetuning=make_finetuning(config),
             init_from=source,
         )
@@ -178,7 +184,8 @@ def make_data(config: config_dict.ConfigDict) -> Data:
       ConfigError: an unknown name or key.
       ConfigError: see the data set.
     """
-    spec = BatchSpec(config.batch_size, config.seed, config.task.name)
+    task = task_kind(config.task.name) or config.task.name
+    spec = BatchSpec(config.batch_size, config.seed, task)
     values = config.data.to_dict()
     values.pop("placement", None)  # It says where the data lives, not what it is.
     if "vocab_size" in values and values["vocab_size"] is None:
@@ -237,19 +244,24 @@ def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
         )
 
 
-def _work(config: config_dict.ConfigDict, data: Data) -> Work:
-    if config.task.name != "language_model":
-        return UNKNOWN
-    batch = data.train.batch(0)
-    if "loss_mask" in batch:
-        return UNKNOWN  # What is learned from differs between examples.
-    tokens = batch["labels"].shape[1]
-    values = model_keys(config)
-    family = family_of(values.pop("name"))
-    if family is None or family.flops_per_token is None:
-        return Work(tokens)
-    flops = family.flops_per_token(data.num_outputs, tokens, **values)
-    return Work(tokens, tokens * flops)
+def _tokens_per_example(kind: str | None, data: Data) -> int:
+    batch = data.train.batch(0) if kind == "language_model" else {}
+    labels = batch.get("labels")
+    # With a mask, what is learned from differs between examples.
+    return 0 if np.ndim(labels) != 2 or "loss_mask" in batch else labels.shape[1]
+
+
+def _flops_per_token(
+    config: config_dict.ConfigDict, data: Data
+) -> Callable[..., float] | None:
+    family, tokens = (
+        family_of(config.model.name),
+        _tokens_per_example("language_model", data),
+    )
+    if family is None or family.flops_per_token is None or not tokens:
+        return None
+    keys = {k: v for k, v in model_keys(config).items() if k != "name"}
+    return functools.partial(family.flops_per_token, data.num_outputs, tokens, **keys)
 
 
 def run(

@@ -49,7 +49,7 @@ def of(trainer: Trainer) -> dict[str, str]:
     batch = data.train.batch(0)
     shapes = jax.tree.map(_shape, batch)
     rows = len(jax.tree.leaves(batch)[0])
-    masked = shapes | {"mask": jax.ShapeDtypeStruct((rows,), bool)}
+    padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
     found = {
         "jax": importlib.metadata.version("jax"),
         "platform": trainer.devices.platform,
@@ -60,7 +60,7 @@ def of(trainer: Trainer) -> dict[str, str]:
     if data.evaluation is not None:
         variables = state.averaged(), state.net_state
         evaluate = functions["eval_step"]
-        found["evaluation step"] = _traced(evaluate, variables, frozen, masked)
+        found["evaluation step"] = _traced(evaluate, variables, frozen, padded)
         first = data.evaluation.batch(0)
         found["first batch of the evaluation data"] = _digest(
             data.evaluation.num_batches, _value(first)

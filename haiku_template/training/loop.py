@@ -169,7 +169,7 @@ class _Run:
         self.every = every
         self.evaluated = False
         self.peak = None
-        if trainer.experiment.work.flops:
+        if trainer.work.flops:
             dtype = trainer.precision.policy.compute_dtype
             self.peak = matmul_peak(trainer.devices, dtype)
         self.clock = Clock(trainer.devices)
@@ -236,7 +236,7 @@ class _Run:
         speed = self.clock.read(step)
         rate = speed["perf/steps_per_second"] * self.trainer.batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
-        metrics |= speed | rates(self.trainer.experiment.work, rate, self.peak)
+        metrics |= speed | rates(self.trainer.work, rate, self.peak)
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 

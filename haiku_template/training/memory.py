@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from rich.table import Table
 
+from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -60,8 +62,13 @@ def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
     Args:
       trainer: of the run.
       limit: bytes on each device; None asks JAX.
+
+    Raises:
+      ConfigError: the state alone is larger; XLA would end the process.
     """
     devices, state = trainer.devices, trainer.abstract
+    limit = devices.memory_limit() if limit is None else limit
+    _check_state(state, limit or host_memory())
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
     # On several devices the compiled program, and what it says, is one device's.
@@ -88,8 +95,28 @@ def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
         temporaries=analysis.temp_size_in_bytes,
         step_peak=step_peak,
         peak=step_peak + waiting,
-        limit=devices.memory_limit() if limit is None else limit,
+        limit=limit,
     )
+
+
+def _check_state(state: TrainState, memory: int) -> None:
+    size = _bytes(state)
+    if size > memory:
+        raise ConfigError(
+            f"the state of a run is {in_units(size)} on each device and there are "
+            f"{in_units(memory)}; its largest arrays are {_largest(state)}; "
+            "no accumulate_steps is enough for a model of this size"
+        )
+
+
+def _largest(state: TrainState) -> str:
+    """The largest arrays of a state, and their sizes."""
+    leaves = [
+        (jax.tree_util.keystr(path), _bytes(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    largest = sorted(leaves, key=lambda leaf: -leaf[1])[:LARGEST]
+    return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
 
 def check_budget(trainer: Trainer, limit: int | None = None) -> Budget:
@@ -103,19 +130,11 @@ def check_budget(trainer: Trainer, limit: int | None = None) -> Budget:
     budget = memory_budget(trainer, limit)
     if budget.limit is None or budget.peak <= budget.limit:
         return budget
-    leaves = [
-        (jax.tree_util.keystr(path), _bytes(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.abstract)
-    ]
-    largest = ", ".join(
-        f"{name} {in_units(size)}"
-        for name, size in sorted(leaves, key=lambda x: -x[1])[:LARGEST]
-    )
     raise ConfigError(
         f"a step needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
-        f"{in_units(budget.limit)}; the largest arrays of the state are {largest}; "
-        f"{_suggestion(trainer, budget)}"
+        f"{in_units(budget.limit)}; the largest arrays of the state are "
+        f"{_largest(trainer.abstract)}; {_suggestion(trainer, budget)}"
     )
 
 

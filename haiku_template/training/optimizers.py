@@ -1,10 +1,13 @@
 """Optimizers and learning-rate schedules by name; all of them are optax's."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+
+logger = logging.getLogger(__name__)
 
 Schedule = Callable[[Any], Any]
 NOT_DECAYED = ("b", "offset", "scale")
@@ -24,17 +27,22 @@ def make_schedule(
       name: the shape after the warm-up.
       learning_rate: the highest value, reached after the warm-up.
       num_steps: when the schedule ends.
-      warmup_steps: of `num_steps`.
+      warmup_steps: of `num_steps`; a warm-up as long as the run is cut, so that a long
+        run's settings can be tried for a few steps.
       final_fraction: of `learning_rate`, reached at the end; not for `constant`.
 
     Raises:
-      ValueError: another name, or a warm-up as long as the run.
+      ValueError: another name.
     """
     if warmup_steps >= num_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} leaves nothing of num_steps={num_steps}; it "
-            "must be smaller"
+        cut = max(num_steps - 1, 0)
+        logger.warning(
+            "warmup_steps=%s leaves nothing of num_steps=%s, and is cut to %s",
+            warmup_steps,
+            num_steps,
+            cut,
         )
+        warmup_steps = cut
     steps = num_steps - warmup_steps
     final = learning_rate * final_fraction
     shapes = {
@@ -96,12 +104,15 @@ def _lion(
 def _adafactor(
     learning_rate: Schedule, weight_decay: float, **kwargs: Any
 ) -> optax.GradientTransformation:
-    """Adafactor; its decay is a share of the weights a step, whatever the rate is."""
-    return optax.adafactor(
-        learning_rate,
-        weight_decay_rate=weight_decay or None,
-        weight_decay_mask=matrices,
-        **kwargs,
+    """Adafactor; its decay is a share of the learning rate, as the others' are."""
+    adafactor = optax.adafactor(learning_rate, **kwargs)
+    if not weight_decay:
+        return adafactor  # optax's own decay is a share of the weights a step.
+    return optax.chain(
+        adafactor,
+        optax.add_decayed_weights(
+            lambda step: -weight_decay * learning_rate(step), mask=matrices
+        ),
     )
 
 

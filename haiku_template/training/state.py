@@ -13,6 +13,30 @@ from haiku_template.params import flatten, unflatten
 from haiku_template.training.precision import Precision
 
 
+class Seeds(NamedTuple):
+    """PRNG keys of a run, one for each use; see `split_seed`.
+
+    Attributes:
+      params: of the initial parameters.
+      adapters: of the initial adapters.
+      steps: of training steps, with the number of the step and of the device.
+      evaluation: of evaluation, with the number of the example.
+    """
+
+    params: jax.Array
+    adapters: jax.Array
+    steps: jax.Array
+    evaluation: jax.Array
+
+
+def split_seed(seed: int) -> Seeds:
+    """Splits a seed by use, so that no two uses ever draw from the same key."""
+    key = jax.random.key(seed)
+    # Haiku splits the first, as `fold_in` of small numbers does; these are large.
+    uses = (jax.random.fold_in(key, 0xA0000000 + n) for n in range(3))
+    return Seeds(key, *uses)
+
+
 class TrainState(NamedTuple):
     """One tree, whole on every device, without a device axis.
 
@@ -72,7 +96,7 @@ def make_model_init(
         # One row of zeros: Haiku initializes from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
         example = precision.policy.cast_to_param(preprocess(example))
-        return model.init(jax.random.key(seed), example, True)
+        return model.init(split_seed(seed).params, example, True)
 
     return init
 
@@ -104,7 +128,7 @@ def make_init(
         leaves: dict[str, jax.Array], net_state: hk.State | None = None
     ) -> TrainState:
         whole, first_net_state = model_init()
-        params = flatten(plan.init_params(whole, jax.random.key(seed)))
+        params = flatten(plan.init_params(whole, split_seed(seed).adapters))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -24,8 +24,8 @@ from haiku_template.devices import mean_over, sum_over
 from haiku_template.errors import ConfigError
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
-from haiku_template.training.state import TrainState
-from haiku_template.training.tasks import NO_TALLY, Tally, Task
+from haiku_template.training.state import TrainState, split_seed
+from haiku_template.training.tasks import NO_TALLY, WEIGHT, Tally, Task
 
 Batch = dict[str, Any]
 Scalars = dict[str, jax.Array]
@@ -59,7 +59,8 @@ def make_train_step(
       schedule: reported as `learning_rate`; None reports none.
       accumulate_steps: parts that the share is worked through in, one after another,
         to save memory. Gradients are averaged over all of them; batch statistics are
-        those of each part, and move once for each.
+        those of each part, and move once for each. Part j has every
+        `accumulate_steps`-th row from j on: the same on any number of devices.
       ema_decay: decay of the averaged parameters for each step; None for none.
       seed: with the step and the device, the source of randomness.
     """
@@ -71,15 +72,15 @@ def make_train_step(
         net_state: hk.State,
         rng: jax.Array,
         batch: Batch,
-    ) -> tuple[jax.Array, tuple[hk.State, Scalars]]:
-        policy = precision.policy
-        params = combine(*policy.cast_to_compute((params, frozen)), rng)
-        inputs = policy.cast_to_compute(preprocess(batch["inputs"]))
+    ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
+        cast = precision.policy.cast_to_compute
+        rng, adapters_rng = jax.random.split(rng)
+        params = combine(*cast((params, frozen)), adapters_rng)
+        inputs = cast(preprocess(batch["inputs"]))
         with precision.norms_in_float32():
             outputs, net_state = model.apply(params, net_state, rng, inputs, True)
-        values = _per_example(task, precision.cast_outputs(outputs), batch)
-        scalars = {name: jnp.mean(value) for name, value in values.items()}
-        return scale.scale(scalars["loss"]), (net_state, scalars)
+        scalars, weight = _averages(task, precision.cast_outputs(outputs), batch)
+        return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
     gradient = jax.grad(loss_and_more, has_aux=True)
 
@@ -87,15 +88,15 @@ def make_train_step(
         state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[TrainState, Scalars]:
         scale = precision.loss_scale(state.loss_scale)
-        rng = _step_rng(seed, state.step, axis_name)
-        grads, (net_state, scalars) = _accumulate(
+        grads, (net_state, scalars, weight) = _accumulate(
             functools.partial(gradient, state.params, frozen, scale),
             state.net_state,
-            rng,
+            _step_rng(seed, state.step, axis_name),
             batch,
             accumulate_steps,
         )
-        grads, scalars = mean_over(axis_name, (scale.unscale(grads), scalars))
+        means = scale.unscale(grads), scalars
+        grads, scalars = _average_over(axis_name, means, weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = state._replace(
@@ -103,7 +104,7 @@ def make_train_step(
             params=params,
             net_state=net_state,
             opt_state=opt_state,
-            ema_params=_average(state.ema_params, params, ema_decay),
+            ema_params=_moving_average(state.ema_params, params, ema_decay),
         )
         scalars["grad_norm"] = optax.tree.norm(grads)
         if schedule is not None:
@@ -122,18 +123,24 @@ def make_forward(
     preprocess: Callable[[Any], Any],
     precision: Precision,
     combine: Combine,
-) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], Any]:
-    """Makes `forward((params, net_state), frozen, inputs)`: outputs in evaluation."""
+) -> Callable[..., Any]:
+    """Makes `forward((params, net_state), frozen, inputs, rng)`: not of training.
+
+    `rng` is for models that draw in each forward pass; None is enough for others.
+    """
 
     def forward(
-        variables: tuple[hk.Params, hk.State], frozen: hk.Params, inputs: Any
+        variables: tuple[hk.Params, hk.State],
+        frozen: hk.Params,
+        inputs: Any,
+        rng: jax.Array | None = None,
     ) -> Any:
         policy = precision.policy
         params, net_state = variables
         params = combine(*policy.cast_to_compute((params, frozen)))
         inputs = policy.cast_to_compute(preprocess(inputs))
         with precision.norms_in_float32():
-            outputs, _ = model.apply(params, net_state, None, inputs, False)
+            outputs, _ = model.apply(params, net_state, rng, inputs, False)
         return precision.cast_outputs(outputs)
 
     return forward
@@ -148,35 +155,47 @@ def make_eval_step(
     axis_name: str | None,
     combine: Combine,
     tally: Tally = NO_TALLY,
-) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Batch], Scalars]:
-    """Makes `eval_step((params, net_state), frozen, batch)`: sums over one batch.
+    seed: int = 0,
+) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], dict[str, Any]]:
+    """Makes `eval_step((params, net_state), frozen, (batch, places))`: a batch's sums.
 
-    `batch["mask"]` (bool [B]) says which rows are examples and which are padding.
-    Returns each value of the task, summed over the examples on all devices;
-    `examples`, their number; and the counts of the tally.
+    `places` is from `evaluation.pad`: int32 [B], negative where a row is padding. The
+    seed and the place of a device's first row are the source of randomness.
+
+    Returns, added up over the examples on all devices: `values`, each value of the task
+    times the example's weight; `weight`, these weights; `counts`, those of the tally.
     """
     forward = make_forward(
         model=model, preprocess=preprocess, precision=precision, combine=combine
     )
 
     def eval_step(
-        variables: tuple[hk.Params, hk.State], frozen: hk.Params, batch: Batch
-    ) -> Scalars:
-        outputs = forward(variables, frozen, batch["inputs"])
-        values = _per_example(task, outputs, batch)
-        # `where` and not a product: padding may give NaN.
-        mask = batch["mask"]
-        sums = {k: jnp.sum(jnp.where(mask, v, 0)) for k, v in values.items()}
-        sums["examples"] = jnp.sum(mask.astype(jnp.float32))
-        return sum_over(axis_name, sums | tally.count(outputs, batch))
+        variables: tuple[hk.Params, hk.State],
+        frozen: hk.Params,
+        padded: tuple[Batch, jax.Array],
+    ) -> dict[str, Any]:
+        batch, places = padded
+        rng = jax.random.fold_in(split_seed(seed).evaluation, places[0])
+        outputs = forward(variables, frozen, batch["inputs"], rng)
+        values, weights = _per_example(task, outputs, batch)
+        mask = places >= 0
+        weights = jnp.where(mask, 1.0 if weights is None else weights, 0.0)
+        sums = {
+            "values": {k: _weighted_sum(v, weights) for k, v in values.items()},
+            "weight": jnp.sum(weights),
+            "counts": tally.count(outputs, batch, mask),
+        }
+        return sum_over(axis_name, sums)
 
     return eval_step
 
 
-def _per_example(task: Task, outputs: Any, batch: Batch) -> Scalars:
-    """The task's values, each of shape [B]: averages and [B, 1] would count wrongly."""
-    values = task(outputs, batch)
-    rows = len(jax.tree.leaves(batch["labels"])[0])
+def _per_example(
+    task: Task, outputs: Any, batch: Batch
+) -> tuple[Scalars, jax.Array | None]:
+    """The task's values and weights, each [B]: averages and [B, 1] count wrongly."""
+    values = dict(task(outputs, batch))
+    rows = len(jax.tree.leaves(batch)[0])
     for name, value in values.items():
         if jnp.shape(value) != (rows,):
             raise ConfigError(
@@ -185,11 +204,45 @@ def _per_example(task: Task, outputs: Any, batch: Batch) -> Scalars:
             )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
-    return values
+    weights = values.pop(WEIGHT, None)
+    if weights is not None:
+        # What an example counts is data: nothing is learned from it.
+        weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
+    return values, weights
+
+
+def _averages(
+    task: Task, outputs: Any, batch: Batch
+) -> tuple[Scalars, jax.Array | None]:
+    """The averages of the task's values, and what their examples count together."""
+    values, weights = _per_example(task, outputs, batch)
+    if weights is None:
+        return {name: jnp.mean(value) for name, value in values.items()}, None
+    weight = jnp.sum(weights)
+    sums = {name: _weighted_sum(value, weights) for name, value in values.items()}
+    return _divide(sums, weight), weight
+
+
+def _weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
+    # `where`, because padding and examples that do not count may give NaN.
+    return jnp.sum(jnp.where(weights > 0, values * weights, 0))
+
+
+def _divide(sums: Any, weight: jax.Array) -> Any:
+    """Averages of sums, which are 0 where nothing counts."""
+    return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), sums)
+
+
+def _average_over(axis_name: str | None, tree: Any, weight: jax.Array | None) -> Any:
+    """The average over devices, each of which has this weight; None: all the same."""
+    if weight is None or axis_name is None:
+        return mean_over(axis_name, tree)
+    sums = jax.tree.map(lambda x: x * weight, tree)
+    return _divide(*sum_over(axis_name, (sums, weight)))
 
 
 def _step_rng(seed: int, step: jax.Array, axis_name: str | None) -> jax.Array:
-    rng = jax.random.fold_in(jax.random.key(seed), step)
+    rng = jax.random.fold_in(split_seed(seed).steps, step)
     device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
     return jax.random.fold_in(rng, device)
 
@@ -200,27 +253,37 @@ def _accumulate(
     rng: jax.Array,
     batch: Batch,
     parts: int,
-) -> tuple[hk.Params, tuple[hk.State, Scalars]]:
+) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
     """Averages gradients and scalars over equal parts of a batch, one at a time."""
     if parts == 1:
         return gradient(net_state, rng, batch)
-    batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    # Every `parts`-th row: then the devices' shares of a part make up the same rows on
+    # any number of devices, which batch statistics are of.
+    batch = jax.tree.map(
+        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
+    )
     rngs = jax.random.split(rng, parts)
 
     def add(carry: Any, part: Any) -> tuple[Any, None]:
         net_state, total = carry
-        grads, (net_state, scalars) = gradient(net_state, *part)
-        return (net_state, jax.tree.map(jnp.add, total, (grads, scalars))), None
+        grads, (net_state, scalars, weight) = gradient(net_state, *part)
+        if weight is not None:
+            grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
+        return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
     first = jax.tree.map(lambda x: x[0], (rngs, batch))
-    grads, (_, scalars) = jax.eval_shape(gradient, net_state, *first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, scalars))
+    grads, (_, *more) = jax.eval_shape(gradient, net_state, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *more))
     (net_state, total), _ = jax.lax.scan(add, (net_state, zeros), (rngs, batch))
-    grads, scalars = jax.tree.map(lambda x: x / parts, total)
-    return grads, (net_state, scalars)
+    *sums, weight = total
+    if weight is None:
+        grads, scalars = jax.tree.map(lambda x: x / parts, sums)
+    else:
+        grads, scalars = _divide(sums, weight)
+    return grads, (net_state, scalars, weight)
 
 
-def _average(
+def _moving_average(
     averages: hk.Params | None, params: hk.Params, decay: float | None
 ) -> hk.Params | None:
     if averages is None:

@@ -2,12 +2,15 @@
 
 A task is a function of (outputs, batch) that returns a dictionary of per-example
 values [B]. `loss` is what training minimises; the others are reported. Training
-averages them over a batch, evaluation over a whole set. What is no average, such as
-perplexity, is derived from the averages, on the host.
+averages them over a batch, evaluation over a whole set, each example as much as the
+task's value `example_weight` says, if it gives one: over all parts of a batch and all
+devices. What is no average, such as perplexity, is derived from the averages, on the
+host.
 
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from haiku_template.models import LazyLogits
 Values = dict[str, jax.Array]
 Task = Callable[[jax.Array, dict[str, Any]], Values]
 Derive = Callable[[dict[str, float]], dict[str, float]]
+WEIGHT = "example_weight"  # What an example counts, 0 or more; by default all the same.
 
 
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
@@ -62,10 +66,13 @@ def language_model(
 ) -> Values:
     """Cross-entropy in nats for each token, averaged over an example's tokens.
 
+    With a mask an example counts by its tokens, so that a batch's loss is the average
+    over all tokens that count.
+
     Args:
       outputs: logits [B, T, V], plain or not multiplied out.
       batch: `labels`, int [B, T], each in [0, V); where there is a `loss_mask`, bool
-        [B, T], only its tokens count. An example without any counts as 0.
+        [B, T], only its tokens count. An example without any does not count.
       chunk: tokens of an example whose logits exist at a time, also in the backward
         pass, which computes them again; None means all. Plain logits exist already.
       bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
@@ -86,10 +93,11 @@ def language_model(
     losses = _token_losses(outputs, labels, chunk)
     mask = batch.get("loss_mask")
     loss = jnp.mean(losses, axis=1)
-    if mask is not None:
-        count = jnp.maximum(jnp.sum(mask, axis=1), 1)
-        loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / count
     values = {"loss": loss}
+    if mask is not None:
+        count = jnp.sum(mask.astype(jnp.float32), axis=1)
+        loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / jnp.maximum(count, 1)
+        values = {"loss": loss, WEIGHT: count}
     if bytes_per_token is not None:
         values["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
     return values
@@ -144,8 +152,26 @@ TASKS: dict[str, Task] = {
     "language_model": language_model,
     "regression": regression,
 }
-# For the tasks that have metrics which are no averages.
+# For the kinds of tasks that have metrics which are no averages.
 DERIVED: dict[str, Derive] = {"language_model": perplexity}
+
+
+def kind_of(task: Task) -> str | None:
+    """A key of `TASKS`; None for a task of one's own that does not say its kind.
+
+    It says it by an attribute, as in `mine.kind = "language_model"`, and gets the data,
+    the derived metrics, the counts and the tokens per second of that kind.
+
+    Raises:
+      ConfigError: another kind.
+    """
+    while isinstance(task, functools.partial) and not hasattr(task, "kind"):
+        task = task.func
+    built_in = next((name for name, known in TASKS.items() if known is task), None)
+    kind = getattr(task, "kind", built_in)
+    if kind is not None and kind not in TASKS:
+        raise ConfigError(f"the task's kind={kind!r}; possible are {', '.join(TASKS)}")
+    return kind
 
 
 MANY_CLASSES = 1000  # Whose matrix, 4 MB for each batch, is no picture any more.
@@ -155,30 +181,33 @@ class Tally(NamedTuple):
     """Counts, and the metrics that they give.
 
     Attributes:
-      count: (outputs, batch) to integer arrays by name, added up over the examples of
-        a batch; `batch["mask"]`, bool [B], says which rows are examples. Computed on
-        the devices, as the task is.
+      count: (outputs, batch, mask) to integer arrays by name, added up over the
+        examples of a batch; the mask, bool [B], says which rows are examples. Computed
+        on the devices, as the task is.
       derive: metrics of the counts of the whole set, on the host.
     """
 
-    count: Callable[[Any, dict[str, Any]], dict[str, jax.Array]]
+    count: Callable[[Any, dict[str, Any], jax.Array], dict[str, jax.Array]]
     derive: Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 
-def confusion(logits: jax.Array, batch: dict[str, Any]) -> dict[str, jax.Array]:
+def confusion(
+    logits: jax.Array, batch: dict[str, Any], mask: jax.Array
+) -> dict[str, jax.Array]:
     """How often each class was taken for each: `confusion`, int32 [K, K].
 
     Rows are labels, columns predictions. With more than 1,000 classes nothing.
 
     Args:
       logits: [B, K].
-      batch: `labels`, int [B]; `mask`, bool [B].
+      batch: `labels`, int [B].
+      mask: bool [B], what counts.
     """
     size = logits.shape[-1]
     if size > MANY_CLASSES:
         return {}
     places = batch["labels"], jnp.argmax(logits, axis=-1)
-    ones = batch["mask"].astype(jnp.int32)
+    ones = mask.astype(jnp.int32)
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 
 
@@ -196,9 +225,11 @@ def macro_f1(counts: dict[str, np.ndarray]) -> dict[str, float]:
     return {"macro_f1": float(np.mean(2 * np.diag(matrix)[there] / both[there]))}
 
 
-def nothing_counted(outputs: Any, batch: dict[str, Any]) -> dict[str, jax.Array]:
+def nothing_counted(
+    outputs: Any, batch: dict[str, Any], mask: jax.Array
+) -> dict[str, jax.Array]:
     """Counts nothing."""
-    del outputs, batch
+    del outputs, batch, mask
     return {}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,9 @@ from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
+from haiku_template.models.attention import for_devices
 from haiku_template.params import flatten, unflatten
+from haiku_template.reporting.perf import Work
 from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
@@ -25,6 +28,8 @@ from haiku_template.training.step import make_eval_step, make_train_step
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
+
+FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
 class StagedBatch(NamedTuple):
@@ -54,7 +59,8 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        data, model = experiment.data, with_state(experiment.model)
+        data = experiment.data
+        model = for_devices(with_state(experiment.model), devices.devices)
         example = each_shape(data.train)[0]
         self.batch_size = len(jax.tree.leaves(example)[0])
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
@@ -93,7 +99,10 @@ class Trainer:
             make_train_step, **once, **training, **computing
         )
         self._make_eval_step = functools.partial(
-            make_eval_step, tally=experiment.tally, **computing
+            make_eval_step,
+            tally=experiment.tally,
+            seed=experiment.seed,
+            **computing,
         )
         step = self._make_step(axis_name=devices.axis_name)
         eval_step = self._make_eval_step(axis_name=devices.axis_name)
@@ -117,6 +126,24 @@ class Trainer:
             return f"staged on each device, {self._blocks.size}"
         reason = self.experiment.why_on_host
         return f"on the host, {reason or 'from where each batch travels'}"
+
+    @property
+    def work(self) -> Work:
+        """Tokens and floating-point operations of a training example."""
+        tokens, flops = (
+            self.experiment.tokens_per_example,
+            self.experiment.flops_per_token,
+        )
+        if flops is None:
+            return Work(tokens)
+        sizes = {}
+        if self.plan.frozen:
+            learned = {k: x.size for k, x in flatten(self.abstract.params).items()}
+            trained = {k: n for k, n in learned.items() if k in self.plan.trained}
+            # Adapters are where the matrices are that they belong to.
+            added = {k: n for k, n in learned.items() if k not in trained}
+            sizes = {"trained": trained, "added": added}
+        return Work(tokens, tokens * flops(**sizes))
 
     def init(self) -> TrainState:
         """The train state before step 0, born on its devices.
@@ -246,19 +273,62 @@ class Trainer:
 
 
 def with_state(model: Any) -> hk.TransformedWithState:
-    """The model, with an empty state if it has none.
+    """The model as `apply(params, net_state, rng, inputs, is_training)`.
+
+    A model of `forward(inputs)` is the same in training and evaluation; one without
+    state has an empty one; one that `hk.without_apply_rng` made draws nothing.
 
     Raises:
-      ConfigError: it is not transformed.
+      ConfigError: it is not transformed, or its function takes other arguments.
     """
-    if isinstance(model, hk.Transformed):
-        return hk.with_empty_state(model)
-    if not isinstance(model, hk.TransformedWithState):
+    stateless = isinstance(model, hk.Transformed)
+    if not stateless and not isinstance(model, hk.TransformedWithState):
         raise ConfigError(
             f"the model is a {type(model).__name__}; it must be what hk.transform or "
-            "hk.transform_with_state makes of forward(inputs, is_training)"
+            f"hk.transform_with_state makes of {FORWARDS}"
         )
-    return model
+    own = inspect.signature(model.init).parameters  # Those of apply, less the state.
+    takes_rng = len(inspect.signature(model.apply).parameters) - len(own) == (
+        1 if stateless else 2
+    )
+    arguments = _forward_arguments(list(own.values())[1:])
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        args, kwargs = arguments(inputs, is_training)
+        made = model.init(rng, *args, **kwargs)
+        return (made, {}) if stateless else made
+
+    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
+        args, kwargs = arguments(inputs, is_training)
+        first = (params,) if stateless else (params, state)
+        made = model.apply(*first, *((rng,) if takes_rng else ()), *args, **kwargs)
+        return (made, state) if stateless else made
+
+    return hk.TransformedWithState(init, apply)
+
+
+def _forward_arguments(
+    parameters: list[inspect.Parameter],
+) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
+    """How `forward` is called with inputs and is_training, by what it takes."""
+    signature = inspect.Signature(parameters)
+    for form in (
+        lambda inputs, is_training: ((inputs, is_training), {}),
+        lambda inputs, is_training: ((inputs,), {"is_training": is_training}),
+        lambda inputs, is_training: ((inputs,), {}),
+    ):
+        args, kwargs = form(None, True)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        second = parameters[1] if len(args) == 2 and len(parameters) > 1 else None
+        if second and second.default is not second.empty and "train" not in second.name:
+            continue  # An option of the user's, which has its default.
+        return form
+    raise ConfigError(
+        f"the model is made of forward{signature}; possible are {FORWARDS}"
+    )
 
 
 def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:

@@ -1,18 +1,24 @@
 """Which implementation of attention is chosen, by data: no GPU is needed."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from haiku_template.config import default_config
+from haiku_template.data import each_shape
 from haiku_template.errors import ConfigError
 from haiku_template.models.attention import Hardware, attend, choose
+from haiku_template.training import Experiment
 
 CPU = Hardware("cpu", "")
-TURING = Hardware("PJRT C API\ncuda 12090", "7.5")
-AMPERE = Hardware("PJRT C API\ncuda 12090", "8.0")
-BLACKWELL = Hardware("PJRT C API\ncuda 13000", "12.0")
-AMD = Hardware("PJRT C API\nrocm 60200", "gfx90a")
+TURING = Hardware("gpu", "7.5")
+AMPERE = Hardware("gpu", "8.0")
+HOPPER = Hardware("gpu", "9.0")
+BLACKWELL = Hardware("gpu", "12.0")
+AMD = Hardware("gpu", "gfx90a")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,9 @@ AMD = Hardware("PJRT C API\nrocm 60200", "gfx90a")
         (AMPERE, jnp.float32, 64, "bfloat16 or float16, and the model in float32"),
         (AMPERE, jnp.bfloat16, 60, "heads of size 60 are not a multiple of 8"),
         (AMPERE, jnp.bfloat16, 256, "heads of size 256 .* up to 128"),
+        (HOPPER, jnp.bfloat16, 256, None),
+        (BLACKWELL, jnp.bfloat16, 256, None),
+        (HOPPER, jnp.bfloat16, 264, "heads of size 264 .* up to 256"),
     ],
 )
 def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
@@ -43,7 +52,64 @@ def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
 
 def test_this_machine_s_cpu_is_no_gpu():
     hardware = Hardware.current()
-    assert hardware.capability == "" and "cuda" not in hardware.runtime
+    assert hardware == CPU == Hardware.of(jax.devices())
+
+
+def card(capability):
+    return SimpleNamespace(platform="gpu", compute_capability=capability)
+
+
+def test_of_several_cards_the_least_capable_counts():
+    assert Hardware.of([card("10.0"), card("9.0"), card("8.0")]) == AMPERE
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """What JAX is asked for: implementations and dtypes. The CPU computes by XLA."""
+    asked, attention = [], jax.nn.dot_product_attention
+
+    def record(query, *args, implementation, **kwargs):
+        asked.append((implementation, str(query.dtype)))
+        return attention(query, *args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    return asked
+
+
+def make_gpt(tmp_path, devices, **changes):
+    tokens = np.zeros(400, np.uint8)
+    np.save(tmp_path / "tokens.npy", tokens)
+    config = default_config()
+    config.task.name, config.batch_size = "language_model", 8
+    config.data = {"name": "tokens", "path": str(tmp_path / "tokens.npy")}
+    config.data.update({"context": 8, "vocab_size": 256, "validation_fraction": 0.1})
+    config.model = {"name": "gpt", "num_layers": 1, "width": 16, "num_heads": 2}
+    config.model.update({"context": 8, "attention": "cudnn"})
+    config.update(changes)
+    return Experiment.from_config(config, devices).trainer(devices)
+
+
+def lower(trainer):
+    state = trainer.abstract
+    batch = each_shape(trainer.experiment.data.train)[0]
+    trainer.train_step.lower(state, trainer.devices.abstract_batch(batch))
+
+
+def test_a_program_asks_for_the_attention_of_the_devices_that_it_is_compiled_for(
+    tmp_path, devices, monkeypatch, traced
+):
+    """The process's first device is a CPU here. First parameters are of float32."""
+    monkeypatch.setattr(Hardware, "of", lambda those: AMPERE)
+    lower(make_gpt(tmp_path, devices, precision="bfloat16"))
+    assert ("cudnn", "bfloat16") in traced
+    assert set(traced) <= {("cudnn", "bfloat16"), ("xla", "float32")}
+    with pytest.raises(ConfigError, match="cannot be had: .* the model in float32"):
+        lower(make_gpt(tmp_path, devices))
+
+
+def test_cudnn_on_a_cpu_is_refused_when_the_step_is_traced(tmp_path, one_device):
+    with pytest.raises(ConfigError, match="there is no NVIDIA GPU"):
+        lower(make_gpt(tmp_path, one_device, precision="bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,4 +1,5 @@
 import haiku as hk
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -81,7 +82,75 @@ def test_averaged_parameters_are_evaluated_where_there_are_any(one_device):
 
 
 def test_pad_marks_the_examples():
-    padded = pad({"inputs": {"ids": np.ones((2, 3))}, "labels": np.ones(2)}, 4)
-    assert padded["mask"].tolist() == [True, True, False, False]
+    padded, places = pad({"inputs": {"ids": np.ones((2, 3))}, "labels": np.ones(2)}, 4)
+    assert (places >= 0).tolist() == [True, True, False, False]
     assert padded["inputs"]["ids"].shape == (4, 3)
     assert padded["inputs"]["ids"][2:].sum() == 0
+
+
+class Rows:
+    """Batches as a user's own data set gives them, ten examples in all."""
+
+    def __init__(self, size, **arrays):
+        self.size, self.arrays = size, arrays
+        self.num_batches = -(-10 // size)
+
+    def batch(self, index):
+        rows = slice(index * self.size, (index + 1) * self.size)
+        return jax.tree.map(lambda x: x[rows].copy(), self.arrays)
+
+
+def evaluated(devices, task, size, **arrays):
+    train = Rows(8, **arrays)
+    trainer = Experiment(
+        model=hk.transform(lambda inputs, is_training: hk.Linear(1)(inputs)[:, 0]),
+        task=task,
+        data=Data(train, Rows(size, **arrays), 1),
+        optimizer=optax.sgd(0.1),
+    ).trainer(devices)
+    return trainer.evaluate(trainer.init())
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10])
+def test_labels_that_are_a_dictionary_are_evaluated_whatever_the_batch_size(
+    devices, size
+):
+    inputs = RNG.normal(size=(10, 5)).astype(np.float32)
+    labels = {"near": inputs[:, 0].copy(), "far": inputs[:, 1] + 3, "one": inputs[:, 2]}
+
+    def task(outputs, batch):
+        errors = [jnp.square(outputs - x) for x in batch["labels"].values()]
+        return {"loss": sum(errors)}
+
+    expected = evaluated(devices, task, 8, inputs=inputs, labels=labels)
+    found = evaluated(devices, task, size, inputs=inputs, labels=labels)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_names_of_a_batch_and_of_values_are_all_the_user_s(devices):
+    inputs = RNG.normal(size=(10, 5)).astype(np.float32)
+    names = ("mask", "examples", "weight", "places", "values", "counts")
+    arrays = {name: RNG.random(10).astype(np.float32) for name in names}
+
+    def task(outputs, batch):
+        values = {name: batch[name] * 1.0 for name in names}
+        return {"loss": outputs * batch["mask"]} | values
+
+    found = evaluated(devices, task, 4, inputs=inputs, labels=inputs[:, 0], **arrays)
+    for name in names:
+        assert found[f"eval/{name}"] == pytest.approx(arrays[name].mean(), rel=1e-6)
+
+
+def test_examples_count_by_their_weight(devices):
+    inputs = RNG.normal(size=(10, 5)).astype(np.float32)
+    weights = np.array([0, 1, 2, 0.5, 0, 4, 1, 0, 3, 1], np.float32)
+
+    def task(outputs, batch):
+        value = batch["inputs"][:, 0] / batch["weights"]  # Not finite where it is 0.
+        return {"loss": value, "example_weight": batch["weights"]}
+
+    found = evaluated(
+        devices, task, 4, inputs=inputs, labels=inputs[:, 0], weights=weights
+    )
+    expected = inputs[weights > 0, 0].sum() / weights.sum()
+    assert found == {"eval/loss": pytest.approx(expected, rel=1e-5)}

@@ -158,6 +158,64 @@ def test_perplexity_is_the_exponential_of_the_loss():
     assert math.isnan(perplexity({"loss": math.nan})["perplexity"])
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_masked_loss_is_the_mean_over_all_tokens_that_count(devices, parts):
+    """Of the whole batch, however it is split over devices and micro-batches."""
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 16, (16, 9)).astype(np.int32)
+    mask = rng.random((16, 8)) < rng.random((16, 1)) ** 3
+    mask[[0, 5, 6, 7]] = False  # One device has nothing to learn from.
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
+
+    class Masked:
+        num_batches = 4
+
+        def batch(self, step):
+            return {name: x.copy() for name, x in batch.items()}
+
+    class Held(Masked):
+        def batch(self, step):
+            return {name: x[4 * step :][:4].copy() for name, x in batch.items()}
+
+    def forward(tokens, is_training):
+        return hk.Linear(16)(jax.nn.one_hot(tokens, 16))
+
+    trainer = Experiment(
+        model=hk.transform(forward),
+        task=language_model,
+        data=Data(Masked(), Held(), 16),
+        optimizer=optax.sgd(1.0),
+        accumulate_steps=parts,
+        derive=perplexity,
+    ).trainer(devices)
+    state = trainer.init()
+    params = devices.fetch(state.params)
+
+    def loss(params):
+        logits = hk.without_apply_rng(hk.transform(forward)).apply(
+            params, batch["inputs"], True
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["labels"]
+        )
+        return jnp.sum(losses * mask) / mask.sum()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    metrics = trainer.evaluate(state)
+    assert metrics["eval/loss"] == pytest.approx(float(value), rel=1e-5)
+    assert metrics["eval/perplexity"] == pytest.approx(math.exp(value), rel=1e-5)
+    state, scalars = trainer.step(state, devices.shard(batch))
+    assert set(devices.fetch(scalars)) == {"loss", "grad_norm"}
+    assert float(devices.fetch(scalars)["loss"]) == pytest.approx(
+        float(value), rel=1e-5
+    )
+    expected = jax.tree.map(lambda p, g: p - g, params, grads)
+    for x, y in zip(
+        *map(jax.tree.leaves, (devices.fetch(state.params), expected)), strict=True
+    ):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
 # Whole runs: a language with one word, which is learnt in a few steps.
 TEXT = np.frombuffer(b"abcdefgh" * 40, np.uint8) % 16
 MODEL = {"num_layers": 1, "width": 16, "num_heads": 2, "context": 12, "remat": True}

@@ -1,3 +1,5 @@
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +24,36 @@ def test_schedules_warm_up_to_the_rate_and_end_where_they_should():
 def test_without_warm_up_the_first_step_has_the_whole_rate():
     schedule = make_schedule("cosine", learning_rate=0.5, num_steps=10)
     assert float(schedule(0)) == 0.5
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("num_steps", "warmup"), [(20, 100), (20, 20), (1, 100)])
+def test_a_warm_up_longer_than_the_run_is_cut_with_a_warning(
+    shape, num_steps, warmup, caplog
+):
+    options = {"learning_rate": 2.0, "num_steps": num_steps, "warmup_steps": warmup}
+    schedule = make_schedule(shape, **options)
+    words = f"warmup_steps={warmup}.*num_steps={num_steps}.*cut to {num_steps - 1}"
+    assert re.search(words, caplog.text)
+    rates = values(schedule, range(num_steps))
+    assert rates == pytest.approx(
+        np.linspace(0, 2, num_steps) if num_steps > 1 else [2]
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
+def test_weight_decay_is_a_share_of_the_learning_rate(name):
+    """Of the schedule's at that step, whatever the optimizer."""
+    params = {"w": jnp.full((4, 4), 2.0)}
+    zeros = {"w": jnp.zeros((4, 4))}
+    rates = [0.1, 0.01, 0.0]
+    optimizer = make_optimizer(
+        name, lambda step: jnp.asarray(rates)[step], weight_decay=0.5
+    )
+    state = optimizer.init(params)
+    for rate in rates:
+        updates, state = optimizer.update(zeros, state, params)
+        np.testing.assert_allclose(updates["w"], -rate * 0.5 * 2.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
@@ -53,12 +85,6 @@ def test_clipping_bounds_the_global_norm():
         (
             lambda: make_schedule("step", learning_rate=1, num_steps=2),
             "'step'.*cosine, linear, constant",
-        ),
-        (
-            lambda: make_schedule(
-                "cosine", learning_rate=1, num_steps=5, warmup_steps=5
-            ),
-            "warmup_steps=5.*num_steps=5",
         ),
     ],
 )

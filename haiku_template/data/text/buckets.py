@@ -6,27 +6,20 @@ Shapes: N examples in the set, B of them in one batch over all processes, T toke
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, drawn, share
+from haiku_template.data.dataset import (
+    Batch,
+    BatchSpec,
+    check_batch_memory,
+    epochs,
+    share,
+)
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
-
-
-class Examples(Protocol):
-    """Tokenised examples; see `Texts` and `Completions`."""
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The tokens of each example's inputs: int64 [N]."""
-        ...
-
-    def batch(self, rows: np.ndarray, length: int) -> Batch:
-        """The examples `rows` (int64 [B]), padded to T = `length`."""
-        ...
 
 
 class Tokens(NamedTuple):
@@ -48,14 +41,11 @@ class Tokens(NamedTuple):
         return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), starts)
 
     def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Some texts with zeros behind them, and which tokens are theirs.
+        """Texts with zeros behind them, int32 [B, T], and their masks, bool [B, T].
 
         Args:
           rows: which: int64 [B].
           length: T; none of them is longer.
-
-        Returns:
-          int32 [B, T] and bool [B, T].
         """
         sizes = self.starts[rows + 1] - self.starts[rows]
         mask = np.arange(length) < sizes[:, None]
@@ -64,12 +54,7 @@ class Tokens(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Texts with a class each, for an encoder.
-
-    Attributes:
-      tokens: of the texts.
-      labels: their classes: int32 [N].
-    """
+    """Texts with a class each, int32 [N], for an encoder."""
 
     tokens: Tokens
     labels: np.ndarray
@@ -117,26 +102,24 @@ class Completions(NamedTuple):
 class BucketedDataset:
     """Shuffled batches, each padded to one of few lengths.
 
-    Epochs are permutations of all examples, one after another without a gap. They are
-    worked through in blocks of as many whole batches as an epoch has: the examples of a
-    block are put in order of their buckets, cut into batches, and the batches shuffled.
-    So no example is dropped, every batch is full, and where a bucket does not fill its
-    last batch, the next longer one does.
+    Epochs follow each other without a gap. They are worked through in blocks of as many
+    whole batches as an epoch has: the examples of a block are put in order of their
+    buckets, cut into batches, and the batches shuffled. So no example is dropped, every
+    batch is full, and where a bucket does not fill its last batch, the next longer one
+    does.
 
     Attributes:
       examples: what batches are made of.
       lengths: of the buckets, rising; none of the examples is longer than the last.
       spec: the size of a batch, the seed, and this process's share.
-
-    Raises:
-      ConfigError: a batch that the processes cannot share.
     """
 
-    examples: Examples
+    examples: Texts | Completions
     lengths: tuple[int, ...]
     spec: BatchSpec
 
     def __post_init__(self) -> None:
+        check_batch_memory(self.spec.batch_size, 4 * self.lengths[-1])
         share(self.spec)
 
     def batch(self, step: int) -> Batch:
@@ -160,53 +143,54 @@ def _empty(batch: Batch) -> Batch:
     }
 
 
+def _by_length(
+    examples: Texts | Completions, lengths: tuple[int, ...], rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Some examples in order of their buckets, and the lengths of these: int64 [N]."""
+    buckets = np.searchsorted(lengths, examples.sizes[rows])
+    order = np.argsort(buckets, kind="stable")
+    return rows[order], np.array(lengths)[buckets[order]]
+
+
 @functools.lru_cache(maxsize=2)
 def _block(
     dataset: BucketedDataset, index: int, count: int
-) -> tuple[np.ndarray, list[int]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a block's batches, int64 [count, B], and the length of each."""
     spec, size = dataset.spec, count * dataset.spec.batch_size
-    sizes = dataset.examples.sizes
-    rows = drawn(len(sizes), spec.seed, index * size, (index + 1) * size)
-    buckets = np.searchsorted(dataset.lengths, sizes[rows])
-    order = np.argsort(buckets, kind="stable")  # Within a bucket as they were drawn.
+    turns = range(index * size, (index + 1) * size)
+    rows = epochs(len(dataset.examples.sizes), spec.seed, turns)
+    rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
     shuffled = np.random.default_rng((spec.seed, 2, index)).permutation(count)
-    rows = rows[order].reshape(count, -1)[shuffled]
-    longest = buckets[order].reshape(count, -1)[shuffled, -1]
-    return rows, [dataset.lengths[bucket] for bucket in longest]
+    return (
+        rows.reshape(count, -1)[shuffled],
+        lengths.reshape(count, -1)[shuffled, -1],
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketedEvaluationSet:
-    """Every example once, short ones first; only the last batch may have fewer rows.
+    """Every example once, short ones first; only the last batch may have fewer rows."""
 
-    Attributes:
-      examples: what batches are made of.
-      lengths: of the buckets, rising; none of the examples is longer than the last.
-      batch_size: rows of all batches but the last.
-    """
-
-    examples: Examples
+    examples: Texts | Completions
     lengths: tuple[int, ...]
     batch_size: int
 
     @property
     def num_batches(self) -> int:
         """How many batches hold each example once."""
-        return -(-len(self._order[0]) // self.batch_size)
+        return -(-len(self.examples.sizes) // self.batch_size)
 
     def batch(self, index: int) -> Batch:
         """The arrays of one batch, padded to the bucket of its longest example."""
-        rows, buckets = self._order
+        rows, lengths = self._order
         own = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.examples.batch(rows[own], self.lengths[buckets[own][-1]])
+        return self.examples.batch(rows[own], lengths[own][-1])
 
     @functools.cached_property
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The examples by their buckets, and these: int64 [N] each."""
-        buckets = np.searchsorted(self.lengths, self.examples.sizes)
-        rows = np.argsort(buckets, kind="stable")
-        return rows, buckets[rows]
+        rows = np.arange(len(self.examples.sizes))
+        return _by_length(self.examples, self.lengths, rows)
 
 
 def choose_lengths(
@@ -222,9 +206,6 @@ def choose_lengths(
 
     Returns:
       Rising multiples of 8, or `most`.
-
-    Raises:
-      ConfigError: fewer than one bucket.
     """
     if count < 1:
         raise ConfigError(f"num_buckets={count}; possible is 1 or more")

@@ -46,11 +46,6 @@ def tokens(
       validation_fraction: else evaluate on this part of `path`, its end; 0 for none.
       validation_tokens: else on so many tokens at its end; 0 for none.
       eval_windows: evaluate on at most so many windows, spread evenly; None means all.
-
-    Raises:
-      ConfigError: see `open_tokens`, `TokenDataset` and `TokenEvaluationSet`; or a part
-        to evaluate on that leaves nothing, or a vocabulary that is not known or not
-        the tokenizer's.
     """
     what = "a .safetensors, .npy or .bin file of tokens, or a folder of them"
     source = given_path(path, "tokens", what)
@@ -127,9 +122,6 @@ def byte_text(
       order: of training windows, `random` or `epochs`; see `TokenDataset`.
       validation_fraction: of the files, to evaluate on; 0 for none.
       eval_windows: evaluate on at most so many windows, spread evenly; None means all.
-
-    Raises:
-      ConfigError: no text there; see also `TokenDataset` and `TokenEvaluationSet`.
     """
     training, held_out = split_text(read_documents(path), validation_fraction)
     train = TokenDataset(_stream(training), context, spec, 256, order)

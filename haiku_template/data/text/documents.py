@@ -1,12 +1,12 @@
 """Text to train on: files, Python's standard library, the topics of Python's help."""
 
+import hashlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from haiku_template.data.files import read_with
-from haiku_template.data.text.held_out import check_fraction, rank
 from haiku_template.errors import ConfigError
 
 # Of the standard library: other programs, tests and tables; and pydoc_data, which is
@@ -35,19 +35,14 @@ D = TypeVar("D", "Document", "TextFile")
 
 
 class Document(NamedTuple):
-    """One text.
-
-    Attributes:
-      name: the same on every machine: a path below the folder that was named.
-      content: UTF-8, without a zero byte.
-    """
+    """One text: its path below the folder that was named, and its UTF-8."""
 
     name: str
     content: bytes
 
 
 class TextFile(NamedTuple):
-    """A text file: `name` as in `Document`, and where it is."""
+    """A text file: its path below the folder that was named, and where it is."""
 
     name: str
     path: Path
@@ -59,9 +54,6 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
     Args:
       path: a text file, a folder or several of them; None for the source of the running
         Python's standard library; `pydoc` for the topics of its help, in English.
-
-    Raises:
-      ConfigError: nothing there, no text, or what may not be read.
     """
     if path == "pydoc":
         return _pydoc_topics()
@@ -87,14 +79,7 @@ def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
 
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
-    """All files of a source but hidden ones, in the order of their names.
-
-    Args:
-      path: a file, a folder with all in it, or several of them.
-
-    Raises:
-      ConfigError: a path that does not exist, a folder that may not be read.
-    """
+    """All files of files and folders but hidden ones, in the order of their names."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
     return sorted(found for p in paths for found in _walk(p, frozenset()))
 
@@ -139,48 +124,57 @@ def _pydoc_topics() -> list[Document]:
     return [Document(name, text.encode()) for name, text in sorted(topics.items())]
 
 
-def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
-    """Chooses documents to hold out, by a hash of their names.
+def hold_out(
+    items: list[T], keys: list[tuple], fraction: float, alone: str
+) -> tuple[list[T], list[T]]:
+    """Parts items by a hash: the same on every machine.
 
-    The choice for one does not depend on the others, except that something is left on
-    both sides.
+    Whether one is held out does not depend on the others, and equal keys are never on
+    both sides; only where none or all would be held out, one key makes the difference.
 
     Args:
-      documents: two or more; anything with a `name`.
-      fraction: of the documents, about; 0 for none.
+      items: what to part.
+      keys: of each, beginning with its `rank`.
+      fraction: of the keys, about; 0 for none.
+      alone: what to say of items with only one key.
 
     Returns:
-      The documents to train on and those held out, in their order.
-
-    Raises:
-      ConfigError: a fraction outside [0, 1), or a single document to divide.
+      The items to train on and those held out, in their order.
     """
-    check_fraction(fraction)
-    if fraction == 0:
-        return documents, []
-    if len(documents) < 2:
+    if not 0 <= fraction < 1:
         raise ConfigError(
-            f"{documents[0].name} is a single text, and whole texts are held out; give "
-            "several, or validation_fraction=0"
+            f"validation_fraction={fraction}; possible is from 0 to below 1"
         )
-    # What a file system gives as a name need not be UTF-8.
+    if fraction == 0:
+        return items, []
+    found = sorted(set(keys))
+    if len(found) < 2:
+        raise ConfigError(f"{alone}; give several, or validation_fraction=0")
+    edge = min(max((fraction,), found[1]), found[-1])  # One at least on each side.
+    return (
+        [item for item, key in zip(items, keys, strict=True) if key >= edge],
+        [item for item, key in zip(items, keys, strict=True) if key < edge],
+    )
+
+
+def rank(name: bytes) -> float:
+    """A number in [0, 1) for a name; those below a fraction are held out."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
+
+
+def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
+    """Holds out whole documents, by their names; see `hold_out`."""
+    # What a file system gives as a name need not be UTF-8; two may have the same.
     names = [document.name.encode(errors="surrogateescape") for document in documents]
-    ranks = list(map(rank, names))
-    count = sum(found < fraction for found in ranks)
-    count = min(max(count, 1), len(documents) - 1)
-    first = set(sorted(range(len(documents)), key=ranks.__getitem__)[:count])
-    training = [d for i, d in enumerate(documents) if i not in first]
-    return training, [documents[i] for i in sorted(first)]
+    keys = [(rank(name), i) for i, name in enumerate(names)]
+    alone = f"{documents[0].name} is a single text, and whole texts are held out"
+    return hold_out(documents, keys, fraction, alone)
 
 
 def split_text(
     documents: list[Document], fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """As `split_documents`; of a single document the end is held out.
-
-    Raises:
-      ConfigError: a fraction outside [0, 1).
-    """
+    """As `split_documents`; of a single document the end is held out."""
     if len(documents) > 1 or not 0 < fraction < 1:
         return split_documents(documents, fraction)
     name, content = documents[0]
@@ -194,9 +188,6 @@ def pieces(file: TextFile) -> Iterator[str]:
     It is cut before a space between two letters. Tokenizers split there, or take the
     space with what follows, so that the pieces give the tokens of the whole. Only text
     without such a place for `LONGEST_PIECE` characters is cut anywhere.
-
-    Raises:
-      ConfigError: it cannot be read or is not UTF-8.
     """
     held = ""
     try:

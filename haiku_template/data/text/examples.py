@@ -21,8 +21,9 @@ from haiku_template.data.text.jsonl import (
     Line,
     class_names,
     classes_of,
-    hold_out,
+    kind_of,
     read_lines,
+    split_lines,
 )
 from haiku_template.data.text.tokenizer import Tokenizer
 from haiku_template.errors import ConfigError
@@ -45,7 +46,8 @@ def jsonl(
     With the task `classification`, inputs are those of an encoder, the classes are the
     labels to train on, sorted. With `language_model`, tokens of prompt and completion
     follow each other, the end of a text follows them, and the loss is of the
-    completion and of that end alone. Tokens are padded to one of few lengths.
+    completion and of that end alone. Tokens are padded to one of few lengths. With a
+    task of one's own the file says which of the two it is.
 
     Args:
       spec: how they are cut into batches, and for which task.
@@ -60,7 +62,7 @@ def jsonl(
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      ConfigError: see `read_lines`, `hold_out` and `class_names`; an example that is
+      ConfigError: see `read_lines`, `split_lines` and `class_names`; an example that is
         longer than `context`, or has nothing to learn from; a label that is only held
         out; a tokenizer with tokens that `vocab_size` does not have. Names the line.
     """
@@ -71,11 +73,13 @@ def jsonl(
         )
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
-    training, held_out = read_lines(Path(path).expanduser(), spec.task), []
+    file = Path(path).expanduser()
+    kind = kind_of(file, spec.task)
+    training, held_out = read_lines(file, kind), []
     if validation_path is not None:
-        held_out = read_lines(Path(validation_path).expanduser(), spec.task)
+        held_out = read_lines(Path(validation_path).expanduser(), kind)
     else:
-        training, held_out = hold_out(training, validation_fraction)
+        training, held_out = split_lines(training, validation_fraction)
     coder = Tokenizer(tokenizer)
     if vocab_size is not None and vocab_size < coder.size:
         raise ConfigError(
@@ -84,7 +88,7 @@ def jsonl(
         )
     size = vocab_size or coder.size
     cut = context if truncate else None
-    if spec.task == "classification":
+    if kind == "classification":
         classes = class_names(training)
         num_outputs, names = len(classes), tuple(map(str, classes))
         parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]

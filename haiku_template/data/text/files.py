@@ -1,48 +1,32 @@
-"""Token files, mapped into memory: .safetensors, .npy, raw .bin, folders of shards.
+"""Token files: mapped into memory to be read; written whole, or not at all.
 
-Every format is some bytes of header and then the tokens, so that opening one finds out
-where they begin and how many they are; nothing else is read.
+What is read is .safetensors, .npy, raw .bin, or folders of shards. Every format is some
+bytes of header and then the tokens, so that opening one finds out where they begin and
+how many they are; nothing else is read.
 """
 
 import json
 import mmap
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.files import read_with
+from haiku_template.data.files import npy_header, read_with
 from haiku_template.data.text.stream import Shard, TokenStream
 from haiku_template.errors import ConfigError
 
-DTYPES = {  # As safetensors names them.
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "U64": "<u8",
-    "I64": "<i8",
-}
+# As safetensors names them: U16 is <u2.
+DTYPES = {f"{k}{8 * n}": f"<{k.lower()}{n}" for n in (1, 2, 4, 8) for k in "UI"}
+HEADER_BYTES = 256  # Of what is written; last, when the number of tokens is known.
 VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
 
 
-class Layout(NamedTuple):
-    """Where the tokens of a file are.
-
-    Attributes:
-      dtype: of the tokens.
-      offset: bytes before the first.
-      size: how many.
-    """
-
-    dtype: np.dtype
-    offset: int
-    size: int
+Layout = tuple[np.dtype, int, int]  # Of tokens; bytes before the first; how many.
 
 
 def open_tokens(
@@ -72,7 +56,7 @@ def open_tokens(
             raise ConfigError(
                 f"{file} is no token file; possible are {', '.join(layouts)}"
             )
-        return _map(file, layouts[file.suffix](file), random)
+        return _map(file, *layouts[file.suffix](file), random)
 
     files = _shard_files(path, layouts) if path.is_dir() else [path]
     return TokenStream(tuple(read_with(file, shard) for file in files))
@@ -91,20 +75,20 @@ def _shard_files(folder: Path, suffixes: Any) -> list[Path]:
     return files
 
 
-def _map(file: Path, layout: Layout, random: bool) -> Shard:
-    stop = layout.offset + layout.size * layout.dtype.itemsize
+def _map(file: Path, dtype: np.dtype, offset: int, size: int, random: bool) -> Shard:
+    stop = offset + size * dtype.itemsize
     length = file.stat().st_size
     if stop > length:
         raise ValueError(f"its header promises {stop} bytes and it has {length}")
-    if not layout.size:
+    if not size:
         raise ConfigError(f"{file} holds no tokens; one is the least")
     with file.open("rb") as f:
         mapping = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_READ)
     if random:
         mapping.madvise(mmap.MADV_RANDOM)
     # A plain array: slicing numpy.memmap itself is several times slower.
-    tokens = np.frombuffer(mapping, layout.dtype, layout.size, layout.offset)
-    return Shard(tokens, str(file), mapping=mapping, offset=layout.offset)
+    tokens = np.frombuffer(mapping, dtype, size, offset)
+    return Shard(tokens, str(file), mapping=mapping, offset=offset)
 
 
 def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
@@ -114,10 +98,7 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
     header.pop("__metadata__", None)
-    if tensor is None:
-        names = [name for name, entry in header.items() if _is_line(entry)]
-    else:
-        names = [name for name in header if name == tensor]
+    names = [k for k, v in header.items() if (k == tensor if tensor else _is_line(v))]
     if len(names) != 1:
         found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
         wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
@@ -132,7 +113,7 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
             f"tokens have one dimension and a dtype of {', '.join(DTYPES)}"
         )
     begin = entry["data_offsets"][0]
-    return Layout(np.dtype(DTYPES[entry["dtype"]]), 8 + size + begin, entry["shape"][0])
+    return np.dtype(DTYPES[entry["dtype"]]), 8 + size + begin, entry["shape"][0]
 
 
 def _is_line(entry: dict[str, Any]) -> bool:
@@ -140,22 +121,15 @@ def _is_line(entry: dict[str, Any]) -> bool:
 
 
 def _npy_layout(file: Path) -> Layout:
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
     with file.open("rb") as f:
-        version = np.lib.format.read_magic(f)
-        if version not in readers:
-            raise ValueError(f"version {version} of .npy is for other arrays")
-        shape, _, dtype = readers[version](f)
+        shape, dtype = npy_header(f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
         raise ConfigError(
             f"{file} holds {dtype}{list(shape)}; tokens are whole numbers in one "
             "dimension"
         )
-    return Layout(dtype, offset, shape[0])
+    return dtype, offset, shape[0]
 
 
 def _raw_layout(file: Path, dtype: str) -> Layout:
@@ -170,4 +144,67 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     length = file.stat().st_size
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
-    return Layout(kind, 0, length // kind.itemsize)
+    return kind, 0, length // kind.itemsize
+
+
+class TokenWriter:
+    """Writes a .safetensors file with one tensor `tokens`, uint16 or uint32.
+
+    A context manager: the file appears under its name when `publish` is called, whole;
+    without that nothing stays.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.size = 0
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def __enter__(self) -> "TokenWriter":
+        self._file = self._partial.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+        return self
+
+    def write(self, ids: list[int] | np.ndarray) -> None:
+        """Appends tokens."""
+        self._file.write(np.array(ids, self.dtype).tobytes())
+        self.size += len(ids)
+
+    def publish(self) -> None:
+        """Completes the file and gives it its name."""
+        entry = {
+            "dtype": {2: "U16", 4: "U32"}[self.dtype.itemsize],
+            "shape": [self.size],
+            "data_offsets": [0, self.size * self.dtype.itemsize],
+        }
+        # The format allows spaces after the header.
+        header = json.dumps({"tokens": entry}).encode().ljust(HEADER_BYTES - 8)
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._partial.rename(self.path)
+
+    def __exit__(self, *_: object) -> None:
+        self._partial.unlink(missing_ok=True)
+        self._file.close()  # Last: it writes what is left, and a disk may be full.
+
+
+def write_new(path: Path, contents: bytes) -> None:
+    """Writes a file, whole or not at all; one with other contents stays."""
+    check_same(path, contents)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(contents)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_same(path: Path, contents: bytes) -> None:
+    """Raises `ConfigError` when there is a file with other contents."""
+    if path.exists() and path.read_bytes() != contents:
+        raise ConfigError(
+            f"{path} is another tokenizer; write to a folder of its own, where the "
+            "tokenizer lies beside its tokens"
+        )

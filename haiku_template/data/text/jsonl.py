@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.data.text.held_out import check_fraction, rank
+from haiku_template.data.text.documents import hold_out, rank
 from haiku_template.errors import ConfigError
 
 # Of the keys, by task; other keys of a line are not read.
@@ -33,17 +33,12 @@ def read_lines(path: Path, task: str) -> list[Line]:
 
     Args:
       path: UTF-8 text.
-      task: a key of `KINDS`.
+      task: a key of `KINDS`; see `kind_of`.
 
     Raises:
       ConfigError: the file is missing, not UTF-8 or empty, the task needs other data,
         or a line is no such example; the message names the first.
     """
-    if task not in KINDS:
-        raise ConfigError(
-            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
-            f"is {task}"
-        )
     lines = [
         _line(f"line {number} of {path}", text, task)
         for number, text in enumerate(_text(path).split("\n"), 1)
@@ -52,6 +47,27 @@ def read_lines(path: Path, task: str) -> list[Line]:
     if not lines:
         raise ConfigError(f"{path} is empty; at least one example is needed")
     return lines
+
+
+def kind_of(path: Path, task: str) -> str:
+    """The key of `KINDS` that a task needs; for one of a user's own, that of the file.
+
+    Raises:
+      ConfigError: the task needs other data; or as `read_lines`.
+    """
+    if task in KINDS:
+        return task
+    if task == "regression":
+        raise ConfigError(
+            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
+            f"is {task}"
+        )
+    first = next((text for text in _text(path).split("\n") if text.strip()), "{}")
+    try:
+        keys = set(json.loads(first))
+    except (ValueError, RecursionError, TypeError):
+        keys = set()
+    return next((k for k, v in KINDS.items() if set(v) <= keys), "classification")
 
 
 def _text(path: Path) -> str:
@@ -97,42 +113,13 @@ def _line(where: str, text: str, task: str) -> Line:
     return example
 
 
-def hold_out(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
-    """Parts the lines by a hash of their text, or prompt.
-
-    Whether one is held out does not depend on the others, and the same text is never on
-    both sides; only where none or all would be, one text makes the difference.
-
-    Args:
-      lines: all of them.
-      fraction: of the texts, about; 0 for none.
-
-    Returns:
-      The lines to train on and those held out, in their order.
-
-    Raises:
-      ConfigError: a fraction outside [0, 1), or a single text to divide.
-    """
-    check_fraction(fraction)
-    if fraction == 0:
-        return lines, []
-    ranks = sorted({_rank(line.text) for line in lines})
-    if len(ranks) < 2:
-        raise ConfigError(
-            f"{lines[0].where} and all others have the same text, so that nothing can "
-            "be held out; give several, or validation_fraction=0"
-        )
-    edge = min(max(fraction, ranks[1]), ranks[-1])  # One rank at least on each side.
-    held_out = [_rank(line.text) < edge for line in lines]
-    return (
-        [line for line, out in zip(lines, held_out, strict=True) if not out],
-        [line for line, out in zip(lines, held_out, strict=True) if out],
-    )
-
-
-def _rank(text: str) -> float:
+def split_lines(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+    """Holds out lines by their text, or prompt; see `hold_out`."""
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    return rank(text.encode(errors="surrogatepass"))
+    texts = [line.text.encode(errors="surrogatepass") for line in lines]
+    alone = f"{lines[0].where} and all others have the same text, so that nothing can "
+    keys = [(rank(text),) for text in texts]
+    return hold_out(lines, keys, fraction, alone + "be held out")
 
 
 def class_names(lines: list[Line]) -> dict[Any, int]:

@@ -58,18 +58,7 @@ class Shard(NamedTuple):
 
 
 class TokenStream:
-    """Shards one after another.
-
-    Args:
-      shards: one or more, none of them empty, all of one dtype.
-
-    Attributes:
-      shards: the same.
-      dtype: of every token.
-
-    Raises:
-      ConfigError: an empty shard, or two dtypes; names the shard.
-    """
+    """Shards one after another; one or more, none of them empty, all of one dtype."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
@@ -127,9 +116,7 @@ class TokenStream:
         return result
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards that hold the tokens `start` to `stop - 1`, and from where to
-        where in each.
-        """
+        """The shards that hold some tokens, and from where to where in each."""
         index = bisect.bisect_right(self._ends, start)
         while start < stop:
             shard, end = self.shards[index], self._ends[index]

@@ -120,18 +120,17 @@ class Tokenizer:
         """
         most = context if length is None else min(context, length)
         rows = self.encode(texts, special=True, most=most if cut else None)
-        sizes = np.array([len(row) for row in rows])
-        if sizes.max(initial=0) > most:
-            index = int(sizes.argmax())
+        sizes = [len(row) for row in rows]
+        longest = max(sizes, default=0)
+        if longest > most:
             raise ConfigError(
-                f"the text that begins {texts[index][:40]!r} has {sizes[index]} "
-                f"tokens, and {most} are possible: cut it, or give cut=True"
+                f"the text that begins {texts[sizes.index(longest)][:40]!r} has "
+                f"{longest} tokens, and {most} are possible: cut it, or give cut=True"
             )
-        width = sizes.max(initial=0) if length is None else length
-        mask = np.arange(width)[None] < sizes[:, None]
-        tokens = np.zeros(mask.shape, np.int32)
-        tokens[mask] = np.concatenate(rows) if rows else ()
-        return {"tokens": tokens, "mask": mask.astype(np.int32)}
+        width = longest if length is None else length
+        tokens = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
+        mask = np.arange(width) < np.array(sizes)[:, None]
+        return {"tokens": tokens.reshape(mask.shape), "mask": mask.astype(np.int32)}
 
     def stream(self) -> Callable[[int], str]:
         """Starts to decode a text: a function from each token to what it adds.
@@ -154,15 +153,7 @@ def find_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts.
-
-    Args:
-      texts: what to learn from.
-      vocab_size: tokens at most; the 256 bytes and the end of a text are among them.
-
-    Raises:
-      ConfigError: too small a vocabulary, or `tokenizers` is not installed.
-    """
+    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts."""
     if vocab_size < 257:
         raise ConfigError(
             f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "

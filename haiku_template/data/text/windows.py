@@ -4,17 +4,24 @@ Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec
-from haiku_template.data.text.permutation import permute
+from haiku_template.data.dataset import (
+    Batch,
+    BatchSpec,
+    check_batch_memory,
+    epochs,
+    share,
+)
 from haiku_template.data.text.stream import TokenStream
 from haiku_template.errors import ConfigError
 
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
 ORDERS = ("random", "epochs")
+ROUNDS = 8  # Four of them already mix both halves; the rest is cheap.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,8 @@ class TokenDataset:
       order: `random` or `epochs`.
 
     Raises:
-      ConfigError: a stream shorter than a window, an unknown order, a batch size that
-        the processes cannot share.
+      ConfigError: a stream shorter than a window, an unknown order, a batch that the
+        processes cannot share; from `batch`, a token that is not in the vocabulary.
     """
 
     tokens: TokenStream
@@ -47,39 +54,26 @@ class TokenDataset:
 
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "train on")
+        width = self.tokens.dtype.itemsize
+        check_batch_memory(self.spec.batch_size, 2 * width * (self.context + 1))
         if self.order not in ORDERS:
             raise ConfigError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
             )
-        if self.spec.batch_size % self.spec.process_count:
-            raise ConfigError(
-                f"a batch of {self.spec.batch_size} windows cannot be shared evenly "
-                f"by {self.spec.process_count} processes"
-            )
+        share(self.spec)
 
     def rows(self, step: int) -> np.ndarray:
         """Where this process's windows of `step` start: int64 [B / processes]."""
-        size = self.spec.batch_size // self.spec.process_count
-        first = self.spec.process_index * size
+        size, seed = self.spec.batch_size, self.spec.seed
         if self.order == "epochs":
-            start = step * self.spec.batch_size + first
-            return self._epoch_rows(np.arange(start, start + size))
-        rng = np.random.default_rng((self.spec.seed, 0, step))
+            turns = range(step * size, (step + 1) * size)
+            count = _count(self.tokens, self.context)
+            starts = epochs(count, seed, turns, permute) * self.context
+        else:
+            rng = np.random.default_rng((seed, 0, step))
+            starts = rng.integers(len(self.tokens) - self.context, size=size)
         # Drawn for the whole batch, so that shares are parts of the same batch.
-        starts = rng.integers(
-            len(self.tokens) - self.context, size=self.spec.batch_size
-        )
-        return starts[first : first + size]
-
-    def _epoch_rows(self, turns: np.ndarray) -> np.ndarray:
-        """Where the windows start whose turn it is, counted from step 0."""
-        size = _count(self.tokens, self.context)
-        epochs, indices = np.divmod(turns, size)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            seed = (self.spec.seed, 0, int(epoch))
-            indices[now] = permute(indices[now], size, seed)
-        return indices * self.context
+        return starts[share(self.spec)]
 
     @property
     def staged_size(self) -> tuple[int, int]:
@@ -87,11 +81,7 @@ class TokenDataset:
         return len(self.tokens), len(self.tokens) * self.tokens.dtype.itemsize
 
     def staged(self) -> Batch:
-        """What `gather` reads from: all tokens, looked at once.
-
-        Raises:
-          ConfigError: a token that is not in the vocabulary; names its place.
-        """
+        """What `gather` reads from: all tokens, looked at once."""
         whole = self.tokens.whole
         for start in range(0, len(whole), LOOKED_AT):
             part = whole[None, start : start + LOOKED_AT]
@@ -104,14 +94,7 @@ class TokenDataset:
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def batch(self, step: int) -> Batch:
-        """This process's share of the batch of `step`.
-
-        Returns:
-          `inputs` and `labels` [B / processes, T] in the dtype of the files, new.
-
-        Raises:
-          ConfigError: a token that is not in the vocabulary; names its place.
-        """
+        """This process's share: [B / processes, T] in the dtype of the files, new."""
         return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
 
 
@@ -125,9 +108,6 @@ class TokenEvaluationSet:
       batch_size: windows in all batches but the last.
       vocab_size: every token is less than this.
       num_windows: at most so many, spread evenly; None means all.
-
-    Raises:
-      ConfigError: a stream shorter than a window, or no windows wanted.
     """
 
     tokens: TokenStream
@@ -146,9 +126,9 @@ class TokenEvaluationSet:
 
     def rows(self, index: int) -> np.ndarray:
         """Where the windows of one batch start: int64 [B], fewer in the last."""
-        start = index * self.batch_size
-        turns = np.arange(start, min(start + self.batch_size, self._num_windows))
-        every, some = _count(self.tokens, self.context), self._num_windows
+        start, some = index * self.batch_size, self._num_windows
+        turns = np.arange(start, min(start + self.batch_size, some))
+        every = _count(self.tokens, self.context)
         # turns * every // some, without leaving 64 bits.
         spread = turns * (every // some) + turns * (every % some) // some
         return spread * self.context
@@ -203,3 +183,35 @@ def _check_vocabulary(
             f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
             f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
         )
+
+
+def permute(indices: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a permutation of `range(size)` sends some indices.
+
+    An index is written as two digits (left, right) of base `side`. Each round of this
+    Feistel network adds to one digit a hash of the other, which can be undone, so that
+    it permutes `range(side**2)`. What lands outside `range(size)` is sent on until it
+    lands inside, which keeps it a permutation ("cycle walking"; Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002). `size` is at most 2**62.
+    """
+    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+    side = np.uint64(math.isqrt(size - 1) + 1)
+    result = _feistel(indices.astype(np.uint64), side, keys)
+    while len(outside := np.flatnonzero(result >= size)):
+        result[outside] = _feistel(result[outside], side, keys)
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """Permutes `range(side**2)`: uint64 [B] to uint64 [B]."""
+    left, right = np.divmod(values, side)
+    for key in keys:
+        left, right = right, (left + _hash(right ^ key) % side) % side
+    return left * side + right
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+    """The mixing function of SplitMix64 (Steele, Lea and Flood, 2014): uint64 [B]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

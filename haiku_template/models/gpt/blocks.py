@@ -71,7 +71,9 @@ class Attention(hk.Module):
             for part in jnp.split(projected, 3, axis=-1)
         )
         if cache is None:
-            y = attend(self.attention, query, key, value)
+            # First parameters come from shapes alone, and are traced in float32.
+            attention = "xla" if hk.running_init() else self.attention
+            y = attend(attention, query, key, value)
         else:
             cache = _append(cache[0], key, lengths), _append(cache[1], value, lengths)
             mask = _visible(lengths, x.shape[1], cache[0].shape[1])

@@ -7,6 +7,7 @@ the last layer. Each parameter is one of Hugging Face's tensors, as it lies ther
 Shapes: B examples, T tokens, D width, H heads, S tokens of the context, V vocabulary.
 """
 
+import re
 from typing import Any, Literal, NamedTuple
 
 import haiku as hk
@@ -153,7 +154,12 @@ def _embed(
 
 
 def gpt_flops_per_token(
-    num_outputs: int, num_tokens: int | None = None, **model: Any
+    num_outputs: int,
+    num_tokens: int | None = None,
+    *,
+    trained: dict[str, int] | None = None,
+    added: dict[str, int] | None = None,
+    **model: Any,
 ) -> float:
     """Floating-point operations of one training step, for each token.
 
@@ -161,9 +167,15 @@ def gpt_flops_per_token(
     backward, N the parameters without those of the positions, L layers. What remat
     computes again does not count, and attention counts as if it were not causal.
 
+    Where parts are frozen, a backward pass goes no further down than to the first block
+    that learns, and gradients of weights are those of what learns: 2 for each forward,
+    2 backward through it, 2 for its gradient.
+
     Args:
       num_outputs: V.
       num_tokens: T; None means the context.
+      trained: numbers in each parameter that learns, by path; None means all learn.
+      added: the same of adapters, which N does not count.
       **model: the keys of `config.model`.
 
     Raises:
@@ -174,8 +186,28 @@ def gpt_flops_per_token(
     width = size.width
     block = 12 * width**2 + 13 * width  # Four matrices, their biases, two norms.
     params = num_outputs * width + size.num_layers * block + 2 * width
-    attention = size.num_layers * width * (num_tokens or size.context)
-    return 6.0 * params + 12.0 * attention
+    attention = width * (num_tokens or size.context)
+    if trained is None:
+        return 6.0 * params + 12.0 * size.num_layers * attention
+    added = added or {}
+    learning = [path for path in trained | added if "/positions/" not in path]
+    first = min((_depth(path, size.num_layers) for path in learning), default=None)
+    below = size.num_layers if first is None else first
+    above = size.num_layers - below
+    forward = 2.0 * params + 4.0 * size.num_layers * attention
+    through = 0.0
+    if first is not None:
+        through = 2.0 * (params - below * block) + 8.0 * above * attention
+    weights = sum((trained | added)[path] for path in learning)
+    return forward + through + 2.0 * weights + 4.0 * sum(added.values())
+
+
+def _depth(path: str, num_layers: int) -> int:
+    """How many blocks are below a parameter."""
+    block = re.search(r"/block_(\d+)/", path)
+    if block:
+        return int(block[1])
+    return num_layers if "/norm/" in path else 0
 
 
 def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from haiku_template.data import DATASETS, BatchSpec, TokenDataset, TokenEvaluationSet
 from haiku_template.data.text import Tokenizer
 from haiku_template.data.text.files import open_tokens
-from haiku_template.data.text.permutation import permute
 from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.data.text.windows import permute
 from haiku_template.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -593,7 +593,7 @@ def test_keys_out_of_range_are_refused(tmp_path, keys, words):
 
 
 def test_processes_that_cannot_share_a_batch_are_refused():
-    with refuses("a batch of 5 windows", "by 2 processes"):
+    with refuses("a batch of 5 examples", "by 2 processes"):
         TokenDataset(counting(99), 8, BatchSpec(5, process_count=2), 99)
 
 

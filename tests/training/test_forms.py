@@ -1,0 +1,100 @@
+"""The forms that a model may have."""
+
+import functools
+
+import haiku as hk
+import jax
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.errors import ConfigError
+from haiku_template.training import Experiment, regression
+from haiku_template.training.trainer import with_state
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(16, 5)).astype(np.float32)
+LABELS = RNG.normal(size=(16, 2)).astype(np.float32)
+
+
+def plain(inputs):
+    return hk.Linear(2)(inputs)
+
+
+def keyword(inputs, *, is_training):
+    return hk.Linear(2)(inputs)
+
+
+def documented(inputs, is_training):
+    return hk.Linear(2)(inputs)
+
+
+def optional(inputs, is_training=False, scale=1.0):
+    return scale * hk.Linear(2)(inputs)
+
+
+def of_an_option(inputs, scale=1.0):
+    assert not isinstance(scale, bool)
+    return scale * hk.Linear(2)(inputs)
+
+
+def normed(inputs):
+    return hk.Linear(2)(hk.BatchNorm(True, True, 0.9)(inputs, True))
+
+
+FORWARDS = [plain, keyword, documented, optional, of_an_option]
+FORWARDS += [functools.partial(optional, scale=1.0)]
+
+
+def losses(devices, model):
+    data = Data(
+        ArrayDataset(INPUTS, LABELS, BatchSpec(8)), EvaluationSet(INPUTS, LABELS, 8), 2
+    )
+    trainer = Experiment(
+        model=model, task=regression, data=data, optimizer=optax.sgd(0.1)
+    ).trainer(devices)
+    state, found = trainer.init(), []
+    for step in range(3):
+        batch = devices.shard(data.train.batch(step))
+        state, scalars = trainer.step(state, batch)
+        found.append(float(devices.fetch(scalars["loss"])))
+    return [*found, trainer.evaluate(state)["eval/loss"]]
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: getattr(f, "__name__", "p"))
+def test_a_forward_function_may_leave_out_is_training(one_device, forward):
+    expected = losses(one_device, hk.transform(documented))
+    for make in (hk.transform, hk.transform_with_state):
+        for model in (make(forward), hk.without_apply_rng(make(forward))):
+            assert losses(one_device, model) == expected
+
+
+def test_a_model_with_state_may_be_without_an_rng(one_device):
+    model = hk.transform_with_state(normed)
+    assert losses(one_device, hk.without_apply_rng(model)) == losses(one_device, model)
+
+
+def test_a_model_that_draws_gets_an_rng_in_training_and_evaluation(devices):
+    def forward(inputs):
+        noise = jax.random.normal(hk.next_rng_key(), inputs.shape)
+        return hk.Linear(2)(inputs + noise)
+
+    found = losses(devices, hk.transform(forward))
+    assert found == losses(devices, hk.transform(forward))
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (
+            lambda inputs, mask, is_training: inputs,
+            r"forward\(inputs, mask, is_training",
+        ),
+        (lambda: 0, r"forward\(\)"),
+    ],
+)
+def test_other_forms_are_refused_with_those_that_are_possible(forward, words):
+    words += r".* possible are forward\(inputs, is_training\) and forward\(inputs\)"
+    with pytest.raises(ConfigError, match=words):
+        with_state(hk.transform(forward))
