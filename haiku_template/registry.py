@@ -1,14 +1,12 @@
 """What a config names: an entry of a table or a user's function, called by keywords."""
 
 import difflib
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from haiku_template.errors import ConfigError
-from haiku_template.training.tasks import TASKS, Task, kind_of
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
@@ -52,7 +50,7 @@ def make(
     """
     name = values.pop("name", None)
     function = resolve(key, name, table)
-    _check_keys(key, name, function, values, *args, **kwargs)
+    check_keys(key, name, function, values, *args, **kwargs)
     try:
         return function(*args, **kwargs, **values)
     except ValueError as error:
@@ -61,23 +59,10 @@ def make(
         raise ConfigError(f"config.{key}: {error}") from error
 
 
-def make_task(values: Any) -> Task:
-    """The task, with the other keys of `config.task` as keyword arguments."""
-    values = values.to_dict()
-    name = values.pop("name")
-    task = resolve("task", name, TASKS)
-    _check_keys("task", name, task, values, None, None)
-    return functools.partial(task, **values) if values else task
-
-
-def task_kind(name: str) -> str | None:
-    """The kind of the task that a config names; see `tasks.kind_of`."""
-    return kind_of(resolve("task", name, TASKS))
-
-
-def _check_keys(
+def check_keys(
     key: str, name: str, function: Callable, values: dict, *args: Any, **kwargs: Any
 ) -> None:
+    """Raises `ConfigError` unless a function takes these keyword arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs, **values)

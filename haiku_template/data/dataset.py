@@ -31,14 +31,14 @@ class BatchSpec(NamedTuple):
     Attributes:
       batch_size: B, over all processes.
       seed: chooses the order of the examples and the augmentation.
-      task: `classification` (labels are class numbers) or `regression` (numbers).
+      labels: what the task needs: `classes`, `numbers`, `tokens`, or `any`.
       process_index: which of the shares of each batch to read, from 0.
       process_count: into how many shares the batches are split.
     """
 
     batch_size: int
     seed: int = 0
-    task: str = "classification"
+    labels: str = "classes"
     process_index: int = 0
     process_count: int = 1
 

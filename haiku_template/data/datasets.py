@@ -66,9 +66,9 @@ def from_split(
             )
     train = ArrayDataset(split.x_train, split.y_train, spec, augment)
     evaluation = EvaluationSet(split.x_test, split.y_test, spec.batch_size)
-    if spec.task == "regression" or (
-        # A task of the user's own: numbers with a fraction are no classes.
-        spec.task != "classification" and split.y_train.dtype.kind == "f"
+    if spec.labels == "numbers" or (
+        # Of a task that takes any: numbers with a fraction are no classes.
+        spec.labels != "classes" and split.y_train.dtype.kind == "f"
     ):
         _check_targets(split.y_train, training)
         num_outputs = int(np.prod(split.y_train.shape[1:]))

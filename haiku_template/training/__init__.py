@@ -3,6 +3,7 @@
 from haiku_template.training.experiment import Experiment
 from haiku_template.training.loop import Result, train
 from haiku_template.training.tasks import (
+    Task,
     classification,
     language_model,
     perplexity,
@@ -13,6 +14,7 @@ from haiku_template.training.trainer import Trainer
 __all__ = [
     "Experiment",
     "Result",
+    "Task",
     "Trainer",
     "classification",
     "language_model",

@@ -10,7 +10,6 @@ import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
-from haiku_template.training.tasks import Derive, nothing_more
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -89,20 +88,18 @@ def padded_size(devices: DeviceManager, dataset: Any) -> int:
     return -(-rows // devices.num_devices) * devices.num_devices
 
 
-def summarise(
+def summarize(
     sums: dict[str, Any],
-    derive: Derive = nothing_more,
-    derive_of_counts: Callable[[dict[str, np.ndarray]], dict[str, float]] | None = None,
+    derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]],
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics of what `add_up` gives, and the counts among it.
 
     Args:
-      sums: `values`, `weight` and `counts`; see `steps.make_eval_step`.
-      derive: makes further metrics of the averages.
-      derive_of_counts: makes further metrics of the counts.
+      sums: `values`, `weight` and `counts`; see `step.make_eval_step`.
+      derive: the task's; see `Task`.
 
     Returns:
-      `eval/NAME` for each value of the task and for what is derived, NaN where no
+      `eval/NAME` for each value of the task and for each derived one, NaN where no
       example counts; and the counts by name.
     """
     counts, weight = sums["counts"], float(sums["weight"])
@@ -110,7 +107,5 @@ def summarise(
         name: float(value) / weight if weight else math.nan
         for name, value in sums["values"].items()
     }
-    averages |= derive(averages)
-    if derive_of_counts is not None:
-        averages |= derive_of_counts(counts)
+    averages |= derive(averages, counts)
     return {f"eval/{name}": value for name, value in averages.items()}, counts

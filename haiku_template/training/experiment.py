@@ -26,21 +26,13 @@ from haiku_template.finetuning import (
     with_sizes,
 )
 from haiku_template.models import MODELS, Family, Model
-from haiku_template.registry import make, make_task, resolve, task_kind
+from haiku_template.registry import check_keys, make, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training.loop import train
 from haiku_template.training.memory import budget_table, check_budget, place_data
 from haiku_template.training.optimizers import Schedule, make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
-from haiku_template.training.tasks import (
-    DERIVED,
-    NO_TALLY,
-    TALLIES,
-    Derive,
-    Tally,
-    Task,
-    nothing_more,
-)
+from haiku_template.training.tasks import TASKS, Task, as_task
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +55,7 @@ class Experiment:
 
     Attributes:
       model: a transformed `forward(inputs, is_training)`, with or without state.
-      task: per-example values of the outputs, `loss` among them.
+      task: a `Task`, or its function of (outputs, batch) alone.
       data: what to train and evaluate on.
       optimizer: an optax optimizer.
       schedule: reported as the learning rate; None reports none.
@@ -72,8 +64,6 @@ class Experiment:
         batch, one after another.
       ema_decay: evaluate an average of the parameters with this decay; None for none.
       seed: of the initial parameters and of dropout.
-      derive: makes further metrics of the task's averages, such as `perplexity`.
-      tally: what is counted over the evaluation set, such as a confusion matrix.
       placement: `host`, where the training data stays and batches travel; or `device`,
         where all of it is staged once, and batches are gathered.
       why_on_host: reason for `host`, in words; "" where it was asked for.
@@ -87,7 +77,7 @@ class Experiment:
     """
 
     model: Model
-    task: Task
+    task: Task | Callable[..., Any]
     data: Data
     optimizer: optax.GradientTransformation
     schedule: Schedule | None = None
@@ -95,8 +85,6 @@ class Experiment:
     accumulate_steps: int = 1
     ema_decay: float | None = None
     seed: int = 0
-    derive: Derive = nothing_more
-    tally: Tally = NO_TALLY
     placement: str = "host"
     why_on_host: str = ""
     tokens_per_example: int = 0
@@ -122,7 +110,7 @@ class Experiment:
           ConfigError: an unknown name or key, or a value that does not fit.
           PlacementError: the batch does not split over the devices.
         """
-        task, kind = make_task(config.task), task_kind(config.task.name)
+        task = make_task(config)
         family = family_of(config.model.name)
         source = None
         if config.init_from is not None:
@@ -146,10 +134,8 @@ class Experiment:
             accumulate_steps=config.accumulate_steps,
             ema_decay=config.ema_decay,
             seed=config.seed,
-            derive=DERIVED.get(kind, nothing_more),
-            tally=TALLIES.get(kind, NO_TALLY),
-            tokens_per_example=_tokens_per_example(kind, data),
-            flops_per_token=_flops_per_token(config, data),
+            tokens_per_example=_tokens_per_example(task, data),
+            flops_per_token=_flops_per_token(config, task, data),
             finetuning=make_finetuning(config),
             init_from=source,
         )
@@ -177,6 +163,20 @@ def _optimizer(
         raise ConfigError(f"config.optimizer: {error}") from error
 
 
+def make_task(config: config_dict.ConfigDict) -> Task:
+    """The task that a config names, its other keys as keyword arguments.
+
+    Raises:
+      ConfigError: an unknown name or key.
+    """
+    values = config.task.to_dict()
+    name = values.pop("name")
+    task = as_task(resolve("task", name, TASKS))
+    check_keys("task", name, task.values, values, None, None)
+    bound = functools.partial(task.values, **values) if values else task.values
+    return task._replace(values=bound)
+
+
 def make_data(config: config_dict.ConfigDict) -> Data:
     """The data set that a config names.
 
@@ -184,8 +184,8 @@ def make_data(config: config_dict.ConfigDict) -> Data:
       ConfigError: an unknown name or key.
       ConfigError: see the data set.
     """
-    task = task_kind(config.task.name) or config.task.name
-    spec = BatchSpec(config.batch_size, config.seed, task)
+    labels = make_task(config).labels
+    spec = BatchSpec(config.batch_size, config.seed, labels)
     values = config.data.to_dict()
     values.pop("placement", None)  # It says where the data lives, not what it is.
     if "vocab_size" in values and values["vocab_size"] is None:
@@ -244,20 +244,18 @@ def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
         )
 
 
-def _tokens_per_example(kind: str | None, data: Data) -> int:
-    batch = data.train.batch(0) if kind == "language_model" else {}
+def _tokens_per_example(task: Task, data: Data) -> int:
+    batch = data.train.batch(0) if task.labels == "tokens" else {}
     labels = batch.get("labels")
     # With a mask, what is learned from differs between examples.
     return 0 if np.ndim(labels) != 2 or "loss_mask" in batch else labels.shape[1]
 
 
 def _flops_per_token(
-    config: config_dict.ConfigDict, data: Data
+    config: config_dict.ConfigDict, task: Task, data: Data
 ) -> Callable[..., float] | None:
-    family, tokens = (
-        family_of(config.model.name),
-        _tokens_per_example("language_model", data),
-    )
+    family = family_of(config.model.name)
+    tokens = _tokens_per_example(task, data)
     if family is None or family.flops_per_token is None or not tokens:
         return None
     keys = {k: v for k, v in model_keys(config).items() if k != "name"}

@@ -232,7 +232,7 @@ class _Run:
 
     def _log(self, step: int, scalars: Any) -> None:
         values = self._fetch_finite(step, scalars)
-        values |= self.trainer.experiment.derive(values)
+        values |= self.trainer.task.derive(values, {})
         speed = self.clock.read(step)
         rate = speed["perf/steps_per_second"] * self.trainer.batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}

@@ -25,7 +25,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, split_seed
-from haiku_template.training.tasks import NO_TALLY, WEIGHT, Tally, Task
+from haiku_template.training.tasks import WEIGHT, Task
 
 Batch = dict[str, Any]
 Scalars = dict[str, jax.Array]
@@ -154,7 +154,6 @@ def make_eval_step(
     precision: Precision,
     axis_name: str | None,
     combine: Combine,
-    tally: Tally = NO_TALLY,
     seed: int = 0,
 ) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], dict[str, Any]]:
     """Makes `eval_step((params, net_state), frozen, (batch, places))`: a batch's sums.
@@ -163,7 +162,7 @@ def make_eval_step(
     seed and the place of a device's first row are the source of randomness.
 
     Returns, added up over the examples on all devices: `values`, each value of the task
-    times the example's weight; `weight`, these weights; `counts`, those of the tally.
+    times the example's weight; `weight`, these weights; `counts`, those of the task.
     """
     forward = make_forward(
         model=model, preprocess=preprocess, precision=precision, combine=combine
@@ -183,7 +182,7 @@ def make_eval_step(
         sums = {
             "values": {k: _weighted_sum(v, weights) for k, v in values.items()},
             "weight": jnp.sum(weights),
-            "counts": tally.count(outputs, batch, mask),
+            "counts": task.count(outputs, batch, mask),
         }
         return sum_over(axis_name, sums)
 

@@ -1,16 +1,13 @@
-"""Tasks: what a model's outputs are worth, example by example.
+"""Tasks: per-example losses and metrics of a model's outputs.
 
-A task is a function of (outputs, batch) that returns a dictionary of per-example
-values [B]. `loss` is what training minimises; the others are reported. Training
-averages them over a batch, evaluation over a whole set, each example as much as the
-task's value `example_weight` says, if it gives one: over all parts of a batch and all
-devices. What is no average, such as perplexity, is derived from the averages, on the
-host.
+`loss` is what training minimizes; the other values are reported. Training averages them
+over a batch, evaluation over a whole set, each example weighted by the task's value
+`example_weight`, if it gives one: over all micro-batches and all devices. What is no
+average, such as perplexity, is derived from the averages, on the host.
 
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,12 +21,52 @@ from haiku_template.errors import ConfigError
 from haiku_template.models import LazyLogits
 
 Values = dict[str, jax.Array]
-Task = Callable[[jax.Array, dict[str, Any]], Values]
-Derive = Callable[[dict[str, float]], dict[str, float]]
 WEIGHT = "example_weight"  # What an example counts, 0 or more; by default all the same.
+LABELS = ("classes", "numbers", "tokens", "any")
+MANY_CLASSES = 1000  # Whose matrix, 4 MB for each batch, is no picture any more.
 
 
-def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
+class Task(NamedTuple):
+    """What a model is trained for, and how that is measured.
+
+    Attributes:
+      values: (outputs, batch) to per-example values [B], `loss` among them.
+      labels: kind of labels that data must give: `classes`, `numbers`, `tokens`, `any`.
+      count: (outputs, batch, mask) to integer arrays by name, added up over a set on
+        the devices; the mask, bool [B], says which rows are examples.
+      derive: (averages, counts) to metrics that are no averages, on the host; counts
+        are empty in training.
+    """
+
+    values: Callable[..., Values]
+    labels: str = "any"
+    count: Callable[[Any, Any, jax.Array], Values] = lambda outputs, batch, mask: {}
+    derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]] = (
+        lambda averages, counts: {}
+    )
+
+    def __call__(self, outputs: Any, batch: Any) -> Values:
+        """The per-example values of a batch."""
+        return self.values(outputs, batch)
+
+
+def as_task(task: Task | Callable[..., Values]) -> Task:
+    """A task, of a plain function too.
+
+    Raises:
+      ConfigError: it is neither, or a task of another kind of labels.
+    """
+    if not callable(task):
+        raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
+    task = task if isinstance(task, Task) else Task(task)
+    if task.labels not in LABELS:
+        raise ConfigError(
+            f"the task's labels={task.labels!r}; possible are {', '.join(LABELS)}"
+        )
+    return task
+
+
+def _classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats, and accuracy.
 
     Args:
@@ -42,7 +79,7 @@ def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
 
 
-def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
+def _regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     """Squared and absolute error, averaged over the targets of each example.
 
     Args:
@@ -57,7 +94,7 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     }
 
 
-def language_model(
+def _language_model(
     outputs: jax.Array | LazyLogits,
     batch: dict[str, Any],
     *,
@@ -133,62 +170,15 @@ def _token_losses(
     return jnp.moveaxis(losses, 0, 1).reshape(size, -1)[:, :num_tokens]
 
 
-def perplexity(averages: dict[str, float]) -> dict[str, float]:
-    """The exponential of the average loss; infinite where that is too large."""
+def perplexity(
+    averages: dict[str, float], counts: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """Exponential of the average loss; infinite where that is too large."""
+    del counts
     try:
         return {"perplexity": math.exp(averages["loss"])}
     except OverflowError:
         return {"perplexity": math.inf}
-
-
-def nothing_more(averages: dict[str, float]) -> dict[str, float]:
-    """Derives no metrics."""
-    del averages
-    return {}
-
-
-TASKS: dict[str, Task] = {
-    "classification": classification,
-    "language_model": language_model,
-    "regression": regression,
-}
-# For the kinds of tasks that have metrics which are no averages.
-DERIVED: dict[str, Derive] = {"language_model": perplexity}
-
-
-def kind_of(task: Task) -> str | None:
-    """A key of `TASKS`; None for a task of one's own that does not say its kind.
-
-    It says it by an attribute, as in `mine.kind = "language_model"`, and gets the data,
-    the derived metrics, the counts and the tokens per second of that kind.
-
-    Raises:
-      ConfigError: another kind.
-    """
-    while isinstance(task, functools.partial) and not hasattr(task, "kind"):
-        task = task.func
-    built_in = next((name for name, known in TASKS.items() if known is task), None)
-    kind = getattr(task, "kind", built_in)
-    if kind is not None and kind not in TASKS:
-        raise ConfigError(f"the task's kind={kind!r}; possible are {', '.join(TASKS)}")
-    return kind
-
-
-MANY_CLASSES = 1000  # Whose matrix, 4 MB for each batch, is no picture any more.
-
-
-class Tally(NamedTuple):
-    """Counts, and the metrics that they give.
-
-    Attributes:
-      count: (outputs, batch, mask) to integer arrays by name, added up over the
-        examples of a batch; the mask, bool [B], says which rows are examples. Computed
-        on the devices, as the task is.
-      derive: metrics of the counts of the whole set, on the host.
-    """
-
-    count: Callable[[Any, dict[str, Any], jax.Array], dict[str, jax.Array]]
-    derive: Callable[[dict[str, np.ndarray]], dict[str, float]]
 
 
 def confusion(
@@ -211,12 +201,16 @@ def confusion(
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 
 
-def macro_f1(counts: dict[str, np.ndarray]) -> dict[str, float]:
-    """The F1 of each class, averaged over the classes that were there or predicted.
+def macro_f1(
+    averages: dict[str, float], counts: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """F1 of each class, averaged over the classes that were there or predicted.
 
     Args:
+      averages: not used.
       counts: `confusion`, [K, K].
     """
+    del averages
     matrix = counts.get("confusion")
     if matrix is None:
         return {}
@@ -225,14 +219,12 @@ def macro_f1(counts: dict[str, np.ndarray]) -> dict[str, float]:
     return {"macro_f1": float(np.mean(2 * np.diag(matrix)[there] / both[there]))}
 
 
-def nothing_counted(
-    outputs: Any, batch: dict[str, Any], mask: jax.Array
-) -> dict[str, jax.Array]:
-    """Counts nothing."""
-    del outputs, batch, mask
-    return {}
+classification = Task(_classification, "classes", confusion, macro_f1)
+language_model = Task(_language_model, "tokens", derive=perplexity)
+regression = Task(_regression, "numbers")
 
-
-NO_TALLY = Tally(nothing_counted, lambda counts: {})
-# For the tasks that have one.
-TALLIES: dict[str, Tally] = {"classification": Tally(confusion, macro_f1)}
+TASKS: dict[str, Task] = {
+    "classification": classification,
+    "language_model": language_model,
+    "regression": regression,
+}

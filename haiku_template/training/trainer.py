@@ -21,10 +21,11 @@ from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models.attention import for_devices
 from haiku_template.params import flatten, unflatten
 from haiku_template.reporting.perf import Work
-from haiku_template.training.evaluation import add_up, summarise
+from haiku_template.training.evaluation import add_up, summarize
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
 from haiku_template.training.step import make_eval_step, make_train_step
+from haiku_template.training.tasks import as_task
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -45,6 +46,7 @@ class Trainer:
     Attributes:
       experiment: its parts.
       devices: where it runs.
+      task: of the experiment.
       plan: which parameters train.
       precision: of the computation.
       batch_size: examples in a batch of this process.
@@ -59,6 +61,7 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
+        self.task = as_task(experiment.task)
         data = experiment.data
         model = for_devices(with_state(experiment.model), devices.devices)
         example = each_shape(data.train)[0]
@@ -85,7 +88,7 @@ class Trainer:
         }
         computing = {
             "model": model,
-            "task": experiment.task,
+            "task": self.task,
             "preprocess": data.preprocess,
             "precision": self.precision,
             "combine": self.plan.combine,
@@ -100,7 +103,6 @@ class Trainer:
         )
         self._make_eval_step = functools.partial(
             make_eval_step,
-            tally=experiment.tally,
             seed=experiment.seed,
             **computing,
         )
@@ -198,7 +200,7 @@ class Trainer:
         dataset = self.experiment.data.evaluation if dataset is None else dataset
         eval_step = functools.partial(self.eval_step, state)
         sums = add_up(self.devices, eval_step, dataset)
-        return summarise(sums, self.experiment.derive, self.experiment.tally.derive)
+        return summarize(sums, self.task.derive)
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """The whole model to use: averages where there are any, adapters merged."""

@@ -117,7 +117,7 @@ def test_classes_are_as_many_as_the_training_labels_show(labels, num_outputs):
 )
 def test_regression_has_an_output_for_each_target(shape, num_outputs):
     labels = np.linspace(-1.5, 7, np.prod(shape)).reshape(shape)
-    data = from_split(split_of(labels, labels), BatchSpec(2, task="regression"))
+    data = from_split(split_of(labels, labels), BatchSpec(2, labels="numbers"))
     assert data.num_outputs == num_outputs
     np.testing.assert_array_equal(read(data.evaluation, 3)[1], labels)
 
@@ -185,8 +185,8 @@ def test_array_files_are_read_for_either_task(tmp_path, name):
     for part, array in split.items():
         np.save(tmp_path / f"{part}.npy", array)
     path = str(tmp_path / "a.npz" if name == "npz" else tmp_path)
-    for task, num_outputs in {"classification": 4, "regression": 1}.items():
-        data = DATASETS[name](BatchSpec(1, task=task), path=path)
+    for labels, num_outputs in {"classes": 4, "numbers": 1}.items():
+        data = DATASETS[name](BatchSpec(1, labels=labels), path=path)
         assert data.num_outputs == num_outputs
         assert examples(*read_all(data)[0]) == examples(
             split["x_train"], split["y_train"]

@@ -1,5 +1,7 @@
 """Generation from a checkpoint, against the plain forward pass over the same tokens."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from conftest import make_config
 from words import CONTEXT, TEXT
 
-from haiku_template.config import default_config
+from haiku_template.config import default_config, to_dict
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.generation import Sampling, load, make_generate
@@ -118,8 +120,9 @@ def test_one_compilation_reads_and_one_writes(model):
 
 def test_bfloat16_writes_the_same(trained):
     _, workdir = trained
-    config = make_config(precision="bfloat16")
-    model = load(Run.open(workdir, DEVICES, "latest"))
+    run = Run.open(workdir, DEVICES, "latest")
+    run.config.precision = "bfloat16"
+    model = load(run)
     assert model.params["gpt/embed"]["embeddings"].dtype == jnp.bfloat16
     (tokens,) = written(model, ["my dog"], 30)
     assert bytes(tokens) == TEXT.removeprefix("my dog").encode()[:30]
@@ -160,7 +163,7 @@ def test_prompts_that_do_not_fit_are_refused(model, prompt, words):
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
-    config = default_config()
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(default_config())))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         params = {"mlp/~/linear_0": {"w": np.zeros((3, 2), np.float32)}}
         checkpoints.save(1, {"params": params}, None)
@@ -169,12 +172,12 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices):
-    config, workdir = trained
+    _, workdir = trained
     with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*100"):
         load(Run.open(workdir, DEVICES, "7"))
     with pytest.raises(ConfigError, match="on one device, and 4 were asked for"):
         load(Run.open(workdir, four_devices, "latest"))
-    with pytest.raises(ConfigError, match="holds no checkpoints"):
+    with pytest.raises(ConfigError, match="is not the workdir of a run"):
         load(Run.open(workdir.parent, DEVICES, "latest"))
 
 

@@ -44,7 +44,8 @@ def write(path, task):
 
 def trainer(devices, tmp_path, task, batch_size=16, **parts):
     path = write(tmp_path / "a.jsonl", task)
-    spec = BatchSpec(batch_size, task=task)
+    labels = "classes" if task == "classification" else "tokens"
+    spec = BatchSpec(batch_size, labels=labels)
     data = jsonl(spec, path=path, context=64, num_buckets=2, validation_fraction=0.3)
     if task == "classification":
         model = bert(data.num_outputs, pooling="mean", **ENCODER)

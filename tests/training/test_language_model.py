@@ -153,9 +153,9 @@ def test_what_does_not_fit_is_refused(outputs, options, words):
 
 
 def test_perplexity_is_the_exponential_of_the_loss():
-    assert perplexity({"loss": 2.0}) == {"perplexity": math.exp(2)}
-    assert perplexity({"loss": 1e4}) == {"perplexity": math.inf}
-    assert math.isnan(perplexity({"loss": math.nan})["perplexity"])
+    assert perplexity({"loss": 2.0}, {}) == {"perplexity": math.exp(2)}
+    assert perplexity({"loss": 1e4}, {}) == {"perplexity": math.inf}
+    assert math.isnan(perplexity({"loss": math.nan}, {})["perplexity"])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -186,7 +186,6 @@ def test_a_masked_loss_is_the_mean_over_all_tokens_that_count(devices, parts):
         data=Data(Masked(), Held(), 16),
         optimizer=optax.sgd(1.0),
         accumulate_steps=parts,
-        derive=perplexity,
     ).trainer(devices)
     state = trainer.init()
     params = devices.fetch(state.params)
@@ -236,7 +235,6 @@ def made(devices, **options):
     return Experiment(
         task=functools.partial(language_model, chunk=5, bytes_per_token=1.0),
         data=text_data(BatchSpec(8)),
-        derive=perplexity,
         **options,
     ).trainer(devices)
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from haiku_template.training import (
     perplexity,
     train,
 )
-from haiku_template.training.tasks import kind_of
+from haiku_template.training.tasks import Task, as_task, language_model, perplexity
 
 
 class Tokens:
@@ -60,12 +59,12 @@ def test_a_language_model_reports_tokens_and_utilisation(tmp_path, devices, caps
     assert "examples/s" not in shown
 
 
-def own_task(outputs, batch):
-    return language_model(outputs, batch)
-
-
-own_task.kind = "language_model"
-partial_task = functools.partial(language_model, chunk=4)
+own_task = Task(
+    lambda outputs, batch: language_model(outputs, batch), "tokens", derive=perplexity
+)
+partial_task = language_model._replace(
+    values=functools.partial(language_model.values, chunk=4)
+)
 
 
 def unlike(outputs, batch):
@@ -80,14 +79,14 @@ def test_the_kind_of_a_task_and_not_its_name_says_what_is_reported(one_device, n
     made.task.name = f"{__name__}:{name}"
     own = Experiment.from_config(made, one_device).trainer(one_device)
     assert own.work == built_in.work and own.work.tokens == 8
-    assert own.derive is built_in.derive is perplexity
+    assert own.task.derive is built_in.task.derive is perplexity
     made.task.name = f"{__name__}:unlike"
     assert Experiment.from_config(made, one_device).trainer(one_device).work == UNKNOWN
 
 
-def test_a_kind_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="kind='masked'; possible are classification"):
-        kind_of(SimpleNamespace(kind="masked"))
+def test_a_kind_of_labels_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="labels='masked'; possible are classes"):
+        as_task(Task(unlike, "masked"))
 
 
 @pytest.mark.parametrize("task", ["own_task", "unlike"])

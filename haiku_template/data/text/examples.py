@@ -21,7 +21,7 @@ from haiku_template.data.text.jsonl import (
     Line,
     class_names,
     classes_of,
-    kind_of,
+    labels_of,
     read_lines,
     split_lines,
 )
@@ -74,10 +74,10 @@ def jsonl(
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     file = Path(path).expanduser()
-    kind = kind_of(file, spec.task)
-    training, held_out = read_lines(file, kind), []
+    labels = labels_of(file, spec.labels)
+    training, held_out = read_lines(file, labels), []
     if validation_path is not None:
-        held_out = read_lines(Path(validation_path).expanduser(), kind)
+        held_out = read_lines(Path(validation_path).expanduser(), labels)
     else:
         training, held_out = split_lines(training, validation_fraction)
     coder = Tokenizer(tokenizer)
@@ -88,7 +88,7 @@ def jsonl(
         )
     size = vocab_size or coder.size
     cut = context if truncate else None
-    if kind == "classification":
+    if labels == "classes":
         classes = class_names(training)
         num_outputs, names = len(classes), tuple(map(str, classes))
         parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]

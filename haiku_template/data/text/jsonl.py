@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 from haiku_template.data.text.documents import hold_out, rank
 from haiku_template.errors import ConfigError
 
-# Of the keys, by task; other keys of a line are not read.
-KINDS = {
-    "classification": ("text", "label"),
-    "language_model": ("prompt", "completion"),
-}
+# Keys by the kind of labels that a task needs; other keys of a line are not read.
+KEYS = {"classes": ("text", "label"), "tokens": ("prompt", "completion")}
+TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 
 
 class Line(NamedTuple):
@@ -28,19 +26,19 @@ class Line(NamedTuple):
     target: Any
 
 
-def read_lines(path: Path, task: str) -> list[Line]:
+def read_lines(path: Path, labels: str) -> list[Line]:
     """The examples of a file; empty lines are left out.
 
     Args:
       path: UTF-8 text.
-      task: a key of `KINDS`; see `kind_of`.
+      labels: a key of `KEYS`; see `labels_of`.
 
     Raises:
       ConfigError: the file is missing, not UTF-8 or empty, the task needs other data,
         or a line is no such example; the message names the first.
     """
     lines = [
-        _line(f"line {number} of {path}", text, task)
+        _line(f"line {number} of {path}", text, labels)
         for number, text in enumerate(_text(path).split("\n"), 1)
         if text.strip()
     ]
@@ -49,25 +47,25 @@ def read_lines(path: Path, task: str) -> list[Line]:
     return lines
 
 
-def kind_of(path: Path, task: str) -> str:
-    """The key of `KINDS` that a task needs; for one of a user's own, that of the file.
+def labels_of(path: Path, labels: str) -> str:
+    """Key of `KEYS` that a task needs; for one that takes any, that of the file.
 
     Raises:
       ConfigError: the task needs other data; or as `read_lines`.
     """
-    if task in KINDS:
-        return task
-    if task == "regression":
+    if labels in KEYS:
+        return labels
+    if labels == "numbers":
         raise ConfigError(
-            f"JSON-lines are for the tasks {' and '.join(KINDS)}, and config.task.name "
-            f"is {task}"
+            f"JSON-lines are for the tasks {' and '.join(TASKS.values())}, and "
+            "config.task.name is regression"
         )
     first = next((text for text in _text(path).split("\n") if text.strip()), "{}")
     try:
         keys = set(json.loads(first))
     except (ValueError, RecursionError, TypeError):
         keys = set()
-    return next((k for k, v in KINDS.items() if set(v) <= keys), "classification")
+    return next((k for k, v in KEYS.items() if set(v) <= keys), "classes")
 
 
 def _text(path: Path) -> str:
@@ -84,7 +82,7 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _line(where: str, text: str, task: str) -> Line:
+def _line(where: str, text: str, labels: str) -> Line:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -92,18 +90,20 @@ def _line(where: str, text: str, task: str) -> Line:
         raise ConfigError(f"{where} is no JSON: {words}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    keys = KINDS[task]
+    keys = KEYS[labels]
     missing = [key for key in keys if key not in values]
     if missing:
-        other = next((k for k, v in KINDS.items() if set(v) <= values.keys()), None)
-        hint = f"; it is of the kind for config.task.name={other}" if other else ""
+        other = next((k for k, v in KEYS.items() if set(v) <= values.keys()), None)
+        hint = (
+            f"; it is of the kind for config.task.name={TASKS[other]}" if other else ""
+        )
         raise ConfigError(
             f"{where} has no {' and no '.join(missing)}, only "
-            f"{', '.join(values) or 'an empty object'}; the task {task} needs "
+            f"{', '.join(values) or 'an empty object'}; the task {TASKS[labels]} needs "
             f"{' and '.join(keys)}{hint}"
         )
     example = Line(where, *(values[key] for key in keys))
-    possible = (str,) if task == "language_model" else (str, int)
+    possible = (str,) if labels == "tokens" else (str, int)
     for key, value, kinds in zip(keys, example[1:], ((str,), possible), strict=True):
         if not isinstance(value, kinds) or isinstance(value, bool):
             words = "text" if kinds == (str,) else "text or a whole number"

@@ -17,7 +17,7 @@ from haiku_template.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 CLASSIFICATION = BatchSpec(8)
-LANGUAGE = BatchSpec(4, task="language_model")
+LANGUAGE = BatchSpec(4, labels="tokens")
 
 
 def write(path, rows):
@@ -291,7 +291,7 @@ def test_other_mistakes_are_refused(tmp_path, labelled):
     refuse("config.data.path=PATH", path=None)
     refuse("validation_fraction=1", validation_fraction=1)
     refuse("context=0", context=0)
-    refuse("config.task.name is regression", BatchSpec(8, task="regression"))
+    refuse("config.task.name is regression", BatchSpec(8, labels="numbers"))
     refuse("no prompt and no completion.*=classification", LANGUAGE)
     refuse("does not exist", tokenizer=str(tmp_path / "none"))
     unseen = write(tmp_path / "unseen.jsonl", [{"text": "a", "label": "d"}])
