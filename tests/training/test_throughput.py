@@ -20,7 +20,7 @@ from haiku_template.training import (
     perplexity,
     train,
 )
-from haiku_template.training.tasks import Task, as_task, language_model, perplexity
+from haiku_template.training.tasks import Task, as_task
 
 
 class Tokens:
