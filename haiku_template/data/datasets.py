@@ -19,7 +19,7 @@ from haiku_template.data.dataset import (
     check_examples,
 )
 from haiku_template.data.text.datasets import byte_text, tokens
-from haiku_template.data.text.examples import jsonl
+from haiku_template.data.text.jsonl import jsonl
 
 MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
 
