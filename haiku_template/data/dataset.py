@@ -132,13 +132,14 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_batch_memory(batch_size: int, example_bytes: int) -> None:
-    """Raises `DataError` unless a batch would fit this machine's memory."""
-    size, memory = batch_size * example_bytes, host_memory()
+def check_batch(spec: BatchSpec, example_bytes: int) -> None:
+    """Raises `DataError` unless a batch can be shared and would fit this machine."""
+    share(spec)
+    size, memory = spec.batch_size * example_bytes, host_memory()
     if size > memory:
         raise DataError(
-            f"a batch of {batch_size} examples has {size:,} bytes, and this machine "
-            f"has {memory:,} bytes of memory; use a smaller config.batch_size"
+            f"a batch of {spec.batch_size} examples has {size:,} bytes, and this "
+            f"machine has {memory:,} bytes of memory; use a smaller config.batch_size"
         )
 
 
@@ -183,8 +184,7 @@ class ArrayDataset:
     def __post_init__(self) -> None:
         check_examples(self.inputs, self.labels)
         example_bytes = (self.inputs.nbytes + self.labels.nbytes) // len(self.inputs)
-        check_batch_memory(self.spec.batch_size, example_bytes)
-        share(self.spec)
+        check_batch(self.spec, example_bytes)
 
     @property
     def staged_size(self) -> tuple[int, int] | None:

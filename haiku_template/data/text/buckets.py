@@ -14,7 +14,7 @@ from haiku_template.data.dataset import (
     Batch,
     BatchSpec,
     DataError,
-    check_batch_memory,
+    check_batch,
     epochs,
     share,
 )
@@ -119,8 +119,7 @@ class BucketedDataset:
     spec: BatchSpec
 
     def __post_init__(self) -> None:
-        check_batch_memory(self.spec.batch_size, 4 * self.lengths[-1])
-        share(self.spec)
+        check_batch(self.spec, 4 * self.lengths[-1])
 
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""
