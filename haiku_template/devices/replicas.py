@@ -30,8 +30,16 @@ def check_replicas(tree: Any) -> None:
     ]
     if not shared:
         return
-    devices = tuple(sorted(shared[0][1].devices(), key=lambda device: device.id))
-    sums = _fingerprints(devices)([leaf for _, leaf in shared])
+    # One program runs on one set of devices; a tree may have leaves on several.
+    groups: dict[frozenset, list[int]] = {}
+    for place, (_, leaf) in enumerate(shared):
+        groups.setdefault(frozenset(leaf.devices()), []).append(place)
+    sums: list[Any] = [None] * len(shared)
+    for where, places in groups.items():
+        devices = tuple(sorted(where, key=lambda device: device.id))
+        found = _fingerprints(devices)([shared[place][1] for place in places])
+        for place, value in zip(places, found, strict=True):
+            sums[place] = value
     differing = [
         f"{path} ({describe(leaf)})"
         for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
@@ -62,13 +70,27 @@ def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """A 32-bit sum of the array's bits, weighted by position: uint32 []."""
+    """A 32-bit sum of the array's bits, each word mixed with its place: uint32 [].
+
+    Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
+    """
+    words = _words(x)
+    words = words + jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
+    # murmur3's finalizer: each bit of the result depends on each bit of the word.
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array: uint32 [n], one word an element and two for 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
-    weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-    return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+    info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    width = min(info(x.dtype).bits, 32)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    return bits.astype(jnp.uint32).reshape(-1)
