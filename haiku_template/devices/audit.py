@@ -12,6 +12,11 @@ from rich.text import Text
 from haiku_template.devices.errors import PlacementError
 from haiku_template.devices.leaks import REMEDY
 
+DELETED = (
+    "deleted: a compiled step has taken over its memory, or that of the array that it "
+    "was made from; use what that step returned"
+)
+
 
 def device_index(device: jax.Device) -> int:
     """The number that `--device` counts by: among this host's devices of its kind."""
@@ -23,6 +28,8 @@ def describe(leaf: Any) -> str:
     """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
+    if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        return "nowhere (deleted)"
     devices = sorted(leaf.devices(), key=device_index)
     ids = [device_index(device) for device in devices]
     if len(ids) == 1:
@@ -75,6 +82,9 @@ def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
 def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
     verdict = _verdict(leaf, devices)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if leaf.is_deleted():
+            facts = (leaf.shape, str(leaf.dtype), 0, describe(leaf), False, "")
+            return Placement(path, *facts, verdict)
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         kind = leaf.sharding.memory_kind or ""
         facts = (leaf.shape, str(leaf.dtype), size, describe(leaf), leaf.committed)
@@ -91,6 +101,8 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
         return f"a tracer left by init: {REMEDY}"
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
+    if leaf.is_deleted():
+        return DELETED
     where, wanted = leaf.devices(), set(devices)
     if where == wanted:
         if leaf.is_fully_replicated:
@@ -136,13 +148,50 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
         )
 
 
+def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
+    """Asserts that no leaf was deleted: several devices would crash with it.
+
+    Args:
+      tree: pytree of any leaves.
+      what: the first words of the message.
+      distinct: whether it is also asserted that no array is there twice, as for what
+        a step takes over.
+
+    Raises:
+      PlacementError: names the leaf.
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    leaves = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
+    once = not distinct or len({id(leaf) for leaf in leaves}) == len(leaves)
+    if once and not any(leaf.is_deleted() for leaf in leaves):
+        return  # Without the names, which take longer than the step's own call.
+    seen: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not any(leaf is known for known in leaves):
+            continue
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        facts = f"{name} ({leaf.dtype}{list(leaf.shape)}) is"
+        if leaf.is_deleted():
+            raise PlacementError(f"{facts} {DELETED}")
+        if id(leaf) in seen:
+            raise PlacementError(
+                f"{facts} the same array as {seen[id(leaf)]}, and a step cannot take "
+                "over its memory twice; make the state with devices.init, or a copy "
+                "with jnp.copy"
+            )
+        seen[id(leaf)] = name
+
+
 def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
     """The first leaf that is not on these devices alone, and where it is; "" if none.
 
     Unlike `check` it takes any layout: a batch is split, a state is whole.
     """
+    wanted = set(devices)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or leaf.devices() != set(devices):
+        if isinstance(leaf, jax.core.Tracer):
+            continue
+        if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
             dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
             return (
                 f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices.audit import describe
+from haiku_template.devices.audit import check_alive, describe
 from haiku_template.devices.errors import PlacementError
 
 
@@ -20,8 +20,10 @@ def check_replicas(tree: Any) -> None:
     travel to the host, so the cost is one pass over the tree in device memory.
 
     Raises:
-      PlacementError: a leaf differs; the message names it and its devices.
+      PlacementError: a leaf differs, or was deleted; the message names it and its
+        devices.
     """
+    check_alive(tree)
     shared = [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -50,7 +52,8 @@ def check_replicas(tree: Any) -> None:
             f"{len(differing)} of {len(shared)} leaves differ between the devices that "
             f"should hold copies: {', '.join(differing[:3])}; something in the step is "
             "not averaged over devices (hk.BatchNorm needs "
-            "cross_replica_axis=devices.axis_name)"
+            "cross_replica_axis=devices.axis_name), or gives results of each example "
+            "without devices.compile(..., out='split')"
         )
 
 
