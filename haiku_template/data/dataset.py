@@ -244,10 +244,11 @@ class EvaluationSet:
 
     def batch(self, index: int) -> Batch:
         """The arrays of one batch, copied out of the set."""
+        # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
         return {
-            "inputs": np.array(self.inputs[rows]),
-            "labels": np.array(self.labels[rows]),
+            "inputs": self.inputs[rows].copy(),
+            "labels": self.labels[rows].copy(),
         }
 
 

@@ -4,7 +4,7 @@ from haiku_template.devices.audit import Placement, audit_table, describe
 from haiku_template.devices.collectives import mean_over, sum_over
 from haiku_template.devices.compiled import Shared
 from haiku_template.devices.errors import DeviceError, PlacementError
-from haiku_template.devices.layout import host_buffer
+from haiku_template.devices.layout import check_host_batch, host_buffer
 from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.peak import matmul_peak
@@ -19,6 +19,7 @@ __all__ = [
     "PlacementError",
     "Shared",
     "audit_table",
+    "check_host_batch",
     "check_replicas",
     "describe",
     "device_put_replicated",

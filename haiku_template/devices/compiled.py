@@ -102,6 +102,7 @@ class CompiledStep:
         if out not in ("whole", "split"):
             raise PlacementError(f"out={out!r}; possible are whole and split")
 
+        @functools.wraps(step)  # Profiles and JAX's logs show its name.
         def run(*arguments: Any) -> tuple[Any, jax.Array]:
             # The token is there when the program has ended, whatever of its results
             # the next step takes over.

@@ -43,8 +43,8 @@ def check_batch_size(
     )
 
 
-def check_host_batch(batch: Any) -> int:
-    """The rows of a batch in host memory.
+def check_host_batch(batch: Any, what: str = "the batch") -> int:
+    """The rows of a batch in host memory; `what` is the subject of the message.
 
     Raises:
       PlacementError: a leaf is on a device already, where making it cost a copy that
@@ -53,7 +53,7 @@ def check_host_batch(batch: Any) -> int:
     """
     rows: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = f"the batch's {jax.tree_util.keystr(path)}"
+        name = f"{what}'s {jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array):
             raise PlacementError(
                 f"{name} is a JAX array on {describe(leaf)}"
@@ -67,12 +67,12 @@ def check_host_batch(batch: Any) -> int:
             )
         rows[name] = len(leaf)
     if not rows:
-        raise PlacementError("the batch is empty: it holds no array")
+        raise PlacementError(f"{what} is empty: it holds no array")
     first, size = next(iter(rows.items()))
     for name, others in rows.items():
         if others != size:
             raise PlacementError(
-                f"{first} has {size} rows and {name.removeprefix('the batch')} has "
+                f"{first} has {size} rows and {name} has "
                 f"{others}; all leaves of a batch have one row for each example"
             )
     return size
