@@ -16,10 +16,10 @@ from haiku_template.devices import DeviceManager
 from haiku_template.finetuning.writing import check_new, new_file
 from haiku_template.models.logits import LazyLogits, multiply_out
 from haiku_template.training.evaluate_run import restore_run
-from haiku_template.training.evaluation import variables
+from haiku_template.training.evaluation import num_rows, variables
 from haiku_template.training.precision import Precision
 from haiku_template.training.program import Program, with_state
-from haiku_template.training.state import TrainState
+from haiku_template.training.state import TrainState, split_seed
 from haiku_template.training.steps import make_forward
 
 Rows = dict[str, Any]
@@ -66,10 +66,13 @@ def predictions(program: Program, state: TrainState) -> Iterator[Rows]:
     dataset = program.data.evaluation
 
     def inputs() -> Iterator[Any]:
+        first = 0
         for index in range(dataset.num_batches):
             batch = dataset.batch(index)
             labels.append(batch["labels"])
-            yield batch["inputs"]
+            last = first + num_rows(batch)
+            yield batch["inputs"], np.arange(first, last, dtype=np.int32)
+            first = last
 
     step = program.devices.compile(
         _forward(program),
@@ -91,10 +94,15 @@ def _forward(program: Program) -> Callable[[Any, Any, hk.Params], Any]:
         combine=program.start.plan.combine,
     )
 
-    def predict(variables: Any, inputs: Any, base: hk.Params) -> Any:
+    def predict(variables: Any, placed: Any, base: hk.Params) -> Any:
+        inputs, places = placed
+        # As in evaluation, for models that draw in each forward pass.
+        rng = jax.random.fold_in(
+            split_seed(program.parts["seed"]).evaluation, places[0]
+        )
         return jax.tree.map(
             multiply_out,
-            forward(variables, inputs, base),
+            forward(variables, inputs, base, rng),
             is_leaf=lambda x: isinstance(x, LazyLogits),
         )
 
