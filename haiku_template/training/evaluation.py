@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, check_host_batch
 from haiku_template.training.state import TrainState
 from haiku_template.training.tasks import Derive, nothing_more
 
@@ -92,7 +92,9 @@ def add_up(
         sums = new if sums is None else jax.tree.map(np.add, sums, new)
 
     def make(index: int) -> Any:
-        return devices.shard(pad(dataset.batch(index), size, index * size))
+        batch = dataset.batch(index)
+        check_host_batch(batch, f"evaluation batch {index}")
+        return devices.shard(pad(batch, size, index * size))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for batch in batches:

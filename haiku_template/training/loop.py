@@ -4,7 +4,6 @@ The mathematics is in `steps.py`; together they are the whole of a run.
 """
 
 import contextlib
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,23 +166,18 @@ class _Run:
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
-        in_flight: deque[Any] = deque()
         ledger = self.devices.ledger
 
         with Prefetcher(batch_maker(self.program), start, stop) as batches:
             self._say(self.profiler.begin(start))
             self.clock.start(start)
             for step, batch in enumerate(ledger.waits(batches), start + 1):
-                while len(in_flight) >= self.devices.steps_in_flight:
-                    self.devices.wait(in_flight.popleft())
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, scalars = self.program.train_step(state, batch)
-                in_flight.append(scalars)
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
-                    self.devices.wait(list(in_flight))
-                    in_flight.clear()
+                    self.devices.wait(scalars)
                     self._between(step, start + 1, stop, state, scalars)
         return state
 

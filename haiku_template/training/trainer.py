@@ -13,7 +13,7 @@ import optax
 
 from haiku_template.data import Data, each_shape
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager, Shared
+from haiku_template.devices import DeviceManager, Shared, check_host_batch
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.plan import Tuning, scale_updates
 from haiku_template.finetuning.source import Source, Start, make_start
@@ -134,7 +134,8 @@ def make_program(
 
     Raises:
       ConfigError: the data cannot be staged.
-      PlacementError: the batch does not split over the devices and parts.
+      PlacementError: the batch does not split over the devices and parts; or batches
+        are not NumPy arrays of one number of rows.
       ConfigError: the model is not transformed.
       ConfigError: see `make_plan`.
       ValueError: an unknown precision.
@@ -142,7 +143,7 @@ def make_program(
     parts = dict(locals())
     model = for_devices(with_state(model), devices.devices)
     example = each_shape(data.train)[0]
-    batch_size = len(jax.tree.leaves(example)[0])
+    batch_size = _check_batches(example, data)
     devices.check_batch_size(batch_size, accumulate_steps)
     policy = Precision.create(precision, devices.platform)
     model_init = make_model_init(
@@ -299,6 +300,13 @@ def _make_steps(
         step.make_train_step(axis_name=axis_name, **training),
         step.make_eval_step(axis_name=axis_name, **evaluating),
     )
+
+
+def _check_batches(example: Any, data: Data) -> int:
+    """The rows of a training batch; both kinds of batches are in host memory."""
+    if data.evaluation is not None:
+        check_host_batch(data.evaluation.batch(0), "the evaluation batch")
+    return check_host_batch(example)
 
 
 def _shape_on_device(x: np.ndarray) -> jax.ShapeDtypeStruct:
