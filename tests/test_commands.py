@@ -138,6 +138,36 @@ def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devi
     assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
 
 
+@pytest.mark.parametrize("devices", [(), ("--simulate_devices=3",)], ids=str)
+def test_predict_writes_each_example_s_outputs_in_order(finished, tmp_path, devices):
+    """Of 360, in batches of 128: the last is ragged, and none splits over three."""
+    workdir, _ = finished
+    files = [tmp_path / "new" / name for name in ("out.npz", "out.jsonl")]
+    for file in files:
+        flags = (f"--workdir={workdir}", "--checkpoint=best", f"--output={file}")
+        done = run("predict", *flags, *devices)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{file}: 360 examples, step 40 of {workdir}\n"
+    assert sorted(files[0].parent.iterdir()) == sorted(files)
+    saved = np.load(files[0])
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    for name in ("outputs", "labels"):
+        np.testing.assert_array_equal([row[name] for row in rows], saved[name])
+    assert saved["outputs"].shape == (360, 10) and len(saved["labels"]) == 360
+    accuracy = (saved["outputs"].argmax(axis=1) == saved["labels"]).mean()
+    assert accuracy == pytest.approx(numbers(workdir)[-1]["eval/accuracy"], abs=1e-6)
+
+
+def test_predict_refuses_what_it_cannot_write(finished, tmp_path):
+    workdir, _ = finished
+    flags = (f"--workdir={workdir}", f"--output={tmp_path / 'out.csv'}")
+    assert_refused(run("predict", *flags), 64, "out.csv", ".npz", ".jsonl")
+    there = tmp_path / "there.npz"
+    there.touch()
+    flags = (f"--workdir={workdir}", f"--output={there}")
+    assert_refused(run("predict", *flags), 64, "exists", "nothing is overwritten")
+
+
 def test_the_same_command_again_changes_nothing(finished):
     workdir, _ = finished
     before = digest(workdir), numbers(workdir)

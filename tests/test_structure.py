@@ -102,7 +102,7 @@ def test_importing_starts_no_backend():
 
 
 NO_JAX = ["", ".config", ".cli", ".diagnosis", ".prepare", ".train"]
-NO_JAX += [".evaluate", ".export", ".generate", ".doctor"]
+NO_JAX += [".evaluate", ".export", ".generate", ".predict", ".doctor"]
 
 
 @pytest.mark.parametrize("module", NO_JAX)

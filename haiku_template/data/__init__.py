@@ -15,7 +15,7 @@ from haiku_template.data.dataset import (
 )
 from haiku_template.data.datasets import DATASETS, digits, from_split
 from haiku_template.data.files import Split
-from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
+from haiku_template.data.text import TokenDataset, TokenEvaluationSet
 from haiku_template.errors import ConfigError
 
 __all__ = [

@@ -128,13 +128,14 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_batch_memory(batch_size: int, example_bytes: int) -> None:
-    """Raises `ConfigError` unless a batch would fit this machine's memory."""
-    size, memory = batch_size * example_bytes, host_memory()
+def check_batch(spec: BatchSpec, example_bytes: int) -> None:
+    """Raises `ConfigError` unless a batch can be shared and would fit this machine."""
+    share(spec)
+    size, memory = spec.batch_size * example_bytes, host_memory()
     if size > memory:
         raise ConfigError(
-            f"a batch of {batch_size} examples has {size:,} bytes, and this machine "
-            f"has {memory:,} bytes of memory; use a smaller config.batch_size"
+            f"a batch of {spec.batch_size} examples has {size:,} bytes, and this "
+            f"machine has {memory:,} bytes of memory; use a smaller config.batch_size"
         )
 
 
@@ -179,8 +180,7 @@ class ArrayDataset:
     def __post_init__(self) -> None:
         check_examples(self.inputs, self.labels)
         example_bytes = (self.inputs.nbytes + self.labels.nbytes) // len(self.inputs)
-        check_batch_memory(self.spec.batch_size, example_bytes)
-        share(self.spec)
+        check_batch(self.spec, example_bytes)
 
     @property
     def staged_size(self) -> tuple[int, int] | None:
@@ -240,10 +240,11 @@ class EvaluationSet:
 
     def batch(self, index: int) -> Batch:
         """The arrays of one batch, copied out of the set."""
+        # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
         return {
-            "inputs": np.array(self.inputs[rows]),
-            "labels": np.array(self.labels[rows]),
+            "inputs": self.inputs[rows].copy(),
+            "labels": self.labels[rows].copy(),
         }
 
 

@@ -5,6 +5,7 @@ and returns `Data`. It imports no JAX and downloads nothing.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from haiku_template.data.dataset import (
     EvaluationSet,
     check_examples,
 )
-from haiku_template.data.text.datasets import byte_text, tokens
-from haiku_template.data.text.examples import jsonl
+from haiku_template.data.text import byte_text, jsonl, tokens
 from haiku_template.errors import ConfigError
 
 MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
@@ -54,15 +54,12 @@ def from_split(
     training, test = f"the training part of {where}", f"the test part of {where}"
     check_examples(split.x_train, split.y_train, training)
     check_examples(split.x_test, split.y_test, test)
-    for name in ("x", "y"):
-        shapes = [
-            list(getattr(split, f"{name}_{part}").shape[1:])
-            for part in ("train", "test")
-        ]
-        if shapes[0] != shapes[1]:
+    pairs = {"x": (split.x_train, split.x_test), "y": (split.y_train, split.y_test)}
+    for name, (a, b) in pairs.items():
+        if a.shape[1:] != b.shape[1:]:
             raise ConfigError(
-                f"an example in {name}_train of {where} has shape {shapes[0]} and in "
-                f"{name}_test {shapes[1]}; they must agree"
+                f"an example in {name}_train of {where} has shape {list(a.shape[1:])} "
+                f"and in {name}_test {list(b.shape[1:])}; they must agree"
             )
     train = ArrayDataset(split.x_train, split.y_train, spec, augment)
     evaluation = EvaluationSet(split.x_test, split.y_test, spec.batch_size)
@@ -70,7 +67,11 @@ def from_split(
         # Of a task that takes any: numbers with a fraction are no classes.
         spec.labels != "classes" and split.y_train.dtype.kind == "f"
     ):
-        _check_targets(split.y_train, training)
+        if split.y_train.dtype.kind not in "fiub":
+            raise ConfigError(
+                f"{training} has labels of type {split.y_train.dtype}; regression "
+                "takes numbers"
+            )
         num_outputs = int(np.prod(split.y_train.shape[1:]))
     else:
         num_outputs = num_classes or _count_classes(split.y_train, training)
@@ -79,20 +80,8 @@ def from_split(
     return Data(train, evaluation, num_outputs, preprocess)
 
 
-def _check_targets(labels: np.ndarray, where: str) -> None:
-    """Raises `ConfigError` unless `labels` are numbers."""
-    if labels.dtype.kind not in "fiub":
-        raise ConfigError(
-            f"{where} has labels of type {labels.dtype}; regression takes numbers"
-        )
-
-
 def _count_classes(labels: np.ndarray, where: str) -> int:
-    """How many classes the labels show: the largest and one more.
-
-    Raises:
-      ConfigError: so many that it is likely a mistake.
-    """
+    """How many classes the labels show: the largest and one more."""
     if labels.dtype.kind not in "iu":
         return 0
     classes = max(int(labels.max()) + 1, 1)
@@ -124,9 +113,6 @@ def digits(spec: BatchSpec) -> Data:
     """scikit-learn's 1,797 handwritten digits, 8 x 8: 1,437 to train on, 360 to test.
 
     Source: https://archive.ics.uci.edu/dataset/80, shipped inside scikit-learn.
-
-    Raises:
-      ConfigError: scikit-learn is not installed.
     """
     try:
         from sklearn import datasets
@@ -144,30 +130,18 @@ def digits(spec: BatchSpec) -> Data:
     return from_split(split, spec, num_classes=10, where="digits")
 
 
-def npz(
-    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
-) -> Data:
-    """A .npz file with x_train, y_train, x_test and y_test, as Keras writes them."""
-    split = files.read_npz(files.given_path(path, "npz", "a .npz file"))
-    return from_split(split, spec, num_classes=num_classes, where=str(path))
+def _arrays(
+    name: str, what: str, read: Callable[[Path], files.Split]
+) -> Callable[..., Data]:
+    """The data set of x_train, y_train, x_test and y_test in files of one format."""
 
+    def arrays(
+        spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
+    ) -> Data:
+        split = read(files.given_path(path, name, what))
+        return from_split(split, spec, num_classes=num_classes, where=str(path))
 
-def safetensors(
-    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
-) -> Data:
-    """A .safetensors file with x_train, y_train, x_test and y_test."""
-    split = files.read_safetensors(
-        files.given_path(path, "safetensors", "a .safetensors file")
-    )
-    return from_split(split, spec, num_classes=num_classes, where=str(path))
-
-
-def npy(
-    spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
-) -> Data:
-    """A directory with x_train.npy, y_train.npy, x_test.npy, y_test.npy; mapped."""
-    split = files.read_npy(files.given_path(path, "npy", "a directory of .npy files"))
-    return from_split(split, spec, num_classes=num_classes, where=str(path))
+    return arrays
 
 
 def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
@@ -201,9 +175,11 @@ def _unchanged(inputs: Any) -> Any:
 
 DATASETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
-    "npz": npz,
-    "safetensors": safetensors,
-    "npy": npy,
+    "npz": _arrays("npz", "a .npz file", files.read_npz),
+    "safetensors": _arrays(
+        "safetensors", "a .safetensors file", files.read_safetensors
+    ),
+    "npy": _arrays("npy", "a directory of .npy files", files.read_npy),
     "mnist": mnist,
     "cifar10": cifar10,
     "jsonl": jsonl,

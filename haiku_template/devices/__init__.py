@@ -10,6 +10,7 @@ from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,
+    check_host_batch,
     device_put_replicated,
     device_put_sharded,
     host_buffer,
@@ -23,6 +24,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "audit_table",
+    "check_host_batch",
     "check_replicas",
     "describe",
     "device_put_replicated",

@@ -16,6 +16,11 @@ from rich.text import Text
 
 from haiku_template.errors import PlacementError
 
+DELETED = (
+    "deleted: a compiled step has taken over its memory, or that of the array that it "
+    "was made from; use what that step returned"
+)
+
 
 def device_index(device: jax.Device) -> int:
     """The number that `--device` counts by: among this host's devices of its kind."""
@@ -27,6 +32,8 @@ def describe(leaf: Any) -> str:
     """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
+    if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        return "nowhere (deleted)"
     devices = sorted(leaf.devices(), key=device_index)
     ids = [device_index(device) for device in devices]
     if len(ids) == 1:
@@ -79,6 +86,9 @@ def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
 def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
     verdict = _verdict(leaf, devices)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if leaf.is_deleted():
+            facts = (leaf.shape, str(leaf.dtype), 0, describe(leaf), False, "")
+            return Placement(path, *facts, verdict)
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         kind = leaf.sharding.memory_kind or ""
         facts = (leaf.shape, str(leaf.dtype), size, describe(leaf), leaf.committed)
@@ -95,6 +105,8 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
         return f"a tracer left by init: {REMEDY}"
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
+    if leaf.is_deleted():
+        return DELETED
     where, wanted = leaf.devices(), set(devices)
     if where == wanted:
         if leaf.is_fully_replicated:
@@ -140,13 +152,50 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
         )
 
 
+def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
+    """Asserts that no leaf was deleted: several devices would crash with it.
+
+    Args:
+      tree: pytree of any leaves.
+      what: the first words of the message.
+      distinct: whether it is also asserted that no array is there twice, as for what
+        a step takes over.
+
+    Raises:
+      PlacementError: names the leaf.
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    leaves = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
+    once = not distinct or len({id(leaf) for leaf in leaves}) == len(leaves)
+    if once and not any(leaf.is_deleted() for leaf in leaves):
+        return  # Without the names, which take longer than the step's own call.
+    seen: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not any(leaf is known for known in leaves):
+            continue
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        facts = f"{name} ({leaf.dtype}{list(leaf.shape)}) is"
+        if leaf.is_deleted():
+            raise PlacementError(f"{facts} {DELETED}")
+        if id(leaf) in seen:
+            raise PlacementError(
+                f"{facts} the same array as {seen[id(leaf)]}, and a step cannot take "
+                "over its memory twice; make the state with devices.init, or a copy "
+                "with jnp.copy"
+            )
+        seen[id(leaf)] = name
+
+
 def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
     """The first leaf that is not on these devices alone, and where it is; "" if none.
 
     Unlike `check` it takes any layout: a batch is split, a state is whole.
     """
+    wanted = set(devices)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or leaf.devices() != set(devices):
+        if isinstance(leaf, jax.core.Tracer):
+            continue
+        if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
             dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
             return (
                 f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "
@@ -201,8 +250,10 @@ def check_replicas(tree: Any) -> None:
     travel to the host, so the cost is one pass over the tree in device memory.
 
     Raises:
-      PlacementError: a leaf differs; the message names it and its devices.
+      PlacementError: a leaf differs, or was deleted; the message names it and its
+        devices.
     """
+    check_alive(tree)
     shared = [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -211,8 +262,16 @@ def check_replicas(tree: Any) -> None:
     ]
     if not shared:
         return
-    devices = tuple(sorted(shared[0][1].devices(), key=lambda device: device.id))
-    sums = _fingerprints(devices)([leaf for _, leaf in shared])
+    # One program runs on one set of devices; a tree may have leaves on several.
+    groups: dict[frozenset, list[int]] = {}
+    for place, (_, leaf) in enumerate(shared):
+        groups.setdefault(frozenset(leaf.devices()), []).append(place)
+    sums: list[Any] = [None] * len(shared)
+    for where, places in groups.items():
+        devices = tuple(sorted(where, key=lambda device: device.id))
+        found = _fingerprints(devices)([shared[place][1] for place in places])
+        for place, value in zip(places, found, strict=True):
+            sums[place] = value
     differing = [
         f"{path} ({describe(leaf)})"
         for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
@@ -223,7 +282,8 @@ def check_replicas(tree: Any) -> None:
             f"{len(differing)} of {len(shared)} leaves differ between the devices that "
             f"should hold copies: {', '.join(differing[:3])}; something in the step is "
             "not averaged over devices (hk.BatchNorm needs "
-            "cross_replica_axis=devices.axis_name)"
+            "cross_replica_axis=devices.axis_name), or gives results of each example "
+            "without devices.compile(..., out='split')"
         )
 
 
@@ -243,16 +303,30 @@ def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """A 32-bit sum of the array's bits, weighted by position: uint32 []."""
+    """A 32-bit sum of the array's bits, each word mixed with its place: uint32 [].
+
+    Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
+    """
+    words = _words(x)
+    words = words + jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
+    # murmur3's finalizer: each bit of the result depends on each bit of the word.
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array: uint32 [n], one word an element and two for 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
-    weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-    return jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+    info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    width = min(info(x.dtype).bits, 32)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    return bits.astype(jnp.uint32).reshape(-1)
 
 
 REMEDY = (

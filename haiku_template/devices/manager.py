@@ -4,15 +4,17 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import checks, selection, transfer
-from haiku_template.devices.checks import leaks_named
+from haiku_template.devices.checks import check_alive, check_replicas, leaks_named
 from haiku_template.devices.step import CompiledStep, with_axis
 from haiku_template.devices.transfer import (
     AXIS_NAME,
@@ -141,10 +143,24 @@ class DeviceManager(NamedTuple):
 
         A JAX array that is on one of them already shares its memory with the result:
         a step that donates it takes the source as well.
+
+        Raises:
+          PlacementError: values of a leaf do not fit what JAX makes of its dtype; the
+            message names it.
         """
         sharding = self.replicated
+        tree = transfer.fitting(tree)
         begun = time.perf_counter()
-        placed = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+        seen: set[int] = set()
+
+        def place(leaf: Any) -> jax.Array:
+            # An array that is there twice becomes two: a step can then take over both.
+            if isinstance(leaf, jax.Array) and id(leaf) in seen:
+                leaf = jnp.copy(leaf)
+            seen.add(id(leaf))
+            return jax.device_put(leaf, sharding)
+
+        placed = jax.tree.map(place, tree)
         return self.ledger.arrived(placed, begun, copies=self.num_devices)
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
@@ -163,10 +179,12 @@ class DeviceManager(NamedTuple):
           row block i on device i.
 
         Raises:
-          PlacementError: B is not a multiple of the number of devices, or a leaf is on
-            a device already, where making it cost a copy that nobody asked for.
+          PlacementError: B is not a multiple of the number of devices, or not that of
+            each leaf; or a leaf is on a device already, where making it cost a copy
+            that nobody asked for; or its values do not fit what JAX makes of its dtype.
         """
-        transfer.check_host_batch(batch, self.num_devices)
+        self.check_batch_size(transfer.check_host_batch(batch))
+        batch = transfer.fitting(batch)
         begun = time.perf_counter()
         return self.ledger.arrived(device_put_split(batch, self.devices), begun)
 
@@ -184,21 +202,73 @@ class DeviceManager(NamedTuple):
         step: Callable[..., Any],
         donate_argnums: int | tuple = 0,
         replicated: int = 1,
+        out: str = "whole",
     ) -> CompiledStep:
         """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
         `jax.jit` on one device, `jax.pmap` on several. The state goes in and out
         replicated; the batch comes from `shard`. What `step` returns must be the same
-        on every device: average it with `mean_over`. `check_replicas` tells if it is.
+        on every device: average it with `mean_over`. `check_replicas` tells if it is,
+        and `fetch` asks it. With `out="split"` the results are of each example.
+
+        A call waits until fewer than `steps_in_flight` steps are unfinished.
 
         Args:
           step: pure function of the state, of more trees that are whole on each device
             if `replicated` is more than 1, and of the batch.
           donate_argnums: arguments whose memory the results may take over.
           replicated: arguments before the batch.
+          out: `whole`; or `split`, where each leaf that `step` returns has one entry
+            for each row of its share, and the results are arrays [B, ...], row block i
+            on device i.
+
+        Raises:
+          PlacementError: another `out`.
         """
-        where = self.devices, self.axis_name, self.ledger
-        return CompiledStep(step, *where, donate_argnums, replicated)
+        where = self.devices, self.axis_name, self.ledger, self.steps_in_flight
+        return CompiledStep(step, *where, donate_argnums, replicated, out)
+
+    def map_batches(
+        self,
+        step: Callable[[Any, Any], Any],
+        state: Any,
+        batches: Iterable[Any],
+    ) -> Iterator[Any]:
+        """What `step` gives for each example of each batch, on the host, in order.
+
+        A batch with fewer rows than the first, or that does not split over the devices,
+        is filled up with rows of zeros, and their results are left out.
+
+        Args:
+          step: from `compile(..., donate_argnums=(), out="split")`.
+          state: its first argument.
+          batches: pytrees of NumPy arrays [B, ...].
+
+        Yields:
+          For each batch a pytree of NumPy arrays [B, ...].
+
+        Raises:
+          PlacementError: see `shard`.
+        """
+        size = 0
+        running: deque[tuple[int, Any]] = deque()
+
+        def finish_oldest() -> Any:
+            rows, results = running.popleft()
+            return jax.tree.map(lambda x: x[:rows], self.fetch(results))
+
+        for batch in batches:
+            rows = transfer.check_host_batch(batch)
+            if rows > size:
+                while running:
+                    yield finish_oldest()
+                size = -(-rows // self.num_devices) * self.num_devices
+            padded = transfer.fill_up(batch, rows, size)
+            running.append((rows, step(state, self.shard(padded))))
+            if len(running) >= self.steps_in_flight:
+                yield finish_oldest()
+        while running:
+            yield finish_oldest()
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
@@ -215,9 +285,21 @@ class DeviceManager(NamedTuple):
         checks.check(tree, self.devices)
 
     def fetch(self, tree: Any) -> Any:
-        """Copies a replicated tree to the host: pytree of NumPy arrays."""
-        copies = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+        """Copies a tree to the host: pytree of NumPy arrays.
+
+        A leaf that is whole on each device comes from one of them, and one that is
+        split from all.
+
+        Raises:
+          PlacementError: a leaf that should be whole on each differs between them, or
+            was deleted; the message names it.
+        """
+        check_alive(tree)
+        copies = jax.tree.map(
+            lambda x: x.addressable_data(0) if _is_whole(x) else x, tree
+        )
         self.wait(copies)
+        check_replicas(tree)
         begun = time.perf_counter()
         fetched = jax.device_get(copies)
         self.ledger.add_since("from_devices", begun)
@@ -259,3 +341,7 @@ class DeviceManager(NamedTuple):
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_fully_replicated

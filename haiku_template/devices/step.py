@@ -1,17 +1,60 @@
 """A compiled step: its call is timed, and its errors name the leaf."""
 
+import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices.checks import astray, leak_error, leaks_named
-from haiku_template.devices.transfer import Ledger
+from haiku_template.devices.checks import (
+    astray,
+    check_alive,
+    describe,
+    leak_error,
+    leaks_named,
+)
+from haiku_template.devices.transfer import Ledger, check_per_row
 from haiku_template.errors import PlacementError
 
 # What JAX says when an argument is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
+
+
+class InFlight:
+    """What compiled steps of this process have dispatched and not seen finished.
+
+    One for the process, as simulated devices share its threads: steps of two programs
+    that wait for each other in collectives would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: deque[jax.Array] = deque()
+        self._lock = threading.RLock()
+
+    def dispatch(self, run: Callable[[], Any], limit: int, ledger: Ledger) -> Any:
+        """Calls `run`, for (results, token), once fewer than `limit` are unfinished."""
+        with self._lock:
+            begun = time.perf_counter()
+            while len(self.tokens) >= limit:
+                jax.block_until_ready(self.tokens.popleft())
+            ledger.add_since("compute", begun)
+            begun = time.perf_counter()
+            try:
+                results, token = run()
+            finally:
+                ledger.add_since("dispatch", begun)
+            if not isinstance(token, jax.core.Tracer):  # Traced in another program.
+                self.tokens.append(token)
+            return results
+
+
+IN_FLIGHT = InFlight()
 
 
 class CompiledStep:
@@ -23,8 +66,13 @@ class CompiledStep:
       devices: where it runs.
       axis_name: the mesh axis over several devices; None on one.
       ledger: where the time of each call is entered.
+      limit: how many steps may be dispatched and unfinished.
       donate_argnums: arguments whose memory the results may take over.
       replicated: arguments before the batch.
+      out: `whole` or `split`; see `DeviceManager.compile`.
+
+    Raises:
+      PlacementError: another `out`.
     """
 
     def __init__(
@@ -33,22 +81,48 @@ class CompiledStep:
         devices: Sequence[jax.Device],
         axis_name: str | None,
         ledger: Ledger,
+        limit: int,
         donate_argnums: int | tuple,
         replicated: int,
+        out: str,
     ) -> None:
+        if out not in ("whole", "split"):
+            raise PlacementError(f"out={out!r}; possible are whole and split")
+
+        @functools.wraps(step)  # Profiles and JAX's logs show its name.
+        def run(*arguments: Any) -> tuple[Any, jax.Array]:
+            # The token is there when the program has ended, whatever of its results
+            # the next step takes over.
+            results = step(*arguments)
+            if out == "split":
+                check_per_row(results, arguments[-1])
+            return results, jnp.zeros((), jnp.bool_)
+
         if axis_name is None:
-            self._jitted = jax.jit(step, donate_argnums=donate_argnums)
-        else:
+            self._jitted = jax.jit(run, donate_argnums=donate_argnums)
+        elif out == "whole":
             self._jitted = jax.pmap(
-                step,
+                run,
                 axis_name,
                 in_axes=(*(None,) * replicated, 0),
                 out_axes=None,
                 devices=devices,
                 donate_argnums=donate_argnums,
             )
+        else:
+            whole, split = PartitionSpec(), PartitionSpec(axis_name)
+            each = jax.shard_map(
+                lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
+                mesh=Mesh(np.array(devices), axis_name),
+                in_specs=(*(whole,) * replicated, split),
+                out_specs=(split, whole),
+                check_vma=False,
+            )
+            self._jitted = jax.jit(each, donate_argnums=donate_argnums)
         self._devices = devices
         self._ledger = ledger
+        self._limit = limit
+        self._takes_state = 0 in np.atleast_1d(np.array(donate_argnums, int))
 
     def lower(self, *args: Any) -> Any:
         """What `jax.jit` would compile for arrays of these shapes.
@@ -62,28 +136,52 @@ class CompiledStep:
     def __call__(self, *args: Any) -> Any:
         """Starts the step; its results are there when the devices have finished.
 
+        Waits first for earlier steps, of this one or another, until few enough run.
+
         Raises:
           PlacementError: an argument is elsewhere, and using it would be a copy that
-            nobody asked for; the message names the leaf. Or the step leaks a tracer.
+            nobody asked for; or another step has taken over its memory; or the batch
+            is not from `shard`. The message names the leaf. Or the step leaks a tracer.
         """
-        begun = time.perf_counter()
+        *whole, batch = args
+        check_alive(whole[0], "the state's ", distinct=self._takes_state)
+        check_alive(batch, "the batch's ")
+        check_sharded(batch, self._devices)
         try:
-            return self._jitted(*args)
+            return IN_FLIGHT.dispatch(
+                lambda: self._jitted(*args), self._limit, self._ledger
+            )
         except jax.errors.UnexpectedTracerError as error:
             raise leak_error(error) from error
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
-                self._name_leaf(error, args)
+                for tree in whole:
+                    fault = astray(tree, self._devices)
+                    if fault:
+                        raise PlacementError(f"the state's {fault}") from error
             raise
-        finally:
-            self._ledger.add_since("dispatch", begun)
 
-    def _name_leaf(self, error: Exception, args: tuple[Any, ...]) -> None:
-        names = ("state", *("frozen parameters",) * (len(args) - 2), "batch")
-        for name, tree in zip(names, args, strict=True):
-            fault = astray(tree, self._devices)
-            if fault:
-                raise PlacementError(f"the {name}'s {fault}") from error
+
+def check_sharded(batch: Any, devices: Sequence[jax.Device]) -> None:
+    """Asserts that a batch is one that `DeviceManager.shard` gives for these devices.
+
+    Raises:
+      PlacementError: it is elsewhere, or has not one entry for each device: `pmap`
+        would use fewer devices in silence.
+    """
+    fault = astray(batch, devices)
+    if fault:
+        raise PlacementError(f"the batch's {fault}")
+    if len(devices) == 1:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.ndim == 0 or len(leaf) != len(devices) or leaf.is_fully_replicated:
+            raise PlacementError(
+                f"the batch's {jax.tree_util.keystr(path)} "
+                f"({leaf.dtype}{list(leaf.shape)}, {describe(leaf)}) has not one share "
+                f"on each of the {len(devices)} devices; give batches with "
+                "devices.shard"
+            )
 
 
 def mean_over(axis_name: str | None, tree: Any) -> Any:

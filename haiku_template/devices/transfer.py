@@ -160,26 +160,101 @@ def check_batch_size(
     )
 
 
-def check_host_batch(batch: Any, num_devices: int) -> None:
-    """Asserts that a batch is in host memory, and splits over the devices.
+def check_host_batch(batch: Any, what: str = "the batch") -> int:
+    """The rows of a batch in host memory; `what` is the subject of the message.
 
     Raises:
-      PlacementError: it does not; or a leaf is on a device already, where making it
-        cost a copy that nobody asked for. The message names the leaf.
+      PlacementError: a leaf is on a device already, where making it cost a copy that
+        nobody asked for; or it has no rows, or not as many as another. The message
+        names the leaf.
     """
+    rows: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = f"{what}'s {jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array):
             raise PlacementError(
-                f"the batch's {jax.tree_util.keystr(path)} is a JAX array on "
-                f"{describe(leaf)}{' and committed there' * leaf.committed}; batches "
-                "come from the host: give NumPy arrays"
+                f"{name} is a JAX array on {describe(leaf)}"
+                f"{' and committed there' * leaf.committed}; batches come from the "
+                "host: give NumPy arrays"
             )
         if not getattr(leaf, "ndim", 0):
             raise PlacementError(
-                f"the batch's {jax.tree_util.keystr(path)} is {leaf!r}, without rows; "
-                "each leaf of a batch is a NumPy array [B, ...]"
+                f"{name} is {leaf!r}, without rows; each leaf of a batch is a NumPy "
+                "array [B, ...], not a number or a list of numbers"
             )
-        check_batch_size(len(leaf), num_devices)
+        rows[name] = len(leaf)
+    if not rows:
+        raise PlacementError(f"{what} is empty: it holds no array")
+    first, size = next(iter(rows.items()))
+    for name, others in rows.items():
+        if others != size:
+            raise PlacementError(
+                f"{first} has {size} rows and {name} has "
+                f"{others}; all leaves of a batch have one row for each example"
+            )
+    return size
+
+
+def fill_up(batch: Any, rows: int, size: int) -> Any:
+    """The arrays [rows, ...] of a batch with rows of zeros appended: [size, ...]."""
+    if rows == size:
+        return batch
+
+    def longer(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
+
+    return jax.tree.map(longer, batch)
+
+
+def check_per_row(results: Any, batch: Any) -> None:
+    """Asserts that a step's results have one entry for each row of its share.
+
+    Raises:
+      PlacementError: a leaf has not; names it.
+    """
+    rows = np.shape(jax.tree.leaves(batch)[0])[:1]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
+        if np.shape(leaf)[:1] != rows:
+            raise PlacementError(
+                f"the step's result {jax.tree_util.keystr(path)} has shape "
+                f"{list(np.shape(leaf))} for a share of {rows[0]} rows; out='split' is "
+                "for results with one entry for each row"
+            )
+
+
+def fitting(tree: Any) -> Any:
+    """The tree with NumPy arrays of the dtypes that JAX would make of theirs.
+
+    Raises:
+      PlacementError: a value does not fit, where JAX would cut off its high bits or
+        make it infinite in silence; the message names the leaf.
+    """
+    return jax.tree_util.tree_map_with_path(_fitting, tree)
+
+
+def _fitting(path: Any, leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return leaf
+    try:
+        dtype = jax.typeof(leaf).dtype
+    except TypeError as error:
+        raise PlacementError(
+            f"{jax.tree_util.keystr(path) or 'the array'} holds {leaf.dtype}, and "
+            "devices compute with numbers alone"
+        ) from error
+    if dtype == leaf.dtype:
+        return leaf
+    with np.errstate(over="ignore"):
+        cut = leaf.astype(dtype)
+    lost = cut != leaf if leaf.dtype.kind in "iu" else np.isinf(cut) & ~np.isinf(leaf)
+    if np.any(lost):
+        value = np.asarray(leaf)[lost].flat[0]
+        raise PlacementError(
+            f"{jax.tree_util.keystr(path) or 'the array'} holds {value} as "
+            f"{leaf.dtype}, which does not fit the {dtype} that JAX makes of it; "
+            "scale or number it anew, or set jax_enable_x64"
+        )
+    return cut
 
 
 def shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -13,7 +13,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.models.bert import bert
 from haiku_template.models.family import Family, Keyword, Rule
 from haiku_template.models.gpt import Cache, gpt, gpt_flops_per_token
-from haiku_template.models.logits import LazyLogits, multiply_out
+from haiku_template.models.logits import LazyLogits, multiply_out, plain_outputs
 from haiku_template.models.mlp import mlp
 from haiku_template.models.resnet import resnet
 
@@ -43,5 +43,6 @@ __all__ = [
     "gpt_flops_per_token",
     "mlp",
     "multiply_out",
+    "plain_outputs",
     "resnet",
 ]

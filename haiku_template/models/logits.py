@@ -3,7 +3,7 @@
 Shapes: B examples, T tokens, D width, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ class LazyLogits(NamedTuple):
 def multiply_out(outputs: jax.Array | LazyLogits) -> jax.Array:
     """Plain logits [B, T, V] of either kind."""
     return outputs.multiply_out() if isinstance(outputs, LazyLogits) else outputs
+
+
+def plain_outputs(outputs: Any) -> Any:
+    """A pytree of outputs, `LazyLogits` in it multiplied out."""
+    return jax.tree.map(
+        multiply_out, outputs, is_leaf=lambda x: isinstance(x, LazyLogits)
+    )
 
 
 @jax.custom_vjp

@@ -251,7 +251,7 @@ def check_new(folder: Path) -> None:
     """Raises `ConfigError` if `folder` exists."""
     if folder.exists():
         raise ConfigError(
-            f"{folder} exists, and nothing is overwritten; name a folder that does not"
+            f"{folder} exists, and nothing is overwritten; name one that does not"
         )
 
 
@@ -263,18 +263,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
       ConfigError: `folder` exists.
       StorageError: it cannot be written; nothing of it is left.
     """
-    check_new(folder)
+    with new_file(folder) as partial:
+        partial.mkdir()
+        yield partial
+
+
+@contextlib.contextmanager
+def new_file(file: Path) -> Iterator[Path]:
+    """Gives a path to write, which gets the name `file` if nothing goes wrong.
+
+    Raises:
+      ConfigError: `file` exists.
+      StorageError: it cannot be written; nothing of it is left.
+    """
+    check_new(file)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent
+            prefix=f".{file.name}.", dir=file.parent
         ) as temporary:
-            partial = Path(temporary) / folder.name
-            partial.mkdir()
+            partial = Path(temporary) / file.name
             yield partial
-            partial.rename(folder)
+            partial.rename(file)
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{folder} cannot be written: {error}") from error
+        raise StorageError(f"{file} cannot be written: {error}") from error
 
 
 def save_tensors(

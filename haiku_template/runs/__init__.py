@@ -1,6 +1,7 @@
 """Finished runs: evaluated, exported, generated from."""
 
 from haiku_template.runs.export import export_adapters, export_safetensors
+from haiku_template.runs.predictions import write_predictions
 from haiku_template.runs.run import Run
 from haiku_template.runs.stablehlo import export_forward, export_stablehlo
 
@@ -10,4 +11,5 @@ __all__ = [
     "export_forward",
     "export_safetensors",
     "export_stablehlo",
+    "write_predictions",
 ]

@@ -12,7 +12,7 @@ from ml_collections import config_dict
 
 from haiku_template.data import each_shape
 from haiku_template.errors import ConfigError
-from haiku_template.models import MODELS, LazyLogits, multiply_out
+from haiku_template.models import MODELS, plain_outputs
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.registry import resolve
 from haiku_template.runs.run import Run
@@ -56,7 +56,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
         combine=lambda params, frozen: params,
     )
     exported, serialised = export_forward(
-        lambda inputs: _plain(forward(whole, {}, inputs)),
+        lambda inputs: plain_outputs(forward(whole, {}, inputs)),
         each_shape(data.train)[0]["inputs"],
     )
     described = {
@@ -115,12 +115,6 @@ def _portable_model(config: config_dict.ConfigDict, num_outputs: int) -> Any:
     if "attention" in inspect.signature(function).parameters:
         config.model.attention = "xla"
     return make_model(config, num_outputs)
-
-
-def _plain(outputs: Any) -> Any:
-    return jax.tree.map(
-        multiply_out, outputs, is_leaf=lambda x: isinstance(x, LazyLogits)
-    )
 
 
 def _inputs(exported: jax.export.Exported) -> Any:

@@ -2,14 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, check_host_batch
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -70,7 +70,9 @@ def add_up(
         sums = new if sums is None else jax.tree.map(np.add, sums, new)
 
     def make(index: int) -> Any:
-        return devices.shard(pad(dataset.batch(index), size, index * size))
+        batch = dataset.batch(index)
+        check_host_batch(batch, f"evaluation batch {index}")
+        return devices.shard(pad(batch, size, index * size))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for batch in batches:
@@ -80,6 +82,16 @@ def add_up(
     while running:
         finish_oldest()
     return sums
+
+
+def placed_inputs(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """Inputs of each batch of a set, and the places of its rows: int32 [B]."""
+    first = 0
+    for index in range(dataset.num_batches):
+        batch = dataset.batch(index)
+        last = first + num_rows(batch)
+        yield batch["inputs"], np.arange(first, last, dtype=np.int32)
+        first = last
 
 
 def padded_size(devices: DeviceManager, dataset: Any) -> int:

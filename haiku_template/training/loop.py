@@ -1,7 +1,6 @@
 """The training loop: what happens when; `step.py` has the mathematics."""
 
 import contextlib
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,21 +175,16 @@ class _Run:
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
-        in_flight: deque[Any] = deque()
         with self.trainer.batches(start, stop) as batches:
             self._say(self.profiler.begin(start))
             self.clock.start(start)
             for step, batch in enumerate(batches, start + 1):
-                while len(in_flight) >= self.devices.steps_in_flight:
-                    self.devices.wait(in_flight.popleft())
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, scalars = self.trainer.step(state, batch)
-                in_flight.append(scalars)
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
-                    self.devices.wait(list(in_flight))
-                    in_flight.clear()
+                    self.devices.wait(scalars)
                     self._between(step, start + 1, stop, state, scalars)
         return state
 

@@ -22,6 +22,7 @@ import optax
 
 from haiku_template.devices import mean_over, sum_over
 from haiku_template.errors import ConfigError
+from haiku_template.models import plain_outputs
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, split_seed
@@ -187,6 +188,28 @@ def make_eval_step(
         return sum_over(axis_name, sums)
 
     return eval_step
+
+
+def make_predict_step(
+    *, seed: int, **computing: Any
+) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], Any]:
+    """Makes `predict_step((params, net_state), frozen, (inputs, places))`: outputs.
+
+    As in evaluation, `places` (int32 [B]) and the seed are the source of randomness.
+    Takes what `make_forward` takes.
+    """
+    forward = make_forward(**computing)
+
+    def predict_step(
+        variables: tuple[hk.Params, hk.State],
+        frozen: hk.Params,
+        placed: tuple[Any, jax.Array],
+    ) -> Any:
+        inputs, places = placed
+        rng = jax.random.fold_in(split_seed(seed).evaluation, places[0])
+        return plain_outputs(forward(variables, frozen, inputs, rng))
+
+    return predict_step
 
 
 def _per_example(

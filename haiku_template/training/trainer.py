@@ -15,16 +15,20 @@ import optax
 from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, check_host_batch
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models.attention import for_devices
 from haiku_template.params import flatten, unflatten
 from haiku_template.reporting.perf import Work
-from haiku_template.training.evaluation import add_up, summarize
+from haiku_template.training.evaluation import add_up, placed_inputs, summarize
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
-from haiku_template.training.step import make_eval_step, make_train_step
+from haiku_template.training.step import (
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+)
 from haiku_template.training.tasks import as_task
 
 if TYPE_CHECKING:
@@ -65,7 +69,9 @@ class Trainer:
         data = experiment.data
         model = for_devices(with_state(experiment.model), devices.devices)
         example = each_shape(data.train)[0]
-        self.batch_size = len(jax.tree.leaves(example)[0])
+        if data.evaluation is not None:
+            check_host_batch(data.evaluation.batch(0), "the evaluation batch")
+        self.batch_size = check_host_batch(example)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.precision = Precision.create(experiment.precision, devices.platform)
         self._model_init = make_model_init(
@@ -108,6 +114,8 @@ class Trainer:
         )
         step = self._make_step(axis_name=devices.axis_name)
         eval_step = self._make_eval_step(axis_name=devices.axis_name)
+        del computing["task"]
+        predict_step = make_predict_step(seed=experiment.seed, **computing)
         self.abstract = devices.abstract(self._init, {})._replace(
             frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
         )
@@ -120,6 +128,9 @@ class Trainer:
             step = _gathering(step, self._blocks)
         self._step = devices.compile(step, replicated=3 if self._blocks else 2)
         self._eval_step = devices.compile(eval_step, donate_argnums=(), replicated=2)
+        self._predict_step = devices.compile(
+            predict_step, donate_argnums=(), replicated=2, out="split"
+        )
 
     @property
     def placement(self) -> str:
@@ -201,6 +212,24 @@ class Trainer:
         eval_step = functools.partial(self.eval_step, state)
         sums = add_up(self.devices, eval_step, dataset)
         return summarize(sums, self.task.derive)
+
+    def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
+        """Outputs for each example of an evaluation set, on the host, batch by batch.
+
+        Args:
+          state: whole on every device.
+          dataset: as for `evaluate`.
+
+        Yields:
+          A pytree of NumPy arrays [B, ...] for each batch.
+        """
+        dataset = self.experiment.data.evaluation if dataset is None else dataset
+        variables = (state.averaged(), state.net_state)
+        return self.devices.map_batches(
+            lambda _, batch: self._predict_step(variables, state.frozen, batch),
+            None,
+            placed_inputs(dataset),
+        )
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """The whole model to use: averages where there are any, adapters merged."""

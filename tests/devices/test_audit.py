@@ -109,3 +109,11 @@ def test_a_batch_that_is_on_a_device_already_is_refused_by_name(devices, make):
     batch = {"inputs": make(np.ones((8, 2), np.float32)), "labels": np.ones(8)}
     with pytest.raises(PlacementError, match=r"\['inputs'\] is a JAX array on cpu:0"):
         devices.shard(batch)
+
+
+def test_a_leaf_that_a_step_has_taken_over(devices):
+    leaf = devices.replicate(np.ones(3, np.float32))
+    devices.compile(lambda state, batch: state + 1)(leaf, devices.shard(np.ones(8)))
+    assert "deleted" in verdict(devices, leaf)
+    (placement,) = devices.audit(leaf)
+    assert (placement.where, placement.bytes) == ("nowhere (deleted)", 0)

@@ -225,3 +225,53 @@ def test_swapped_values_count_as_a_difference(four_devices):
     )
     with pytest.raises(PlacementError, match="differ"):
         check_replicas(leaf)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.arange(8) + 2**40, "1099511627776 as int64.*int32"),
+        (np.full(8, -(2**31) - 1), "-2147483649"),
+        (np.full(8, 2**32, np.uint64), "4294967296 as uint64.*uint32"),
+        (np.full(8, 1e300), r"1e\+300 as float64.*float32"),
+        (np.full(8, 1e300j), "complex128.*complex64"),
+    ],
+)
+def test_values_that_do_not_fit_32_bits_are_refused_by_name(devices, values, words):
+    for place in (devices.shard, devices.replicate):
+        with pytest.raises(PlacementError, match=rf"\['x'\] holds .*{words}"):
+            place({"good": np.ones(8), "x": values})
+
+
+def test_64_bit_values_that_fit_arrive(devices):
+    batch = {"i": np.arange(8) - 2**31, "u": np.full(8, 2**32 - 1, np.uint64)}
+    batch |= {"f": np.array([0.1, np.inf, -np.inf, np.nan, 3e38, 0, 1, 2])}
+    for place in (devices.shard, devices.replicate):
+        fetched = devices.fetch(place(batch))
+        for name, values in batch.items():
+            expected = values.astype(fetched[name].dtype)
+            np.testing.assert_array_equal(fetched[name].reshape(-1), expected)
+
+
+def test_words_are_refused_by_name(devices):
+    for place in (devices.shard, devices.replicate):
+        with pytest.raises(PlacementError, match=r"\['x'\] holds <U1.*numbers"):
+            place({"x": np.array(list("abcdefgh"))})
+
+
+def test_shard_refuses_leaves_with_different_rows(devices):
+    with pytest.raises(PlacementError, match=r"\['x'\] has 8 rows and .*\['y'\].* 16"):
+        devices.shard({"x": np.ones(8), "y": np.ones((16, 2))})
+
+
+@pytest.mark.parametrize("leaf", [[1.0] * 8, 3.0, np.float32(1), []])
+def test_shard_refuses_leaves_that_are_no_arrays_of_rows(devices, leaf):
+    with pytest.raises(PlacementError, match=r"without rows|holds no array"):
+        devices.shard({"x": leaf})
+
+
+def test_what_is_on_several_sets_of_devices_is_fetched(four_devices):
+    others = DeviceManager.create("cpu:6,7")
+    tree = {"a": four_devices.replicate(np.ones(3)), "b": others.shard(np.arange(4))}
+    fetched = four_devices.fetch(tree)
+    np.testing.assert_array_equal(fetched["b"].reshape(-1), np.arange(4))

@@ -9,7 +9,7 @@ import pytest
 
 from haiku_template.config import default_config
 from haiku_template.data import BatchSpec, each_shape
-from haiku_template.data.text.examples import jsonl
+from haiku_template.data.text.jsonl import jsonl
 from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt
 from haiku_template.training import Experiment, classification, train

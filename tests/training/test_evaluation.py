@@ -7,6 +7,7 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import PlacementError
 from haiku_template.models import mlp
 from haiku_template.training import Experiment, classification
 from haiku_template.training.evaluation import pad
@@ -154,3 +155,27 @@ def test_examples_count_by_their_weight(devices):
     )
     expected = inputs[weights > 0, 0].sum() / weights.sum()
     assert found == {"eval/loss": pytest.approx(expected, rel=1e-5)}
+
+
+class OnDevice:
+    """An evaluation set whose batches are JAX arrays, from the second on."""
+
+    num_batches = 2
+
+    def batch(self, index):
+        array = jnp.asarray if index else np.asarray
+        return {"inputs": array(np.ones((4, 5))), "labels": array(np.zeros(4, int))}
+
+
+def test_evaluation_data_that_is_on_a_device_is_refused_as_training_does(devices):
+    data = example(16, 8)
+    options = {"model": mlp(3, width=8), "task": classification}
+    options["optimizer"] = optax.sgd(0.1)
+    inputs = jnp.asarray(data.evaluation.inputs)
+    on_device = EvaluationSet(inputs, data.evaluation.labels, 8)
+    with pytest.raises(PlacementError, match=r"evaluation batch's \['inputs'\].*JAX"):
+        Experiment(data=data._replace(evaluation=on_device), **options).trainer(devices)
+    made = Experiment(data=data._replace(evaluation=OnDevice()), **options)
+    trainer = made.trainer(devices)
+    with pytest.raises(PlacementError, match=r"evaluation batch 1's \['inputs'\].*JAX"):
+        trainer.evaluate(trainer.init())

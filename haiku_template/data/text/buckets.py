@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import (
-    Batch,
-    BatchSpec,
-    check_batch_memory,
-    epochs,
-    share,
-)
+from haiku_template.data.dataset import Batch, BatchSpec, check_batch, epochs, share
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
@@ -119,8 +113,7 @@ class BucketedDataset:
     spec: BatchSpec
 
     def __post_init__(self) -> None:
-        check_batch_memory(self.spec.batch_size, 4 * self.lengths[-1])
-        share(self.spec)
+        check_batch(self.spec, 4 * self.lengths[-1])
 
     def batch(self, step: int) -> Batch:
         """This process's share of the batch of `step`: arrays [B / processes, ...]."""

@@ -1,10 +1,27 @@
-"""JSON-lines: one object a line, of one kind in a file; and a part held out of them."""
+"""The data set `jsonl`: texts with labels, or prompts with completions.
+
+{"text": "A fine film.", "label": "positive"}
+{"prompt": "Capital of France?", "completion": " Paris"}
+"""
 
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from haiku_template.data.dataset import BatchSpec, Data
+from haiku_template.data.files import given_path, read_with
+from haiku_template.data.text.buckets import (
+    BucketedDataset,
+    BucketedEvaluationSet,
+    Completions,
+    Texts,
+    Tokens,
+    choose_lengths,
+)
 from haiku_template.data.text.documents import hold_out, rank
+from haiku_template.data.text.tokenizer import Tokenizer
 from haiku_template.errors import ConfigError
 
 # Keys by the kind of labels that a task needs; other keys of a line are not read.
@@ -13,46 +30,104 @@ TASKS = {"classes": "classification", "tokens": "language_model"}  # For message
 
 
 class Line(NamedTuple):
-    """One example.
-
-    Attributes:
-      where: the file and the number of the line, for errors.
-      text: the text, or the prompt.
-      target: the label, or the completion.
-    """
+    """One example: where it is, its text or prompt, and its label or completion."""
 
     where: str
     text: str
     target: Any
 
 
-def read_lines(path: Path, labels: str) -> list[Line]:
-    """The examples of a file; empty lines are left out.
+def jsonl(
+    spec: BatchSpec,
+    *,
+    path: str | None = None,
+    tokenizer: str | None = None,
+    context: int = 512,
+    vocab_size: int | None = None,
+    num_buckets: int = 4,
+    truncate: bool = False,
+    validation_path: str | None = None,
+    validation_fraction: float = 0.1,
+) -> Data:
+    """JSON-lines: `text` and `label`, or `prompt` and `completion`.
+
+    With the task `classification`, inputs are those of an encoder, the classes are the
+    labels to train on, sorted. With `language_model`, tokens of prompt and completion
+    follow each other, the end of a text follows them, and the loss is of the
+    completion and of that end alone. Tokens are padded to one of few lengths. With a
+    task of one's own the file says which of the two it is.
 
     Args:
-      path: UTF-8 text.
-      labels: a key of `KEYS`; see `labels_of`.
+      spec: how they are cut into batches, and for which labels.
+      path: the file.
+      tokenizer: a tokenizer.json, or a folder with one; None means bytes of UTF-8.
+      context: the longest inputs, in tokens: at most the model's positions.
+      vocab_size: of the model; None means the tokenizer's.
+      num_buckets: different lengths of batches, at most; each is compiled.
+      truncate: cut what is longer than `context`, instead of refusing it: the end of a
+        text, the beginning of a prompt and its completion.
+      validation_path: evaluate on this file, and train on all of `path`.
+      validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      ConfigError: the file is missing, not UTF-8 or empty, the task needs other data,
-        or a line is no such example; the message names the first.
+      ConfigError: a line that is no example of the kind, is longer than `context`, or
+        has nothing to learn from; a label that is only held out; nothing to hold out; a
+        tokenizer with tokens that `vocab_size` does not have. Names the line.
     """
-    lines = [
-        _line(f"line {number} of {path}", text, labels)
-        for number, text in enumerate(_text(path).split("\n"), 1)
-        if text.strip()
-    ]
-    if not lines:
+    file = given_path(path, "jsonl", "a file with a JSON object in each line")
+    if context < 1:
+        raise ConfigError(f"context={context}; possible is 1 or more")
+    rows = _read_rows(file)
+    labels = _labels(rows, spec.labels)
+    training = [_line(where, text, labels) for where, text in rows]
+    if validation_path is not None:
+        rows = _read_rows(Path(validation_path).expanduser())
+        held_out = [_line(where, text, labels) for where, text in rows]
+    else:
+        training, held_out = _split(training, validation_fraction)
+    coder = Tokenizer(tokenizer)
+    if vocab_size is not None and vocab_size < coder.size:
+        raise ConfigError(
+            f"{coder.name} has {coder.size} tokens, and vocab_size={vocab_size}; the "
+            "model must know all of them"
+        )
+    size = vocab_size or coder.size
+    cut = context if truncate else None
+    if labels == "classes":
+        classes = _classes(training)
+        num_outputs, names = len(classes), tuple(map(str, classes))
+        parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]
+    else:
+        num_outputs, names = size, ()
+        parts = [_completions(part, coder, cut) for part in (training, held_out)]
+    for part, lines in zip(parts, (training, held_out), strict=True):
+        _check_sizes(part.sizes, lines, context)
+    longest = max(part.sizes.max(initial=0) for part in parts)
+    lengths = choose_lengths(parts[0].sizes, num_buckets, context, longest)
+    train = BucketedDataset(parts[0], lengths, spec)
+    evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
+    given = {"text": coder.name, "class_names": names, "vocab_size": size}
+    return Data(train, evaluation if held_out else None, num_outputs, **given)
+
+
+def _read_rows(path: Path) -> list[tuple[str, str]]:
+    """Where each line is, and its text; empty ones are left out."""
+    try:
+        text = read_with(path, Path.read_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        ) from error
+    lines = enumerate(text.split("\n"), 1)
+    rows = [(f"line {n} of {path}", line) for n, line in lines if line.strip()]
+    if not rows:
         raise ConfigError(f"{path} is empty; at least one example is needed")
-    return lines
+    return rows
 
 
-def labels_of(path: Path, labels: str) -> str:
-    """Key of `KEYS` that a task needs; for one that takes any, that of the file.
-
-    Raises:
-      ConfigError: the task needs other data; or as `read_lines`.
-    """
+def _labels(rows: list[tuple[str, str]], labels: str) -> str:
+    """Key of `KEYS` that a task needs; the first row's for one that takes any."""
     if labels in KEYS:
         return labels
     if labels == "numbers":
@@ -60,26 +135,11 @@ def labels_of(path: Path, labels: str) -> str:
             f"JSON-lines are for the tasks {' and '.join(TASKS.values())}, and "
             "config.task.name is regression"
         )
-    first = next((text for text in _text(path).split("\n") if text.strip()), "{}")
     try:
-        keys = set(json.loads(first))
+        keys = set(json.loads(rows[0][1]))
     except (ValueError, RecursionError, TypeError):
         keys = set()
     return next((k for k, v in KEYS.items() if set(v) <= keys), "classes")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"line {line} of {path} is not UTF-8 text: {error.reason}"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"the data file {path} cannot be read: {error.strerror}"
-        ) from error
 
 
 def _line(where: str, text: str, labels: str) -> Line:
@@ -113,8 +173,8 @@ def _line(where: str, text: str, labels: str) -> Line:
     return example
 
 
-def split_lines(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
-    """Holds out lines by their text, or prompt; see `hold_out`."""
+def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+    """Holds out lines by their text, or prompt."""
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
     texts = [line.text.encode(errors="surrogatepass") for line in lines]
     alone = f"{lines[0].where} and all others have the same text, so that nothing can "
@@ -122,12 +182,8 @@ def split_lines(lines: list[Line], fraction: float) -> tuple[list[Line], list[Li
     return hold_out(lines, keys, fraction, alone + "be held out")
 
 
-def class_names(lines: list[Line]) -> dict[Any, int]:
-    """The number of each label, in the order of the labels.
-
-    Raises:
-      ConfigError: labels of two kinds.
-    """
+def _classes(lines: list[Line]) -> dict[Any, int]:
+    """The number of each label, in the order of the labels, all of one type."""
     first = lines[0]
     for line in lines:
         if type(line.target) is not type(first.target):
@@ -138,16 +194,49 @@ def class_names(lines: list[Line]) -> dict[Any, int]:
     return {label: i for i, label in enumerate(sorted({x.target for x in lines}))}
 
 
-def classes_of(lines: list[Line], names: dict[Any, int]) -> list[int]:
-    """The number of each line's label.
-
-    Raises:
-      ConfigError: a label that was not found in the lines to train on.
-    """
+def _texts(
+    lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
+) -> Texts:
     for line in lines:
-        if line.target not in names:
+        if line.target not in classes:
             raise ConfigError(
                 f"{line.where} has the label {line.target!r}, which no example to "
-                f"train on has; those have {', '.join(map(str, list(names)[:20]))}"
+                f"train on has; those have {', '.join(map(str, list(classes)[:20]))}"
             )
-    return [names[line.target] for line in lines]
+    tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
+    labels = [classes[line.target] for line in lines]
+    return Texts(Tokens.create(tokens), np.array(labels, np.int32))
+
+
+def _completions(
+    lines: list[Line], tokenizer: Tokenizer, cut: int | None
+) -> Completions:
+    prompts = tokenizer.encode([line.text for line in lines], special=True)
+    # What begins a text does not begin a completion.
+    completions = tokenizer.encode([line.target for line in lines])
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    # The end of the text before tells that an empty prompt is one.
+    prompts = [prompt or end for prompt in prompts]
+    whole = [p + c + end for p, c in zip(prompts, completions, strict=True)]
+    for line, tokens, prompt in zip(lines, whole, prompts, strict=True):
+        if len(tokens) < 2 or len(tokens) == len(prompt):
+            raise ConfigError(
+                f"{line.where} has nothing to learn from: its prompt has {len(prompt)} "
+                f"tokens and its completion {len(tokens) - len(prompt)}"
+            )
+    before = [max(len(tokens) - (cut + 1), 0) if cut else 0 for tokens in whole]
+    kept = [tokens[n:] for tokens, n in zip(whole, before, strict=True)]
+    left = [max(len(p) - n, 0) for p, n in zip(prompts, before, strict=True)]
+    return Completions(Tokens.create(kept), np.array(left, np.int64))
+
+
+def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:
+    if sizes.max(initial=0) > context:
+        index = int(sizes.argmax())
+        raise ConfigError(
+            f"{lines[index].where} is the longest example, with {sizes[index]} tokens "
+            f"for the model to see, and context={context}; cut it, raise context as "
+            "far as the model has positions, or set config.data.truncate=True"
+        )
+    if len(sizes) and sizes.min() < 1:
+        raise ConfigError(f"{lines[int(sizes.argmin())].where} has a text of no tokens")

@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import (
-    Batch,
-    BatchSpec,
-    check_batch_memory,
-    epochs,
-    share,
-)
+from haiku_template.data.dataset import Batch, BatchSpec, check_batch, epochs, share
 from haiku_template.data.text.stream import TokenStream
 from haiku_template.errors import ConfigError
 
@@ -55,12 +49,11 @@ class TokenDataset:
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "train on")
         width = self.tokens.dtype.itemsize
-        check_batch_memory(self.spec.batch_size, 2 * width * (self.context + 1))
+        check_batch(self.spec, 2 * width * (self.context + 1))
         if self.order not in ORDERS:
             raise ConfigError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
             )
-        share(self.spec)
 
     def rows(self, step: int) -> np.ndarray:
         """Where this process's windows of `step` start: int64 [B / processes]."""

@@ -12,7 +12,7 @@ from haiku_template.data.text.buckets import (
     Tokens,
     choose_lengths,
 )
-from haiku_template.data.text.examples import jsonl
+from haiku_template.data.text.jsonl import jsonl
 from haiku_template.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -287,7 +287,7 @@ def test_other_mistakes_are_refused(tmp_path, labelled):
 
     (tmp_path / "latin.jsonl").write_bytes(f"{GOOD}\n".encode() + b'{"text": "\xe9"}')
     refuse("line 2 of .* is not UTF-8", path=str(tmp_path / "latin.jsonl"))
-    refuse("cannot be read: No such file", path=str(tmp_path / "none.jsonl"))
+    refuse("none.jsonl does not exist; .* holds", path=str(tmp_path / "none.jsonl"))
     refuse("config.data.path=PATH", path=None)
     refuse("validation_fraction=1", validation_fraction=1)
     refuse("context=0", context=0)

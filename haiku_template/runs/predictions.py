@@ -1,0 +1,84 @@
+"""Predictions: outputs for each example of a data set, written to a file."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from haiku_template.errors import ConfigError
+from haiku_template.pretrained import check_new, new_file
+from haiku_template.runs.run import Run
+
+Rows = dict[str, Any]
+
+
+def write_predictions(run: Run, output: Path) -> int:
+    """Writes the outputs for a run's evaluation set, with the labels, in its order.
+
+    Args:
+      run: with its checkpoint.
+      output: the file to write, `.npz` (which needs all of it in memory) or `.jsonl`.
+
+    Returns:
+      The number of examples.
+
+    Raises:
+      ConfigError: another ending, `output` exists, no such checkpoint, or nothing to
+        predict.
+      StorageError: the checkpoint is damaged, or `output` cannot be written.
+    """
+    write = _writer(output)
+    check_new(output)
+    dataset = run.trainer.experiment.data.evaluation
+    if dataset is None:
+        raise ConfigError(f"the data set {run.config.data.name} has nothing to predict")
+    state = run.state
+    with new_file(output) as file, run.devices.explicit_transfers():
+        outputs = enumerate(run.trainer.predict(state))
+        rows = (
+            {"outputs": x, "labels": dataset.batch(index)["labels"]}
+            for index, x in outputs
+        )
+        return write(file, rows)
+
+
+def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:
+    """What writes a file of this name, and returns the number of examples.
+
+    Raises:
+      ConfigError: nothing does.
+    """
+    writers = {".npz": _write_npz, ".jsonl": _write_jsonl}
+    if output.suffix not in writers:
+        raise ConfigError(
+            f"--output={output} ends in neither .npz (arrays) nor .jsonl (one JSON "
+            "object an example)"
+        )
+    return writers[output.suffix]
+
+
+def _write_npz(file: Path, batches: Iterator[Rows]) -> int:
+    """Writes arrays [N, ...] named `outputs` and `labels`, or `outputs/NAME`."""
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    leaves = jax.tree_util.tree_leaves_with_path(joined)
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves
+    }
+    np.savez(file, **arrays)
+    return len(leaves[0][1])
+
+
+def _write_jsonl(file: Path, batches: Iterator[Rows]) -> int:
+    """Writes an object with `outputs` and `labels` for each example."""
+    count = 0
+    with file.open("w") as lines:
+        for batch in batches:
+            for row in range(len(jax.tree.leaves(batch)[0])):
+                example = jax.tree.map(lambda x, row=row: x[row].tolist(), batch)
+                lines.write(json.dumps(example) + "\n")
+                count += 1
+    return count

@@ -1,0 +1,180 @@
+"""What a compiled step refuses, what it bounds, and its results of each example."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from haiku_template.devices import checks, mean_over
+from haiku_template.devices.step import IN_FLIGHT
+from haiku_template.errors import PlacementError
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def scaled(state, batch):
+    return batch * state
+
+
+def test_fetch_refuses_what_differs_between_devices(four_devices):
+    step = four_devices.compile(scaled, donate_argnums=())
+    results = step(four_devices.replicate(np.float32(2)), four_devices.shard(EIGHT))
+    with pytest.raises(PlacementError, match=r"differ.*out='split'"):
+        four_devices.fetch({"results": results})
+
+
+def test_fetch_gathers_what_is_split(devices):
+    placed = devices.shard({"x": EIGHT})
+    np.testing.assert_array_equal(devices.fetch(placed)["x"].reshape(-1), EIGHT)
+
+
+def test_split_results_are_those_of_each_example(devices):
+    step = devices.compile(
+        lambda state, batch: {"double": scaled(state, batch), "row": batch[:, None]},
+        donate_argnums=(),
+        out="split",
+    )
+    with devices.explicit_transfers():
+        results = step(devices.replicate(np.float32(2)), devices.shard(EIGHT))
+        results = devices.fetch(results)
+    np.testing.assert_array_equal(results["double"], 2 * EIGHT)
+    np.testing.assert_array_equal(results["row"], EIGHT[:, None])
+
+
+def test_split_results_may_average_over_the_devices_on_their_way(devices):
+    def step(state, batch):
+        return batch - mean_over(devices.axis_name, batch.mean()) + state
+
+    step = devices.compile(step, donate_argnums=(), out="split")
+    results = step(devices.replicate(np.float32(1)), devices.shard(EIGHT))
+    np.testing.assert_array_equal(devices.fetch(results), EIGHT - EIGHT.mean() + 1)
+
+
+@pytest.mark.parametrize("result", [lambda s, b: b.sum(), lambda s, b: b[:1]])
+def test_split_results_that_are_not_of_each_example_are_refused(devices, result):
+    step = devices.compile(result, donate_argnums=(), out="split")
+    with pytest.raises(PlacementError, match="one entry for each row"):
+        step(devices.replicate(np.float32(1)), devices.shard(EIGHT))
+    with pytest.raises(PlacementError, match="whole and split"):
+        devices.compile(result, out="stacked")
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 3], [5], [2, 7, 1], [4, 4]])
+def test_map_batches_gives_each_example_once_whatever_the_sizes(devices, sizes):
+    rows = np.random.default_rng(0).normal(size=(sum(sizes), 3)).astype(np.float32)
+    batches = np.split(rows, np.cumsum(sizes)[:-1])
+    step = devices.compile(
+        lambda w, batch: {"sum": (batch["x"] * w).sum(axis=1)},
+        donate_argnums=(),
+        out="split",
+    )
+    w = devices.replicate(np.array([1, 2, 4], np.float32))
+    with devices.explicit_transfers():
+        results = list(devices.map_batches(step, w, ({"x": b} for b in batches)))
+    assert [len(result["sum"]) for result in results] == sizes
+    joined = np.concatenate([result["sum"] for result in results])
+    np.testing.assert_allclose(joined, rows @ [1, 2, 4], rtol=1e-5)
+
+
+def test_a_state_that_was_donated_is_named_and_not_used_again(devices):
+    step = devices.compile(lambda s, b: jax.tree.map(lambda x: x + 1, s))
+    state = devices.init(lambda: {"a": jnp.ones(3), "b": jnp.ones(2)})
+    batch = devices.shard(EIGHT)
+    new = step(state, batch)
+    for use in (lambda: step(state, batch), lambda: devices.fetch(state)):
+        with pytest.raises(PlacementError, match=r"\['a'\] \(float32\[3\]\).*deleted"):
+            use()
+    step(new, batch)
+    with pytest.raises(PlacementError, match=r"\['b'\].*deleted"):
+        checks.check_replicas({"b": new["b"]})
+
+
+def test_a_deleted_batch_is_named(devices):
+    step = devices.compile(lambda s, b: s, donate_argnums=())
+    state, batch = devices.replicate(EIGHT), devices.shard({"x": EIGHT})
+    batch["x"].delete()
+    with pytest.raises(PlacementError, match=r"the batch's \['x'\].*deleted"):
+        step(state, batch)
+
+
+def test_an_array_that_is_in_a_donated_state_twice_is_refused(devices):
+    step = devices.compile(lambda s, b: jax.tree.map(lambda x: x + 1, s))
+    one = devices.replicate(EIGHT)
+    with pytest.raises(PlacementError, match=r"\['b'\].*the same array as.*\['a'\]"):
+        step({"a": one, "b": one}, devices.shard(EIGHT))
+    state = devices.replicate({"a": (x := jnp.ones(3)), "b": x})
+    new = devices.fetch(step(state, devices.shard(EIGHT)))
+    np.testing.assert_array_equal(new["a"], new["b"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": EIGHT},
+        {"x": EIGHT[:2]},
+        {"x": [1.0, 2.0]},
+        {"x": 3},
+        {"x": jnp.arange(4.0)},
+    ],
+)
+def test_a_batch_that_is_not_from_shard_is_refused_by_name(four_devices, batch):
+    step = four_devices.compile(lambda s, b: s, donate_argnums=())
+    with pytest.raises(PlacementError, match=r"the batch's \['x'\].*devices.shard"):
+        step(four_devices.replicate(EIGHT), batch)
+
+
+def test_a_batch_that_is_whole_on_each_device_is_refused(four_devices):
+    step = four_devices.compile(lambda s, b: s, donate_argnums=())
+    whole = four_devices.replicate(np.ones((4, 2), np.float32))
+    with pytest.raises(PlacementError, match="whole on each.*devices.shard"):
+        step(whole, whole)
+
+
+def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):
+    def slow(state, batch):
+        return jax.lax.fori_loop(0, 100, lambda _, x: jnp.tanh(x @ x), state)
+
+    step = devices.compile(slow)
+    state = devices.replicate(np.eye(150, dtype=np.float32))
+    batch = devices.shard(EIGHT)
+    for _ in range(2 * devices.steps_in_flight + 2):
+        state = step(state, batch)  # Donated: what came out is gone at once.
+        unfinished = [token for token in IN_FLIGHT.tokens if not token.is_ready()]
+        assert len(unfinished) <= devices.steps_in_flight
+    assert len(IN_FLIGHT.tokens) <= devices.steps_in_flight
+
+
+OWN_LOOP = """
+import numpy as np, jax, jax.numpy as jnp
+from haiku_template.devices import (DeviceManager, mean_over)
+devices = DeviceManager.create(simulate_devices=8)
+def first(state, batch):
+    return state + mean_over(devices.axis_name, batch.mean())
+def second(state, batch):
+    return mean_over(devices.axis_name, batch.sum() * state)
+first, second = devices.compile(first), devices.compile(second, donate_argnums=())
+state = devices.replicate(np.zeros((300, 300), np.float32))
+batch = devices.shard(np.ones((8, 300, 300), np.float32))
+for _ in range(300):
+    state = first(state, batch)
+    more = second(state, batch)
+print(devices.fetch(state)[0, 0], devices.fetch(more)[0, 0])
+"""
+
+
+def test_a_loop_of_ones_own_over_simulated_devices_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["300.0", "2.7e+07"]
+
+
+def test_a_step_can_be_traced_without_being_dispatched(one_device):
+    step = one_device.compile(lambda s, b: s + b.sum(), donate_argnums=())
+    shape = jax.eval_shape(step, jnp.ones(3), jnp.ones(2))
+    assert shape.shape == (3,)
+    one_device.fetch(step(one_device.replicate(EIGHT), one_device.shard(EIGHT)))
