@@ -60,9 +60,9 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
 
     config.optimizer = config_dict.ConfigDict()
-    config.optimizer.name = "adamw"  # Or sgd, lion, adafactor.
+    config.optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: any of optax's.
     config.optimizer.learning_rate = 1e-3  # The highest value of the schedule.
-    config.optimizer.schedule = "cosine"  # After the warm-up; or linear, constant.
+    config.optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
     config.optimizer.warmup_steps = 0  # Linear, from 0.
     config.optimizer.final_fraction = 0.0  # Of learning_rate, at the end.
     config.optimizer.weight_decay = 0.0  # For leaves of two or more dimensions.

@@ -1,4 +1,4 @@
-"""What a config names: an entry of a table or a user's function, called by keywords."""
+"""Names in a config: entries of a table, or a user's `module:function`."""
 
 import difflib
 import importlib
@@ -17,19 +17,20 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """
     if name in table:
         return table[name]
+    key = key if "." in key else f"{key}.name"
     module, colon, function = str(name).partition(":")
     if not colon:
         near = difflib.get_close_matches(str(name), table, n=1)
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"config.{key}.name={name!r} is not known{guess}; possible are "
+            f"config.{key}={name!r} is not known{guess}; possible are "
             f"{', '.join(table)}, or a function of yours as module:function"
         )
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"config.{key}.name={name!r} cannot be imported from here: {error}"
+            f"config.{key}={name!r} cannot be imported from here: {error}"
         ) from error
 
 

@@ -1,5 +1,7 @@
-"""Optimizers and learning-rate schedules by name; all of them are optax's."""
+"""Optimizers and learning-rate schedules by name: optax's, or a user's functions."""
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +9,14 @@ from typing import Any
 import jax
 import optax
 
+from haiku_template.errors import ConfigError
+from haiku_template.registry import resolve
+
 logger = logging.getLogger(__name__)
 
 Schedule = Callable[[Any], Any]
 NOT_DECAYED = ("b", "offset", "scale")
+DECAY_FRACTION = 0.2  # Of the steps, in which `wsd` decays.
 
 
 def make_schedule(
@@ -21,10 +27,12 @@ def make_schedule(
     warmup_steps: int = 0,
     final_fraction: float = 0.0,
 ) -> Schedule:
-    """A linear warm-up from 0, then `cosine`, `linear` or `constant`.
+    """Linear warm-up from 0, then a decay by name.
 
     Args:
-      name: the shape after the warm-up.
+      name: `cosine`, `linear`, `constant`; `wsd` (warm-up-stable-decay: constant, then
+        linear in the last fifth of the steps); or `module:function`, called with these
+        arguments, the warm-up its own.
       learning_rate: the highest value, reached after the warm-up.
       num_steps: when the schedule ends.
       warmup_steps: of `num_steps`; a warm-up as long as the run is cut, so that a long
@@ -32,7 +40,7 @@ def make_schedule(
       final_fraction: of `learning_rate`, reached at the end; not for `constant`.
 
     Raises:
-      ValueError: another name.
+      ConfigError: another name.
     """
     if warmup_steps >= num_steps:
         cut = max(num_steps - 1, 0)
@@ -43,86 +51,58 @@ def make_schedule(
             cut,
         )
         warmup_steps = cut
-    steps = num_steps - warmup_steps
-    final = learning_rate * final_fraction
-    shapes = {
-        "cosine": lambda: optax.cosine_decay_schedule(
-            learning_rate, steps, alpha=final_fraction
-        ),
-        "linear": lambda: optax.linear_schedule(learning_rate, final, steps),
-        "constant": lambda: optax.constant_schedule(learning_rate),
-    }
-    if name not in shapes:
-        raise ValueError(
-            f"schedule {name!r} is not known; possible are {', '.join(shapes)}"
+    make = resolve("optimizer.schedule", name, SCHEDULES)
+    if name not in SCHEDULES:
+        return make(
+            learning_rate=learning_rate,
+            num_steps=num_steps,
+            warmup_steps=warmup_steps,
+            final_fraction=final_fraction,
         )
+    shape = make(learning_rate, num_steps - warmup_steps, final_fraction)
     if not warmup_steps:
-        return shapes[name]()
+        return shape
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, shapes[name]()], [warmup_steps])
+    return optax.join_schedules([warmup, shape], [warmup_steps])
+
+
+def _cosine(rate: float, steps: int, final_fraction: float) -> Schedule:
+    return optax.cosine_decay_schedule(rate, steps, alpha=final_fraction)
+
+
+def _linear(rate: float, steps: int, final_fraction: float) -> Schedule:
+    return optax.linear_schedule(rate, rate * final_fraction, steps)
+
+
+def _constant(rate: float, steps: int, final_fraction: float) -> Schedule:
+    del steps, final_fraction
+    return optax.constant_schedule(rate)
+
+
+def _warmup_stable_decay(rate: float, steps: int, final_fraction: float) -> Schedule:
+    decay = max(round(steps * DECAY_FRACTION), 1)
+    end = optax.linear_schedule(rate, rate * final_fraction, decay)
+    return optax.join_schedules([optax.constant_schedule(rate), end], [steps - decay])
+
+
+SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _warmup_stable_decay,
+}
 
 
 def matrices(params: Any) -> Any:
-    """The weight-decay mask: True for leaves of two or more dimensions.
+    """Weight-decay mask: True for leaves of two or more dimensions.
 
-    Haiku's biases and the scales and offsets of its normalisation layers are left
+    Haiku's biases and the scales and offsets of its normalization layers are left
     out by name, whatever their shape: those of `hk.BatchNorm` have four dimensions.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x.ndim > 1 and getattr(path[-1], "key", "") not in NOT_DECAYED,
         params,
     )
-
-
-def _sgd(
-    learning_rate: Schedule,
-    weight_decay: float,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-) -> optax.GradientTransformation:
-    """SGD with momentum; the decay is added to the gradient, as L2 regularisation."""
-    return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask=matrices),
-        optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov),
-    )
-
-
-def _adamw(
-    learning_rate: Schedule, weight_decay: float, **kwargs: Any
-) -> optax.GradientTransformation:
-    return optax.adamw(
-        learning_rate, weight_decay=weight_decay, mask=matrices, **kwargs
-    )
-
-
-def _lion(
-    learning_rate: Schedule, weight_decay: float, **kwargs: Any
-) -> optax.GradientTransformation:
-    return optax.lion(learning_rate, weight_decay=weight_decay, mask=matrices, **kwargs)
-
-
-def _adafactor(
-    learning_rate: Schedule, weight_decay: float, **kwargs: Any
-) -> optax.GradientTransformation:
-    """Adafactor; its decay is a share of the learning rate, as the others' are."""
-    adafactor = optax.adafactor(learning_rate, **kwargs)
-    if not weight_decay:
-        return adafactor  # optax's own decay is a share of the weights a step.
-    return optax.chain(
-        adafactor,
-        optax.add_decayed_weights(
-            lambda step: -weight_decay * learning_rate(step), mask=matrices
-        ),
-    )
-
-
-# The keys that each takes besides learning_rate and weight_decay.
-OPTIMIZERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "adamw": (_adamw, ("b1", "b2")),
-    "sgd": (_sgd, ("momentum", "nesterov")),
-    "lion": (_lion, ("b1", "b2")),
-    "adafactor": (_adafactor, ("momentum",)),
-}
 
 
 def make_optimizer(
@@ -133,32 +113,56 @@ def make_optimizer(
     clip_norm: float | None = None,
     **kwargs: Any,
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then `adamw`, `sgd`, `lion` or `adafactor`.
+    """Clipping by global norm, then an optimizer by name, with decoupled weight decay.
 
     Args:
-      name: which optimizer.
+      name: any optimizer of optax or optax.contrib that takes a learning rate, such as
+        `adamw`, `sgd`, `lion`, `adafactor`, `muon`; or `module:function`.
       schedule: learning rate as a function of the step.
-      weight_decay: for the leaves that `matrices` names.
+      weight_decay: for the leaves that `matrices` names, times the learning rate; of
+        `sgd` it is added to the gradient, as L2 regularization.
       clip_norm: the gradient's largest global norm; None means no clipping.
-      **kwargs: the optimizer's own (`b1`, `b2`, `momentum`, `nesterov`); None means
-        its default.
+      **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises:
-      ValueError: another name, or a key that this optimizer does not take.
+      ConfigError: another name, or a key that this optimizer does not take.
     """
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer {name!r} is not known; possible are {', '.join(OPTIMIZERS)}"
-        )
-    make, keys = OPTIMIZERS[name]
+    function = resolve("optimizer", name, _optimizers())
+    parameters = inspect.signature(function).parameters
     given = {key: value for key, value in kwargs.items() if value is not None}
     for key in given:
-        if key not in keys:
-            raise ValueError(
-                f"optimizer {name} takes no {key}; besides learning_rate and "
-                f"weight_decay it takes {', '.join(keys)}"
+        if key not in parameters:
+            own = [k for k in parameters if "decay" not in k and "mask" not in k]
+            raise ConfigError(
+                f"config.optimizer: {name} takes no {key}; besides weight_decay and "
+                f"clip_norm it takes {', '.join(own)}"
             )
-    optimizer = make(schedule, weight_decay, **given)
+    mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
+    if name == "sgd":
+        decay = optax.add_decayed_weights(weight_decay, mask=matrices)
+        optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | given))
+    elif "weight_decay" in parameters and mask is not None:
+        given |= {"weight_decay": weight_decay, mask: matrices}
+        optimizer = function(schedule, **given)
+    else:
+        optimizer = function(schedule, **given)
+        if weight_decay:
+            decay = optax.add_decayed_weights(
+                lambda step: -weight_decay * schedule(step), mask=matrices
+            )
+            optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+@functools.cache
+def _optimizers() -> dict[str, Callable[..., Any]]:
+    """Optimizers of optax and optax.contrib by name."""
+    return {
+        name: function
+        for module in (optax.contrib, optax)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if not name.startswith(("_", "scale_by_"))
+        and "learning_rate" in inspect.signature(function).parameters
+    }

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from haiku_template.errors import ConfigError
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 
 
@@ -80,7 +81,7 @@ def test_clipping_bounds_the_global_norm():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: make_optimizer("adam", None), "'adam'.*adamw, sgd, lion, adafactor"),
+        (lambda: make_optimizer("adamv", None), "'adamv'.*did you mean adam.*muon"),
         (lambda: make_optimizer("sgd", None, b2=0.9), "sgd takes no b2.*momentum"),
         (
             lambda: make_schedule("step", learning_rate=1, num_steps=2),
@@ -89,5 +90,44 @@ def test_clipping_bounds_the_global_norm():
     ],
 )
 def test_unknown_names_and_keys_say_what_is_possible(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ConfigError, match=words):
         call()
+
+
+@pytest.mark.parametrize("name", ["muon", "adan", "rmsprop", "lamb", "signum"])
+def test_any_optimizer_of_optax_learns_and_decays_matrices_alone(name):
+    params = {"w": jnp.full((4, 4), 2.0), "b": jnp.full(4, 2.0)}
+    optimizer = make_optimizer(name, lambda step: 0.01, weight_decay=0.5)
+    state = optimizer.init(params)
+    grads = {"w": jnp.eye(4), "b": jnp.ones(4)}
+    updates, state = optimizer.update(grads, state, params)
+    assert float(updates["w"][0, 0]) < 0 and float(updates["b"][0]) < 0
+    zeros = {"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}
+    fresh = optimizer.init(params)
+    updates, _ = optimizer.update(zeros, fresh, params)
+    assert np.all(np.asarray(updates["w"]) < 0)
+    np.testing.assert_array_equal(updates["b"], 0)
+
+
+def test_warm_up_stable_decay_is_constant_until_the_last_fifth():
+    options = {"learning_rate": 2.0, "num_steps": 110, "warmup_steps": 10}
+    schedule = make_schedule("wsd", final_fraction=0.1, **options)
+    got = values(schedule, [0, 5, 10, 90, 100, 110])
+    assert got == pytest.approx([0, 1, 2, 2, 1.1, 0.2], abs=1e-6)
+
+
+def own_schedule(learning_rate, num_steps, **_):
+    return lambda step: learning_rate * step / num_steps
+
+
+def own_optimizer(learning_rate, factor=1.0):
+    return optax.sgd(lambda step: factor * learning_rate(step))
+
+
+def test_optimizers_and_schedules_may_be_a_users_functions():
+    schedule = make_schedule(f"{__name__}:own_schedule", learning_rate=2.0, num_steps=4)
+    optimizer = make_optimizer(f"{__name__}:own_optimizer", schedule, factor=3.0)
+    state = optimizer.init(jnp.zeros(1))
+    for step in range(3):
+        updates, state = optimizer.update(jnp.ones(1), state)
+        assert float(updates[0]) == pytest.approx(-3 * 2.0 * step / 4)
