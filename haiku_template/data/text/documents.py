@@ -9,25 +9,11 @@ from typing import NamedTuple, TypeVar
 from haiku_template.data.dataset import DataError
 from haiku_template.data.files import read_with
 
-# Of the standard library: other programs, tests and tables; and pydoc_data, which is
-# a source of its own.
-LEFT_OUT = {
-    "__phello__",  # The same again as __hello__.py.
-    "__pycache__",
-    "dist-packages",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib-dynload",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
-
-
+# Of the standard library: other programs, tests and tables; pydoc_data, which is a
+# source of its own; and what is the same again as __hello__.py.
+LEFT_OUT = """__phello__ __pycache__ dist-packages encodings ensurepip idlelib
+lib-dynload lib2to3 pydoc_data site-packages test tests turtledemo
+"""
 PIECE = 2**14  # Characters, about, that one thread works on.
 LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
 T = TypeVar("T")
@@ -81,21 +67,21 @@ def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
     """All files of files and folders but hidden ones, in the order of their names."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
-    return sorted(found for p in paths for found in _walk(p, frozenset()))
+    return sorted(found for p in paths for found in _walk(p))
 
 
 def library_files() -> list[TextFile]:
     """The source files of the running Python's standard library, but for `LEFT_OUT`."""
     return [
         found
-        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT))
+        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
         # Written when this Python was built, on another machine differently.
         if found.name.endswith(".py")
         and not found.name.startswith(("_sysconfigdata", "config-"))
     ]
 
 
-def _walk(root: Path, left_out: Collection[str]) -> Iterator[TextFile]:
+def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
     if not root.is_dir():
         yield read_with(root, lambda path: TextFile(path.name, path))
         return
