@@ -7,7 +7,7 @@ from haiku_template.devices.errors import DeviceError, PlacementError
 from haiku_template.devices.layout import check_host_batch, host_buffer
 from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.peak import matmul_peak
+from haiku_template.devices.peak import matmul_bytes, matmul_peak
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
 
@@ -25,6 +25,7 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "host_buffer",
+    "matmul_bytes",
     "matmul_peak",
     "mean_over",
     "sum_over",

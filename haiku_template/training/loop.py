@@ -27,7 +27,7 @@ from haiku_template.training.starting import place_base
 from haiku_template.training.state import TrainState
 from haiku_template.training.throughput import rates
 from haiku_template.training.workdir import check as check_workdir
-from haiku_template.training.workdir import locked, open_workdir
+from haiku_template.training.workdir import has_checkpoints, locked, open_workdir
 
 
 class Intervals(NamedTuple):
@@ -88,7 +88,7 @@ def train(
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory, devices = Path(workdir), program.devices
-    budget = check_budget(program, memory_limit)
+    budget = check_budget(program, memory_limit, starts=not has_checkpoints(directory))
     check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
@@ -111,6 +111,7 @@ def train(
                 f"{directory} has a checkpoint of step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
+        peak = _measured(program, budget.matmul)  # Before there is a state.
         place_base(devices, program.start, directory)
         if start:
             state = checkpoints.restore(start, devices.abstract(program.init))
@@ -127,6 +128,7 @@ def train(
             stack.enter_context(StopSignals()),
             stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
+            peak,
         )
         compile_ahead(program)  # Compilation is no throughput.
         with devices.explicit_transfers():
@@ -136,6 +138,13 @@ def train(
         display.print(f"done      step {num_steps}; {picture or directory}")
     rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
+
+
+def _measured(program: Program, most_bytes: int) -> float | None:
+    """What the devices can do at most, where the model's arithmetic is known."""
+    if not program.work.flops:
+        return None
+    return matmul_peak(program.devices, program.compute_dtype, most_bytes)
 
 
 class _Run:
@@ -150,6 +159,7 @@ class _Run:
         signals: StopSignals,
         profiler: Profiler,
         every: Intervals,
+        peak: float | None,
     ) -> None:
         self.program = program
         self.devices = program.devices
@@ -160,9 +170,7 @@ class _Run:
         self.profiler = profiler
         self.every = every
         self.evaluated = False
-        self.peak = None
-        if program.work.flops:
-            self.peak = matmul_peak(program.devices, program.compute_dtype)
+        self.peak = peak
         self.clock = Clock(program.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
