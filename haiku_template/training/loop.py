@@ -113,10 +113,8 @@ def train(
             )
         peak = _measured(program, budget.matmul)  # Before there is a state.
         place_base(devices, program.start, directory)
-        if start:
-            state = checkpoints.restore(start, devices.abstract(program.init))
-        else:
-            state = program.first_state()
+        abstract = devices.abstract(program.init)
+        state = checkpoints.restore(start, abstract) if start else program.first_state()
         devices.check(state)
         display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))
