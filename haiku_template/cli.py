@@ -9,6 +9,7 @@ import functools
 import operator
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from haiku_template import diagnosis
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
-USAGE, STORAGE, INTERRUPTED = 64, 74, 130
+USAGE, STORAGE, STOPPED, INTERRUPTED = 64, 74, 75, 130
 # `--config.KEY=None`, which config_flags cannot read for a number.
 UNSET = re.compile(r"--config\.([\w.]+)=None")
 
@@ -46,6 +47,30 @@ _GPU_MEMORY_FRACTION = flags.DEFINE_float(
 _GPU_PREALLOCATE = flags.DEFINE_bool(
     "gpu_preallocate", None, "Whether JAX reserves that memory at the start."
 )
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM came while nothing was being trained."""
+
+    exit_code = STOPPED
+
+
+def stop_on_sigterm() -> None:
+    """Lets SIGTERM end the program in a sentence; while it trains, the loop does that.
+
+    Imports and compilation take a while, and a scheduler may have changed its mind.
+    """
+
+    def stop(*_: object) -> None:
+        raise Stopped(
+            "SIGTERM received while nothing was being trained; the same command goes "
+            "on from what is saved"
+        )
+
+    signal.signal(signal.SIGTERM, stop)
+    # Workers of a data set must end when they are told to.
+    end = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=end)
 
 
 class UnusableDeviceError(RuntimeError):
@@ -105,8 +130,6 @@ def run(main: Callable[[], None]) -> None:
         logging.set_verbosity(logging.WARNING)
         try:
             main()
-        except KeyboardInterrupt:
-            return fail("interrupted before the state could be saved", INTERRUPTED)
         except Exception as error:
             code = getattr(error, "exit_code", None)
             if code is None:
@@ -117,7 +140,11 @@ def run(main: Callable[[], None]) -> None:
             return code
         return 0
 
-    app.run(guarded, flags_parser=_parse)
+    try:
+        app.run(guarded, flags_parser=_parse)
+    except KeyboardInterrupt as error:
+        words = str(error) or "interrupted before the state could be saved"
+        sys.exit(fail(words, getattr(error, "exit_code", INTERRUPTED)))
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -119,6 +119,7 @@ def test_the_workdir_holds_everything(finished):
         "env.json",
         "metrics.jsonl",
         "report.png",
+        "run.json",
         "tensorboard",
         "train.log",
     }

@@ -1,5 +1,6 @@
 """Being told to stop: a signal ends a run after its step, with a checkpoint."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -14,6 +15,21 @@ class Interrupted(RuntimeError):
 
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+def _leave_to_the_run() -> None:
+    """In a forked process: a data set's worker does not save, and must end when told.
+
+    Ctrl-C reaches it too, and it has to make the batches of the run's last step.
+    """
+    if isinstance(
+        getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignals
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_run)
 
 
 class StopSignals:

@@ -20,6 +20,7 @@ from haiku_template.training.clock import Clock
 from haiku_template.training.finite import check_loss, check_params
 from haiku_template.training.interrupts import StopSignals
 from haiku_template.training.metrics import MetricsWriter, read
+from haiku_template.training.notes import dispensable
 from haiku_template.training.profiling import Profiler
 from haiku_template.training.program import Program, batch_maker, compile_ahead
 from haiku_template.training.progress import Display, first_lines, memory_text
@@ -88,8 +89,8 @@ def train(
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory, devices = Path(workdir), program.devices
+    check_workdir(directory, config or {})  # Before anything is compiled.
     budget = check_budget(program, memory_limit, starts=not has_checkpoints(directory))
-    check_workdir(directory, config or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, program, config or {})
@@ -103,6 +104,7 @@ def train(
                 best_metric=best_metric,
                 best_mode=best_mode,
                 cleanup=True,
+                run=names.run_id(directory),
             )
         )
         start = checkpoints.latest or 0
@@ -118,8 +120,10 @@ def train(
         devices.check(state)
         display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))
+        compile_ahead(program)  # Compilation is no throughput.
         run = _Run(
             program,
+            directory,
             display,
             checkpoints,
             stack.enter_context(MetricsWriter(directory, start)),
@@ -128,12 +132,10 @@ def train(
             Intervals(log_every, eval_every, save_every),
             peak,
         )
-        compile_ahead(program)  # Compilation is no throughput.
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
-        picture = report.write(directory)
-        display.print(f"done      step {num_steps}; {picture or directory}")
+        display.print(f"done      step {num_steps}; {_draw(directory)}")
     rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
 
@@ -151,6 +153,7 @@ class _Run:
     def __init__(
         self,
         program: Program,
+        directory: Path,
         display: Display,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
@@ -161,6 +164,7 @@ class _Run:
     ) -> None:
         self.program = program
         self.devices = program.devices
+        self.directory = directory
         self.display = display
         self.checkpoints = checkpoints
         self.writer = writer
@@ -213,6 +217,7 @@ class _Run:
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
                     self.checkpoints.save(step, state, evaluated)
+                names.mark_saved(self.directory, step)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
@@ -253,6 +258,13 @@ class _Run:
     def _say(self, line: str | None) -> None:
         if line is not None:
             self.display.print(line)
+
+
+def _draw(directory: Path) -> Path:
+    """The report of a run; where it cannot be drawn, the run's directory."""
+    with dispensable(directory / names.REPORT):
+        return report.write(directory) or directory
+    return directory
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

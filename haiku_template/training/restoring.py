@@ -9,7 +9,7 @@ from ml_collections import config_dict
 
 from haiku_template.config import ConfigError
 from haiku_template.training.checkpoint import CheckpointError, Checkpoints
-from haiku_template.training.workdir import CHECKPOINTS, is_locked
+from haiku_template.training.workdir import CHECKPOINTS, is_locked, run_id
 
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
@@ -53,9 +53,8 @@ def _restore_once(
     read: Callable[[Checkpoints, int], Any],
 ) -> tuple[int, Any]:
     keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    with Checkpoints(
-        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
-    ) as checkpoints:
+    options = {key: config[key] for key in keys} | {"run": run_id(workdir)}
+    with Checkpoints(workdir / CHECKPOINTS, **options) as checkpoints:
         named = {"latest": checkpoints.latest, "best": checkpoints.best}
         named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
         step = named.get(which, int(which) if which.isdecimal() else None)

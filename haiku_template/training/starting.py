@@ -1,6 +1,7 @@
 """Where parameters come from when a run starts: the seed, or what others trained."""
 
 import json
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,11 @@ from haiku_template.finetuning.adapters import (
 from haiku_template.finetuning.freezing import join
 from haiku_template.finetuning.pretrained import flatten, unflatten
 from haiku_template.finetuning.tuning import Plan, Tuning, make_plan
+from haiku_template.training.notes import dispensable
 from haiku_template.training.state import NOTHING_GIVEN, Given
 from haiku_template.training.workdir import BASE, has_checkpoints, write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -121,8 +125,19 @@ def place_base(devices: DeviceManager, start: Start, workdir: Path) -> None:
         return  # Made from the seed, which config.json keeps.
     file = workdir / BASE
     if file.exists() and has_checkpoints(workdir):
-        expected = json.loads(file.read_text())["sha256"]
+        try:
+            expected = json.loads(file.read_text())["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "whether the base is the one that the run in %s began with is not "
+                "known: %s cannot be read (%s)",
+                workdir,
+                file,
+                error,
+            )
+            return
         check_base(expected, devices, base, f"the parameters in {workdir}")
     else:
         found = {"sha256": fingerprint(devices, base)}
-        write_atomically(file, json.dumps(found) + "\n")
+        with dispensable(file):
+            write_atomically(file, json.dumps(found) + "\n")
