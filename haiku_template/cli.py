@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from haiku_template import diagnosis
+from haiku_template import doctor
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
@@ -93,7 +93,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
       DeviceError: they cannot be had.
     """
     asked = "cpu" if _SIMULATE_DEVICES.value else _DEVICE.value
-    for finding in diagnosis.check_environment(asked):
+    for finding in doctor.check_environment(asked):
         if finding.severity == "error" and _FALLBACK.value != "cpu":
             raise UnusableDeviceError(f"--device={asked} cannot be used: {finding}")
         logging.warning("%s", finding)

@@ -1,6 +1,6 @@
 """Why a device cannot be had: causes in the machine, and two in the program itself.
 
-Ids are those of `haiku_template.diagnosis`, whose table holds the machine's causes.
+Ids are those of `haiku_template.doctor`, whose table holds the machine's causes.
 """
 
 import logging
@@ -9,8 +9,7 @@ import jax
 from jax.extend.backend import backends
 
 from haiku_template.devices.errors import DeviceError
-from haiku_template.diagnosis import Machine, check_environment
-from haiku_template.diagnosis.rows import GPU_NAMES, has_card
+from haiku_template.doctor import GPU_NAMES, Machine, check_environment
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def only_cpu() -> bool:
 
 def unused_card() -> str:
     """Logs, loudly, that a run is on the CPU beside a GPU; returns why, or nothing."""
-    if not has_card(Machine.here()):
+    if not Machine.here().has_card():
         return ""
     why = why_no_gpu()
     logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
@@ -74,7 +73,7 @@ def ignored_platforms() -> str:
     if not wanted or words[0] == used:
         return ""
     # Without a card JAX passes over CUDA in silence: then it may have come in time.
-    if words[0] == "gpu" and used in words and not has_card(Machine.here()):
+    if words[0] == "gpu" and used in words and not Machine.here().has_card():
         return ""
     return (
         f"[A46] jax_platforms was changed to {wanted!r} after JAX had started on "

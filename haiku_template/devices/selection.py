@@ -19,8 +19,7 @@ from haiku_template.devices.failures import (
     unused_card,
     why_no_gpu,
 )
-from haiku_template.diagnosis import Machine, diagnose
-from haiku_template.diagnosis.cards import is_amd
+from haiku_template.doctor import Machine, diagnose
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
@@ -160,7 +159,7 @@ def _configure_gpu(request: Request) -> None:
             f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
         )
     # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    jax.config.update("jax_platforms", "rocm,cpu" if is_amd(machine) else "cuda,cpu")
+    jax.config.update("jax_platforms", "rocm,cpu" if machine.is_amd() else "cuda,cpu")
 
 
 def _show_only_what_is_used(request: Request) -> None:
