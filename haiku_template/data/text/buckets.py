@@ -188,16 +188,10 @@ class BucketedEvaluationSet:
 def choose_lengths(
     sizes: np.ndarray, count: int, most: int, longest: int
 ) -> tuple[int, ...]:
-    """Lengths of buckets that hold about as many examples each.
+    """Lengths of at most `count` buckets, which hold about as many examples each.
 
-    Args:
-      sizes: of the examples to train on: int64 [N].
-      count: buckets, at most.
-      most: the longest that is possible.
-      longest: of all examples; the last bucket is for it.
-
-    Returns:
-      Rising multiples of 8, or `most`.
+    They rise, and are multiples of 8 or the `most` that is possible. The last is for
+    the `longest` of all examples, of which `sizes` are those to train on: int64 [N].
     """
     if count < 1:
         raise DataError(f"num_buckets={count}; possible is 1 or more")
