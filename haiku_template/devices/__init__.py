@@ -16,7 +16,7 @@ from haiku_template.devices.transfer import (
     host_buffer,
 )
 from haiku_template.errors import DeviceError, PlacementError
-from haiku_template.reporting.perf import matmul_peak
+from haiku_template.reporting.perf import matmul_bytes, matmul_peak
 
 __all__ = [
     "DeviceError",
@@ -32,6 +32,7 @@ __all__ = [
     "device_put_replicated",
     "device_put_sharded",
     "host_buffer",
+    "matmul_bytes",
     "matmul_peak",
     "mean_over",
     "sum_over",

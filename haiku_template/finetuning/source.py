@@ -25,6 +25,7 @@ from haiku_template.pretrained.families import FAMILIES
 from haiku_template.pretrained.folder import describe
 from haiku_template.pretrained.reading import flatten, read, unflatten
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
+from haiku_template.storage.files import dispensable
 from haiku_template.storage.workdir import (
     BASE,
     CHECKPOINTS,
@@ -33,6 +34,8 @@ from haiku_template.storage.workdir import (
     write_atomically,
 )
 from haiku_template.training.state import NOTHING_GIVEN, Given
+
+logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -135,11 +138,22 @@ def place_base(devices: DeviceManager, start: Start, workdir: Path) -> None:
         return  # Made from the seed, which config.json keeps.
     file = workdir / BASE
     if file.exists() and has_checkpoints(workdir):
-        expected = json.loads(file.read_text())["sha256"]
+        try:
+            expected = json.loads(file.read_text())["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "whether the base is the one that the run in %s began with is not "
+                "known: %s cannot be read (%s)",
+                workdir,
+                file,
+                error,
+            )
+            return
         check_base(expected, devices, base, f"the parameters in {workdir}")
     else:
         found = {"sha256": fingerprint(devices, base)}
-        write_atomically(file, json.dumps(found) + "\n")
+        with dispensable(file):
+            write_atomically(file, json.dumps(found) + "\n")
 
 
 logger = logging.getLogger(__name__)

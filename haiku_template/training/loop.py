@@ -19,9 +19,10 @@ from haiku_template.reporting.perf import Clock, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage import workdir as names
 from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.storage.workdir import locked, open_workdir
+from haiku_template.storage.workdir import has_checkpoints, locked, open_workdir
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import StopSignals, check_loss, check_params
 from haiku_template.training.memory import budget_table, check_budget
@@ -87,8 +88,8 @@ def train(
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory, devices = Path(workdir), program.devices
-    budget = check_budget(program, memory_limit)
-    check_workdir(directory, config or {})
+    check_workdir(directory, config or {})  # Before anything is compiled.
+    budget = check_budget(program, memory_limit, starts=not has_checkpoints(directory))
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, program, config or {})
@@ -102,6 +103,7 @@ def train(
                 best_metric=best_metric,
                 best_mode=best_mode,
                 cleanup=True,
+                run=names.run_id(directory),
             )
         )
         start = checkpoints.latest or 0
@@ -110,31 +112,38 @@ def train(
                 f"{directory} has a checkpoint of step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
+        peak = _measured(program, budget.matmul)  # Before there is a state.
         place_base(devices, program.start, directory)
-        if start:
-            state = checkpoints.restore(start, devices.abstract(program.init))
-        else:
-            state = program.first_state()
+        abstract = devices.abstract(program.init)
+        state = checkpoints.restore(start, abstract) if start else program.first_state()
         devices.check(state)
         display.print(*first_lines(program, state, directory, start))
         display.print(budget_table(budget))
+        compile_ahead(program)  # Compilation is no throughput.
         run = _Run(
             program,
+            directory,
             display,
             checkpoints,
             stack.enter_context(MetricsWriter(directory, start)),
             stack.enter_context(StopSignals()),
             stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
+            peak,
         )
-        compile_ahead(program)  # Compilation is no throughput.
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
-        picture = plots.write(directory)
-        display.print(f"done      step {num_steps}; {picture or directory}")
+        display.print(f"done      step {num_steps}; {_draw(directory)}")
     rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
+
+
+def _measured(program: Program, most_bytes: int) -> float | None:
+    """What the devices can do at most, where the model's arithmetic is known."""
+    if not program.work.flops:
+        return None
+    return matmul_peak(program.devices, program.compute_dtype, most_bytes)
 
 
 class _Run:
@@ -143,15 +152,18 @@ class _Run:
     def __init__(
         self,
         program: Program,
+        directory: Path,
         display: Display,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         signals: StopSignals,
         profiler: Profiler,
         every: Intervals,
+        peak: float | None,
     ) -> None:
         self.program = program
         self.devices = program.devices
+        self.directory = directory
         self.display = display
         self.checkpoints = checkpoints
         self.writer = writer
@@ -159,9 +171,7 @@ class _Run:
         self.profiler = profiler
         self.every = every
         self.evaluated = False
-        self.peak = None
-        if program.work.flops:
-            self.peak = matmul_peak(program.devices, program.compute_dtype)
+        self.peak = peak
         self.clock = Clock(program.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
@@ -206,6 +216,7 @@ class _Run:
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
                     self.checkpoints.save(step, state, evaluated)
+                names.mark_saved(self.directory, step)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
@@ -246,6 +257,13 @@ class _Run:
     def _say(self, line: str | None) -> None:
         if line is not None:
             self.display.print(line)
+
+
+def _draw(directory: Path) -> Path:
+    """The report of a run; where it cannot be drawn, the run's directory."""
+    with dispensable(directory / names.REPORT):
+        return plots.write(directory) or directory
+    return directory
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -161,7 +161,7 @@ def test_prompts_that_do_not_fit_are_refused(model, prompt, words):
 def test_a_model_of_another_kind_is_refused(tmp_path):
     config = default_config()
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        params = {"mlp/~/linear_0": {"w": np.zeros((3, 2), np.float32)}}
+        params = {"mlp/~/linear_0": {"w": jnp.zeros((3, 2))}}
         checkpoints.save(1, {"params": params}, None)
     with pytest.raises(ConfigError, match="model.name=mlp .* gpt is"):
         load(config, DEVICES, tmp_path, "latest")
