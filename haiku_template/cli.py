@@ -9,6 +9,7 @@ import functools
 import operator
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
-from haiku_template import diagnosis
+from haiku_template import doctor
 from haiku_template.errors import DeviceError
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
-USAGE, STORAGE, INTERRUPTED = 64, 74, 130
+USAGE, STORAGE, STOPPED, INTERRUPTED = 64, 74, 75, 130
 # `--config.KEY=None`, which config_flags cannot read for a number.
 UNSET = re.compile(r"--config\.([\w.]+)=None")
 
@@ -49,6 +50,30 @@ _GPU_PREALLOCATE = flags.DEFINE_bool(
 )
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM came while nothing was being trained."""
+
+    exit_code = STOPPED
+
+
+def stop_on_sigterm() -> None:
+    """Lets SIGTERM end the program in a sentence; while it trains, the loop does that.
+
+    Imports and compilation take a while, and a scheduler may have changed its mind.
+    """
+
+    def stop(*_: object) -> None:
+        raise Stopped(
+            "SIGTERM received while nothing was being trained; the same command goes "
+            "on from what is saved"
+        )
+
+    signal.signal(signal.SIGTERM, stop)
+    # Workers of a data set must end when they are told to.
+    end = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=end)
+
+
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
     """The devices that the flags ask for. Imports and starts JAX.
 
@@ -63,7 +88,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
       DeviceError: they cannot be had.
     """
     asked = "cpu" if _SIMULATE_DEVICES.value else _DEVICE.value
-    for finding in diagnosis.check_environment(asked):
+    for finding in doctor.check_environment(asked):
         if finding.severity == "error" and _FALLBACK.value != "cpu":
             raise DeviceError(f"--device={asked} cannot be used: {finding}")
         logging.warning("%s", finding)
@@ -100,8 +125,6 @@ def run(main: Callable[[], None]) -> None:
         logging.set_verbosity(logging.WARNING)
         try:
             main()
-        except KeyboardInterrupt:
-            return fail("interrupted before the state could be saved", INTERRUPTED)
         except Exception as error:
             code = getattr(error, "exit_code", None)
             if code is None:
@@ -112,7 +135,11 @@ def run(main: Callable[[], None]) -> None:
             return code
         return 0
 
-    app.run(guarded, flags_parser=_parse)
+    try:
+        app.run(guarded, flags_parser=_parse)
+    except KeyboardInterrupt as error:
+        words = str(error) or "interrupted before the state could be saved"
+        sys.exit(fail(words, getattr(error, "exit_code", INTERRUPTED)))
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -52,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    cli.stop_on_sigterm()
     cli.run(main)

@@ -119,6 +119,7 @@ def test_the_workdir_holds_everything(finished):
         "env.json",
         "metrics.jsonl",
         "report.png",
+        "run.json",
         "tensorboard",
         "train.log",
     }
@@ -344,7 +345,7 @@ def wait_for_step(workdir, step):
         (["--device=gpu"], 69, ["--device=gpu cannot be used: [A20]", "fix:"]),
         (["--device=gqu", "--fallback=cpu"], 69, ["--device=gqu is not understood"]),
         (["--device_memory_limit=1MB"], 64, ["=1MB is not an amount", "500MiB"]),
-        (["--device_memory_limit=1MiB"], 64, ["a step needs", "there are 1.00 MiB"]),
+        (["--device_memory_limit=1MiB"], 64, ["the run needs", "there are 1.00 MiB"]),
         (["--config.model.num_layers=-3"], 64, ["num_layers=-3", "0 or more"]),
         (["--config.model.name=:f"], 64, ["':f' cannot be imported"]),
         (["--config.model.width=100000000000"], 64, ["TiB", "mlp/~/linear_1"]),

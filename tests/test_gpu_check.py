@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiku_template.devices.selection import why_no_gpu
-from haiku_template.diagnosis import Machine
-from haiku_template.diagnosis.rows import has_card
+from haiku_template.doctor import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,7 +61,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.skipif(has_card(Machine.here()), reason="this machine has a card")
+@pytest.mark.skipif(Machine.here().has_card(), reason="this machine has a card")
 def test_without_a_card_it_says_why_and_writes_nothing():
     before = contents(RESULTS)
     done = run("-m", "benchmarks.gpu_check")

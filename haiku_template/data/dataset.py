@@ -107,13 +107,8 @@ def epochs(
 ) -> np.ndarray:
     """The examples whose turn it is in an endless row of epochs: int64 [turns].
 
-    Each epoch is a permutation of all examples, and the next one follows without a gap.
-
-    Args:
-      size: N.
-      seed: chooses the permutations.
-      turns: counted from the first example of the first epoch.
-      permute: how an epoch is permuted, as `shuffle`.
+    Each epoch is a permutation of all `size` examples, as `permute` makes it, and the
+    next one follows without a gap. Turns count from the first epoch's first example.
     """
     parts = []
     for epoch in range(turns[0] // size, turns[-1] // size + 1):
@@ -218,13 +213,7 @@ class ArrayDataset:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Every example once, in order; the last batch may be shorter.
-
-    Attributes:
-      inputs: array [N, ...].
-      labels: array [N] or [N, targets].
-      batch_size: rows of all batches but the last.
-    """
+    """Every example once, in order; only the last batch may have fewer rows."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -242,10 +231,8 @@ class EvaluationSet:
         """The arrays of one batch, copied out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return {
-            "inputs": self.inputs[rows].copy(),
-            "labels": self.labels[rows].copy(),
-        }
+        arrays = {"inputs": self.inputs, "labels": self.labels}
+        return {name: array[rows].copy() for name, array in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True)

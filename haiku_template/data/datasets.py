@@ -74,39 +74,32 @@ def from_split(
             )
         num_outputs = int(np.prod(split.y_train.shape[1:]))
     else:
-        num_outputs = num_classes or _count_classes(split.y_train, training)
-        _check_classes(split.y_train, num_outputs, training)
+        num_outputs = _check_classes(split.y_train, num_classes, training)
         _check_classes(split.y_test, num_outputs, test)
     return Data(train, evaluation, num_outputs, preprocess)
 
 
-def _count_classes(labels: np.ndarray, where: str) -> int:
-    """How many classes the labels show: the largest and one more."""
-    if labels.dtype.kind not in "iu":
-        return 0
-    classes = max(int(labels.max()) + 1, 1)
-    if classes > MANY_CLASSES:
-        raise ConfigError(
-            f"{where} has labels up to {classes - 1}; if there are so many classes, "
-            "say so with --config.data.num_classes"
-        )
-    return classes
-
-
-def _check_classes(labels: np.ndarray, num_classes: int, where: str) -> None:
-    """Raises `ConfigError` unless `labels` are whole numbers in [0, num_classes)."""
+def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
+    """The number of classes, by default what the labels show: all are below it."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise ConfigError(
             f"{where} has labels of type {labels.dtype} and shape "
             f"{list(labels.shape)}; classification takes one whole number an example"
         )
-    outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    classes = num_classes or max(int(labels.max()) + 1, 1)
+    if not num_classes and classes > MANY_CLASSES:
+        raise ConfigError(
+            f"{where} has labels up to {classes - 1}; if there are so many classes, "
+            "say so with --config.data.num_classes"
+        )
+    outside = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(outside):
         raise ConfigError(
-            f"{where} has {len(outside)} labels outside the {num_classes} classes "
-            f"(0 to {num_classes - 1}); the first is {labels[outside[0]]}, of example "
+            f"{where} has {len(outside)} labels outside the {classes} classes (0 to "
+            f"{classes - 1}); the first is {labels[outside[0]]}, of example "
             f"{outside[0]}"
         )
+    return classes
 
 
 def digits(spec: BatchSpec) -> Data:

@@ -24,7 +24,6 @@ DEFLATE_MOST = 1032  # Bytes that a compressed one may stand for.
 NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
 T = TypeVar("T")
-PARTS = ("x_train", "y_train", "x_test", "y_test")
 
 
 class Split(NamedTuple):
@@ -68,7 +67,9 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
 
 def _read_parts(path: Path, read: Callable[[Path, str], np.ndarray]) -> Split:
     """The four arrays that one file holds by their names."""
-    return Split(*(read_with(path, functools.partial(read, name=n)) for n in PARTS))
+    return Split(
+        *(read_with(path, functools.partial(read, name=n)) for n in Split._fields)
+    )
 
 
 def read_npz(path: Path) -> Split:
@@ -139,7 +140,9 @@ def read_npy(directory: Path) -> Split:
         # A plain view: slicing numpy.memmap itself is several times slower.
         return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    return Split(*(read_with(directory / f"{name}.npy", read) for name in PARTS))
+    return Split(
+        *(read_with(directory / f"{name}.npy", read) for name in Split._fields)
+    )
 
 
 def read_idx(path: Path) -> np.ndarray:

@@ -28,10 +28,7 @@ def crop_and_flip(
 ) -> np.ndarray:
     """Shifts each image by up to `padding` pixels and mirrors half of them.
 
-    Args:
-      images: [B, H, W, C], any dtype; not written to.
-      rng: the only source of chance.
-      padding: pixels; what comes in at the edges is zero.
+    `images` are [B, H, W, C] of any type; what comes in at the edges is zero.
     """
     b, h, w, _ = images.shape
     edge = (padding, padding)

@@ -127,11 +127,18 @@ class DeviceManager(NamedTuple):
         the mesh axis by its name, as steps do, so that modules that average over it
         (`hk.BatchNorm`) initialise too.
         """
-        make = with_axis(fn, self.axis_name)
+        with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
+            return self._once(fn)(*args)
+
+    def lower_init(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """What `init(fn, *args)` compiles, which on one device finds it done."""
+        with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
+            return self._once(fn).lower(*args)
+
+    def _once(self, fn: Callable[..., Any]) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
-        once = jax.jit(make, out_shardings=self.replicated, compiler_options=options)
-        with leaks_named(functools.partial(make, *args)):
-            return once(*args)
+        make = with_axis(fn, self.axis_name)
+        return jax.jit(make, out_shardings=self.replicated, compiler_options=options)
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""

@@ -14,9 +14,7 @@ import jax
 from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
-from haiku_template.diagnosis import Machine, check_environment, diagnose
-from haiku_template.diagnosis.cards import is_amd
-from haiku_template.diagnosis.rows import GPU_NAMES, has_card
+from haiku_template.doctor import GPU_NAMES, Machine, check_environment, diagnose
 from haiku_template.errors import DeviceError
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -157,7 +155,7 @@ def _configure_gpu(request: Request) -> None:
             f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
         )
     # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    jax.config.update("jax_platforms", "rocm,cpu" if is_amd(machine) else "cuda,cpu")
+    jax.config.update("jax_platforms", "rocm,cpu" if machine.is_amd() else "cuda,cpu")
 
 
 def _show_only_what_is_used(request: Request) -> None:
@@ -285,7 +283,7 @@ def only_cpu() -> bool:
 
 def unused_card() -> str:
     """Logs, loudly, that a run is on the CPU beside a GPU; returns why, or nothing."""
-    if not has_card(Machine.here()):
+    if not Machine.here().has_card():
         return ""
     why = why_no_gpu()
     logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
@@ -317,7 +315,7 @@ def ignored_platforms() -> str:
     if not wanted or words[0] == used:
         return ""
     # Without a card JAX passes over CUDA in silence: then it may have come in time.
-    if words[0] == "gpu" and used in words and not has_card(Machine.here()):
+    if words[0] == "gpu" and used in words and not Machine.here().has_card():
         return ""
     return (
         f"[A46] jax_platforms was changed to {wanted!r} after JAX had started on "

@@ -6,6 +6,7 @@ Its metadata say rank and alpha, which base they were trained on, and for how lo
 
 import hashlib
 import json
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,10 @@ from haiku_template.pretrained.reading import read
 from haiku_template.pretrained.rules import Rule
 from haiku_template.pretrained.tensors import read_headers, read_metadata
 from haiku_template.pretrained.writing import save_tensors
+from haiku_template.storage.files import dispensable
 from haiku_template.storage.workdir import BASE, has_checkpoints, write_atomically
+
+logger = logging.getLogger(__name__)
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
 
@@ -191,11 +195,22 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
         return
     file = workdir / BASE
     if file.exists() and has_checkpoints(workdir):
-        expected = json.loads(file.read_text())["sha256"]
+        try:
+            expected = json.loads(file.read_text())["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "whether frozen parameters are those that the run in %s began with is "
+                "not known: %s cannot be read (%s)",
+                workdir,
+                file,
+                error,
+            )
+            return
         check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
     else:
         found = {"sha256": fingerprint(devices, frozen)}
-        write_atomically(file, json.dumps(found) + "\n")
+        with dispensable(file):
+            write_atomically(file, json.dumps(found) + "\n")
 
 
 def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:

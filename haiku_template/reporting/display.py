@@ -1,8 +1,10 @@
 """What a run shows: tables first, then a progress bar, or plain lines to a file."""
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,37 @@ from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.reporting.perf import bound_text, rate_text, speed_text
 from haiku_template.storage import workdir as names
+from haiku_template.storage.files import Note
 
+STATUS = "/proc/self/status"
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 WIDTH = 120  # Columns of tables in files and pipes.
+
+
+class _Screen(Console):
+    """Standard output; rich would end the process where its reader is gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # What rich is handling.
 
 
 class Display:
     """Standard output and the log file of a run. Use as a context manager.
 
     On a terminal a bar shows the step, the loss, examples/s, the time to go and the
-    memory; everywhere else, and in the log, each report is a plain line.
+    memory; everywhere else, and in the log, each report is a plain line. A standard
+    output that is gone (a closed pipe, a full disk) is told in the log, which goes on.
     """
 
     def __init__(self, workdir: Path, num_steps: int) -> None:
         self.num_steps = num_steps
         # In a notebook rich would send both to the cell, the log as well.
         plain = {"highlight": False, "soft_wrap": True, "force_jupyter": False}
-        self._screen = Console(**plain, width=None if sys.stdout.isatty() else WIDTH)
-        self._log_file = (workdir / names.LOG).open("a", buffering=1)
+        plain["markup"] = False  # Brackets in names are no colors.
+        width = None if sys.stdout.isatty() else WIDTH
+        self._screen = _Screen(**plain, width=width)
+        self._log_file = Note(workdir / names.LOG)
         self._log = Console(
             **plain, file=self._log_file, width=WIDTH, force_terminal=False
         )
@@ -52,18 +66,31 @@ class Display:
         self._drawn = 0.0
 
     def __enter__(self) -> "Display":
-        self._bar.start()
+        self._show(self._bar.start)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._show(self._bar.stop)
         self._log_file.close()
 
     def print(self, *things: Any) -> None:
         """Prints text or tables on the screen and in the log."""
         for thing in things:
-            self._screen.print(thing)
+            self._show(self._screen.print, thing)
             self._log.print(thing)
+
+    def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Draws on the screen while there is one."""
+        if self._screen.quiet:
+            return
+        try:
+            draw(*args, **kwargs)
+        except OSError as error:
+            self._screen.quiet = True
+            self._log.print(f"standard output is lost, and the run goes on: {error}")
+            with contextlib.suppress(OSError, ValueError):
+                # Or Python would try to write the rest when it ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, step: int) -> None:
         """Moves the bar, a few times a second at most; cheap enough for every step."""
@@ -71,7 +98,7 @@ class Display:
         if self._bar.disable or now - self._drawn < REDRAW_SECONDS:
             return
         self._drawn = now
-        self._bar.update(self._task, completed=step, refresh=True)
+        self._show(self._bar.update, self._task, completed=step, refresh=True)
 
     def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
         """Reports training metrics: in the bar, or as a line."""
@@ -81,11 +108,12 @@ class Display:
         line = f"{numbers}  {time_left}  {bound}  memory {memory}"
         full = f"step {step:>6}/{self.num_steps}  {line}"
         if self._bar.disable:
-            self._screen.print(full)
+            self._show(self._screen.print, full)
         # What 80 columns have room for comes first.
         loss = f"loss {metrics['train/loss']:.4g}"
         brief = "  ".join((loss, speed_text(metrics), time_left, memory, bound))
-        self._bar.update(self._task, completed=step, description=brief, refresh=True)
+        drawn = {"completed": step, "description": brief, "refresh": True}
+        self._show(self._bar.update, self._task, **drawn)
         self._log.print(full)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -174,9 +202,10 @@ def memory_text(devices: DeviceManager) -> str:
     used = devices.memory_in_use()
     if used is not None:
         return f"{used / 2**20:,.0f} MiB"
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return f"{int(line.split()[1]) / 2**10:,.0f} MiB (host)"
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has it.
+        for line in Path(STATUS).read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return f"{int(line.split()[1]) / 2**10:,.0f} MiB (host)"
     return "unknown"
 
 

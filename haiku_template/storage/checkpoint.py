@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import shutil
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import config_dict
 from orbax.checkpoint import v1 as ocp
 
 from haiku_template.errors import ConfigError, StorageError
-from haiku_template.storage.workdir import CHECKPOINTS, is_locked
+from haiku_template.storage.workdir import CHECKPOINTS, is_locked, run_id
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
 
@@ -34,6 +36,8 @@ class Checkpoints:
       best_metric: the name of the metric that says which are best.
       best_mode: `min` or `max`.
       cleanup: remove what a killed save left; only for the one process that saves.
+      run: the id of the run: what is saved carries it and its step, and nothing else is
+        read. None compares the step alone.
 
     Raises:
       StorageError: the directory cannot be used.
@@ -49,12 +53,16 @@ class Checkpoints:
         best_metric: str = "eval/loss",
         best_mode: str = "min",
         cleanup: bool = False,
+        run: str | None = None,
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
         self.directory = directory.absolute()
         self._metric = best_metric
         self._highest = best_mode == "max"
+        self._run = run
+        self._saving: Any = None  # What Orbax calls the response of the last save.
+        self._trusted = False  # Whether a save of this object was read back.
         # Otherwise the first save compiles a slice for each device and shape.
         context = ocp.Context()
         context.array.saving.use_replica_parallel = False
@@ -77,8 +85,15 @@ class Checkpoints:
                 ),
                 context=context,
             )
-        except OSError as error:
-            raise StorageError(f"{self.directory} cannot be used: {error}") from error
+        except (OSError, ValueError) as error:
+            words = "".join(
+                f"; {file} is damaged: remove {file.parent}, and this step counts as "
+                "not evaluated"
+                for file in _damaged_metrics(self.directory)
+            )
+            raise StorageError(
+                f"{self.directory} cannot be used: {error}{words}"
+            ) from error
 
     def _rank(self, metrics: dict[str, float]) -> float:
         """Orbax sorts by this, upwards, and the last are the best."""
@@ -92,11 +107,10 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._checkpointer.close()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StorageError(
-                f"the last checkpoint in {self.directory} was not finished: {error}"
-            ) from error
+            self.wait()
+        finally:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                self._checkpointer.close()  # It has nothing to add.
 
     @property
     def steps(self) -> list[int]:
@@ -129,18 +143,30 @@ class Checkpoints:
     def save(self, step: int, state: Any, metrics: dict[str, float] | None) -> None:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
+        The first save waits until it is on disk, and is read back.
+
         Raises:
           StorageError: this save, or the one before it, failed.
         """
         if step in self.steps:
             return
+        self.wait()
         try:
-            self._checkpointer.save_async(step, state, metrics=metrics)
+            self._saving = self._checkpointer.save_async(
+                step,
+                state,
+                metrics=metrics,
+                custom_metadata={"run": self._run, "step": step},
+            )
         except (OSError, ValueError, RuntimeError) as error:
             raise StorageError(
                 f"the checkpoint of step {step} could not be saved in "
                 f"{self.directory}: {error}"
             ) from error
+        if not self._trusted:
+            self.wait()
+            self._read_back(step, state)
+            self._trusted = True
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -148,12 +174,35 @@ class Checkpoints:
         Raises:
           StorageError: it failed.
         """
+        saving, self._saving = self._saving, None
         try:
+            if saving is not None:
+                saving.result()  # Its event loop and thread would stay otherwise.
             self._checkpointer.wait()
         except (OSError, ValueError, RuntimeError) as error:
             raise StorageError(
                 f"the last checkpoint in {self.directory} was not finished: {error}"
             ) from error
+
+    def _read_back(self, step: int, state: Any) -> None:
+        """Asserts that a checkpoint can be read: its list, and its smallest field."""
+        fields = state if isinstance(state, dict) else state._asdict()
+        sizes = {
+            name: sum(leaf.nbytes for leaf in jax.tree.leaves(field))
+            for name, field in fields.items()
+        }
+        part = min((name for name in sizes if sizes[name]), key=sizes.__getitem__)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            fields[part],
+        )
+        found = self.restore_part(step, part, abstract)
+        read, written = jax.tree.leaves(found), jax.tree.leaves(fields[part])
+        if not all(map(_same_bytes, read, written)):
+            raise StorageError(
+                f"the checkpoint of step {step} in {self.directory} was read back, and "
+                f"its {part} is not what was saved"
+            )
 
     def restore(self, step: int, abstract: Any) -> Any:
         """Reads the state of `step` straight to its devices.
@@ -204,10 +253,23 @@ class Checkpoints:
                 f"{self.steps}"
             )
         with self._damage_as_error(step):
-            saved = self._checkpointer.metadata(step).metadata
-            if saved is None:
+            found = self._checkpointer.metadata(step)
+            if found.metadata is None:
                 raise ValueError("its arrays cannot be listed")
-            return saved
+        self._check_own(step, found.custom_metadata or {})
+        return found.metadata
+
+    def _check_own(self, step: int, held: dict[str, Any]) -> None:
+        """Asserts that a checkpoint is of the step of its name, and of this run."""
+        of_step, run = held.get("step"), held.get("run")
+        if of_step == step and self._run in (None, run):
+            return
+        what = "another run" if self._run not in (None, run) else "this run"
+        raise StorageError(
+            f"{self.directory / str(step)} is not the checkpoint that its name says: "
+            f"it is of step {of_step} of {what}; move it away, and those that are left "
+            f"in {self.directory} count"
+        )
 
     @contextlib.contextmanager
     def _damage_as_error(self, step: int) -> Iterator[None]:
@@ -222,6 +284,21 @@ class Checkpoints:
             raise StorageError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
             ) from error
+
+
+def _same_bytes(a: jax.Array, b: jax.Array) -> bool:
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _damaged_metrics(directory: Path) -> list[Path]:
+    """The files with metrics of evaluated steps that cannot be read."""
+    damaged = []
+    for file in sorted(directory.glob("*/metrics/metrics")):
+        try:
+            json.loads(file.read_text())
+        except (OSError, ValueError):
+            damaged.append(file)
+    return damaged
 
 
 def _named_leaves(tree: Any) -> dict[str, str]:
@@ -331,9 +408,8 @@ def _restore_once(
     read: Callable[[Checkpoints, int], Any],
 ) -> tuple[int, Any]:
     keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    with Checkpoints(
-        workdir / CHECKPOINTS, **{key: config[key] for key in keys}
-    ) as checkpoints:
+    options = {key: config[key] for key in keys} | {"run": run_id(workdir)}
+    with Checkpoints(workdir / CHECKPOINTS, **options) as checkpoints:
         named = {"latest": checkpoints.latest, "best": checkpoints.best}
         named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
         step = named.get(which, int(which) if which.isdecimal() else None)

@@ -1,20 +1,30 @@
 """Metrics on disk: one JSON object a line, and TensorBoard events."""
 
 import json
+import logging
 import math
+import socket
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 
 from haiku_template.storage import workdir as names
+from haiku_template.storage.files import Note, dispensable
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard events. Use as a context manager.
 
     A run that goes on from step n takes back what was written after n, so that the
-    file is the same as if the run had never stopped.
+    file is the same as if the run had never stopped. What cannot be written is told
+    once, and ends no run.
 
     Args:
       workdir: where the files are.
@@ -22,37 +32,74 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, start: int) -> None:
-        self._path = workdir / names.METRICS
-        kept = [json.dumps(row) for row in read(self._path) if row["step"] <= start]
-        names.write_atomically(self._path, "".join(f"{line}\n" for line in kept))
-        self._file = self._path.open("a", buffering=1)
-        self._events = SummaryWriter(
-            str(workdir / names.TENSORBOARD), purge_step=start + 1 if start else None
-        )
+        path = workdir / names.METRICS
+        self._lines = None
+        with dispensable(path):
+            kept = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
+            names.write_atomically(path, "".join(f"{line}\n" for line in kept))
+            self._lines = Note(path)
+        folder = workdir / names.TENSORBOARD
+        # Not tensorboardX's own writer: its thread ends at the first error, and who
+        # then adds to its queue waits for ever.
+        file = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._events = Note(folder / file, "ab")
+        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if start:  # TensorBoard leaves out what it has read of later steps.
+            log = SessionLog(status=SessionLog.START)
+            first.append(Event(wall_time=time.time(), step=start + 1, session_log=log))
+        self._events.write(b"".join(map(_record, first)))
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._lines is not None:
+            self._lines.close()
         self._events.close()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Adds one line: `step` and the metrics, in full precision; null for NaN."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+        if self._lines is not None:
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
+        summary = Summary(value=values)
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._events.write(_record(event))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, less one that a kill cut off; [] without a file."""
+    """The lines of a metrics.jsonl that can be read; [] without a file."""
+    try:
+        return _rows(path)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return []
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """See `read`; a kill cuts off the last line, and a disk may damage any."""
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text().splitlines():
+    rows, lost = [], []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            lost.append(number)
+        else:
+            rows.append(row)
+    if lost and lost != [len(lines)]:
+        logger.warning("%s: lines %s are damaged, and left out", path, lost)
     return rows
+
+
+def _record(event: Event) -> bytes:
+    """One event as TensorBoard has it: length and data, each with a checksum."""
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + sums[0] + data + sums[1]

@@ -1,7 +1,9 @@
-"""The directory of a run: its config, its environment, its log."""
+"""The directory of a run: its config, its id, its environment, its lock."""
 
 import contextlib
+import errno
 import fcntl
+import glob
 import importlib.metadata
 import json
 import logging
@@ -9,31 +11,48 @@ import os
 import platform
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from haiku_template.config import completed, differences
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.storage.files import dispensable
 
 logger = logging.getLogger(__name__)
 
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
-LOCK = ".lock"
+LOCK, RUN = ".lock", "run.json"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
 
 def check(workdir: Path, config: dict[str, Any]) -> None:
-    """Asserts that a run with this config may write to `workdir`; writes nothing.
+    """Asserts that a run with this config may start in `workdir`; writes nothing.
 
     Raises:
-      ConfigError: another experiment's workdir (lists the differences), a file, what
-        was exported, or a directory that holds files with the names of a run's but no
-        config.
+      ConfigError: another run is writing there; or another experiment's workdir (lists
+        the differences), a file, what was exported, a directory that holds files with
+        the names of a run's but no config, or whose checkpoints are gone, or a path
+        that cannot be used.
     """
+    with usable(workdir):
+        if is_locked(workdir):
+            raise _already_running(workdir)
+        _check_contents(workdir, config)
+
+
+def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
+    """`check`, for who holds the lock."""
+    if glob.has_magic(str(workdir.absolute())):
+        raise ConfigError(
+            f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
+            "takes for a pattern, and no checkpoint could be read; use another "
+            "--workdir, or a symbolic link to it"
+        )
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     exported = sorted(path.name for path in workdir.glob("*.safetensors"))
@@ -45,6 +64,7 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
         )
     saved = workdir / CONFIG
     if saved.exists() and not has_checkpoints(workdir):
+        _check_saved_nothing(workdir)
         return  # A run that failed before it had anything to lose.
     if saved.exists():
         changed = differences(completed(_read_json(saved)), completed(config))
@@ -52,6 +72,12 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{workdir} belongs to a run with another config, and nothing was "
                 f"changed there; use another --workdir or restore: {'; '.join(changed)}"
+            )
+        if run_id(workdir) is None:
+            raise ConfigError(
+                f"{workdir} holds checkpoints but no {RUN}, so it is not known whose "
+                "they are; restore it, or use another --workdir (config.init_from "
+                "starts from a run's parameters)"
             )
         return
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
@@ -63,69 +89,151 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
+def _check_saved_nothing(workdir: Path) -> None:
+    """Asserts that the run has lost no checkpoint that it had."""
+    file = workdir / RUN
+    saved = _read_json(file).get("saved") if file.exists() else None
+    if saved is not None:
+        raise ConfigError(
+            f"the run in {workdir} saved checkpoints, the first of step {saved}, and "
+            f"now there is none; restore {workdir / CHECKPOINTS}, or use another "
+            f"--workdir, or remove {workdir} to start the run anew"
+        )
+
+
 def has_checkpoints(workdir: Path) -> bool:
     """Whether a run has saved anything here."""
     return any(path.name.isdecimal() for path in (workdir / CHECKPOINTS).glob("*"))
 
 
+def run_id(workdir: Path) -> str | None:
+    """What the checkpoints of the run in `workdir` carry; None if that is not known.
+
+    Raises:
+      ConfigError: run.json is damaged.
+    """
+    file = workdir / RUN
+    return _read_json(file).get("id") if file.exists() else None
+
+
+def mark_saved(workdir: Path, step: int) -> None:
+    """Notes that the run has a checkpoint, by which a loss of all can be told."""
+    run = _read_json(workdir / RUN)
+    if "saved" not in run:
+        with dispensable(workdir / RUN):
+            write_atomically(workdir / RUN, json.dumps(run | {"saved": step}) + "\n")
+
+
 def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
-    """Makes `workdir` where needed, and saves the config and the environment.
+    """Saves the config, an id of the run and the environment; call it under the lock.
 
     A resumed run logs what differs in its environment.
 
     Raises:
       ConfigError: see `check`; or the directory cannot be written to.
     """
-    check(workdir, config)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / CONFIG).exists() or not has_checkpoints(workdir):
+    with usable(workdir):
+        _check_contents(workdir, config)
+        if not has_checkpoints(workdir):
             write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
-        env = environment(devices)
-        if (workdir / ENV).exists():
-            before = _read_json(workdir / ENV)
-            for line in differences(before | {"started": ""}, env | {"started": ""}):
-                logger.warning("this run's environment changed: %s", line)
+            run = {"id": uuid.uuid4().hex}
+            write_atomically(workdir / RUN, json.dumps(run) + "\n")
+    env = environment(devices)
+    with dispensable(workdir / ENV):
+        _tell_changes(workdir / ENV, env)
         write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir} cannot be written to: {error}"
-        ) from error
+
+
+def _tell_changes(file: Path, env: dict[str, Any]) -> None:
+    """Logs what differs from the environment that the run had before."""
+    if not file.exists():
+        return
+    try:
+        before = _read_json(file)
+    except ConfigError as error:
+        logger.warning("what changed since the run stopped is not known: %s", error)
+        return
+    for line in differences(before | {"started": ""}, env | {"started": ""}):
+        logger.warning("this run's environment changed: %s", line)
+
+
+_HELD: set[IO[str]] = set()  # Lock files that this process holds.
+
+
+def _forget_locks() -> None:
+    """In a forked process: a worker that outlives its run must not keep its lock."""
+    while _HELD:
+        _HELD.pop().close()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Keeps other runs out of `workdir`; the lock goes with the process.
+    """Keeps other runs out of `workdir`, which is made where needed, until it is left.
 
     Raises:
       ConfigError: another run is in it, or it cannot be written to.
     """
-    try:
+    with usable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-        with (workdir / LOCK).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
+        file = (workdir / LOCK).open("a")
+    try:
+        _lock(file, workdir)
+        _HELD.add(file)
+        yield
+    finally:
+        _HELD.discard(file)
+        file.close()
+
+
+def _lock(file: IO[str], workdir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(
-            f"another run is writing to {workdir}; wait for it, or use another "
-            "--workdir"
-        ) from error
-    except PermissionError as error:
-        raise ConfigError(
-            f"--workdir={workdir} cannot be written to: {error}"
-        ) from error
+        raise _already_running(workdir) from error
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s): see to it that no other run writes there",
+            workdir,
+            error.strerror,
+        )
 
 
 def is_locked(workdir: Path) -> bool:
-    """Whether a run is writing to `workdir`."""
+    """Whether a run is writing to `workdir`, as far as its file system can tell."""
     try:
         with (workdir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except OSError:
         pass
     return False
+
+
+def _already_running(workdir: Path) -> ConfigError:
+    return ConfigError(
+        f"another run is writing to {workdir}; wait for it, or use another --workdir"
+    )
+
+
+@contextlib.contextmanager
+def usable(workdir: Path) -> Iterator[None]:
+    """Turns what the file system refuses into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reasons = {
+            errno.EROFS: "its file system is read-only",
+            errno.ENAMETOOLONG: "its name is too long",
+            errno.ENOTDIR: "a part of its path is a file",
+        }
+        raise ConfigError(
+            f"--workdir={workdir} cannot be written to: "
+            f"{reasons.get(error.errno, error)}; use another"
+        ) from error
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:
@@ -160,7 +268,10 @@ def _commit() -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__} and no keys")
+        return values
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
@@ -168,5 +279,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that it holds the old text or the new, whatever happens."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -296,7 +296,7 @@ def run(
         )
     if dry_run:
         budget = check_budget(trainer, memory_limit)
-        Console().print(devices.describe(), budget_table(budget), sep="\n")
+        Console(markup=False).print(devices.describe(), budget_table(budget), sep="\n")
         return
     loop = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}

@@ -20,7 +20,7 @@ import numpy as np
 
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
-from haiku_template.storage.workdir import has_checkpoints, write_atomically
+from haiku_template.storage.workdir import has_checkpoints, usable, write_atomically
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
     if has_checkpoints(workdir) and file.exists():
         _check(workdir, file, found)
     else:
-        write_atomically(file, json.dumps(found, indent=2) + "\n")
+        with usable(workdir):
+            write_atomically(file, json.dumps(found, indent=2) + "\n")
 
 
 def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """What happens when a number is no longer finite."""
 
 import math
+import os
 import signal
 import threading
 from types import FrameType
@@ -48,6 +49,21 @@ def _error(what: str, step: int, latest: int | None) -> NonFiniteError:
 
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+def _leave_to_the_run() -> None:
+    """In a forked process: a data set's worker does not save, and must end when told.
+
+    Ctrl-C reaches it too, and it has to make the batches of the run's last step.
+    """
+    if isinstance(
+        getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignals
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_run)
 
 
 class StopSignals:

@@ -15,9 +15,10 @@ from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage import workdir as names
 from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.storage.workdir import locked, open_workdir
+from haiku_template.storage.workdir import has_checkpoints, locked, open_workdir
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import StopSignals, check_loss, check_params
 from haiku_template.training.memory import budget_table, check_budget
@@ -83,8 +84,8 @@ def train(
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory, devices = Path(workdir), trainer.devices
-    budget = check_budget(trainer, memory_limit)
-    check_workdir(directory, config or {})
+    check_workdir(directory, config or {})  # Before anything is compiled.
+    budget = check_budget(trainer, memory_limit, starts=not has_checkpoints(directory))
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, trainer, config or {})
@@ -98,6 +99,7 @@ def train(
                 best_metric=best_metric,
                 best_mode=best_mode,
                 cleanup=True,
+                run=names.run_id(directory),
             )
         )
         start = checkpoints.latest or 0
@@ -106,6 +108,7 @@ def train(
                 f"{directory} has a checkpoint of step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
+        peak = _measured(trainer, budget.matmul)  # Before there is a state.
         if start:
             saved = checkpoints.restore(start, trainer.abstract.saved())
             state = TrainState(**saved, frozen=trainer.frozen())
@@ -126,23 +129,32 @@ def train(
             )
         )
         display.print(budget_table(budget))
+        trainer.compile()  # Compilation is no throughput.
         run = _Run(
             trainer,
+            directory,
             display,
             checkpoints,
             stack.enter_context(MetricsWriter(directory, start)),
             stack.enter_context(StopSignals()),
             stack.enter_context(Profiler(profile, directory / names.PROFILE, devices)),
             Intervals(log_every, eval_every, save_every),
+            peak,
         )
-        trainer.compile()  # Compilation is no throughput.
         with devices.explicit_transfers():
             state = run.steps(state, start, num_steps)
         checkpoints.wait()
-        picture = plots.write(directory)
-        display.print(f"done      step {num_steps}; {picture or directory}")
+        display.print(f"done      step {num_steps}; {_draw(directory)}")
     rows = read(directory / names.METRICS)
     return Result(state, {k: v for row in rows for k, v in row.items() if k != "step"})
+
+
+def _measured(trainer: Trainer, most_bytes: int) -> float | None:
+    """What the devices can do at most, where the model's arithmetic is known."""
+    if not trainer.work.flops:
+        return None
+    dtype = trainer.precision.policy.compute_dtype
+    return matmul_peak(trainer.devices, dtype, most_bytes)
 
 
 class _Run:
@@ -151,15 +163,18 @@ class _Run:
     def __init__(
         self,
         trainer: Trainer,
+        directory: Path,
         display: Display,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         signals: StopSignals,
         profiler: Profiler,
         every: Intervals,
+        peak: float | None,
     ) -> None:
         self.trainer = trainer
         self.devices = trainer.devices
+        self.directory = directory
         self.display = display
         self.checkpoints = checkpoints
         self.writer = writer
@@ -167,10 +182,7 @@ class _Run:
         self.profiler = profiler
         self.every = every
         self.evaluated = False
-        self.peak = None
-        if trainer.work.flops:
-            dtype = trainer.precision.policy.compute_dtype
-            self.peak = matmul_peak(trainer.devices, dtype)
+        self.peak = peak
         self.clock = Clock(trainer.devices)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
@@ -215,6 +227,7 @@ class _Run:
                 check_replicas(state)
                 with self.devices.implicit_transfers():  # Orbax's own copies.
                     self.checkpoints.save(step, state.saved(), evaluated)
+                names.mark_saved(self.directory, step)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
@@ -255,6 +268,13 @@ class _Run:
     def _say(self, line: str | None) -> None:
         if line is not None:
             self.display.print(line)
+
+
+def _draw(directory: Path) -> Path:
+    """The report of a run; where it cannot be drawn, the run's directory."""
+    with dispensable(directory / names.REPORT):
+        return plots.write(directory) or directory
+    return directory
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

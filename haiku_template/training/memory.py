@@ -1,28 +1,39 @@
 """What a run needs of each device's memory, known before anything is allocated.
 
-XLA says what the compiled step needs, from shapes alone. The compilation is the run's
-own: its first step finds it done.
+XLA says what the compiled step and the first state need, from shapes alone. These
+compilations are the run's own: it finds them done.
 """
 
 import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from rich.table import Table
 
+from haiku_template.data import each_shape
 from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, describe
+from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
+from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
-WAITING_BATCHES = 3  # Two in the prefetch queue, one in the thread's hands.
+logger = logging.getLogger(__name__)
+
+# Two in the prefetch queue, one in the thread's hands. Each step in flight has its own.
+WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 LARGEST = 3
+LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -33,13 +44,20 @@ class Budget(NamedTuple):
       params, net_state, opt_state, ema_params: the parts of the train state.
       frozen: parameters that no step changes.
       data: the training set, where it is staged on each device.
+      closed_over: arrays that the model or the task closes over, which are constants of
+        the step's program.
       batch: one device's share of a batch, or of the row numbers of many.
-      waiting: batches made ahead of their step.
+      waiting: batches made ahead of their step, and of steps in flight before it.
       temporaries: what the step uses in between, such as activations and gradients.
       step_peak: the most that one step holds: state, batch, temporaries, new values
         that cannot take the place of old ones, and code.
-      peak: with the waiting batches.
+      init_peak: the most that making the first state holds; 0 for a run that resumes.
+      matmul: what measuring the devices takes, before there is a state.
+      peak: the most of these, the step's with the waiting batches.
       limit: what a device has for this; None where JAX cannot tell.
+      process: on the CPU, what this process holds already, beside all this: Python,
+        JAX, the data. None elsewhere, and where the system does not tell.
+      host: that, and the peaks of all devices, which share the host's memory.
     """
 
     params: int
@@ -48,20 +66,28 @@ class Budget(NamedTuple):
     ema_params: int
     frozen: int
     data: int
+    closed_over: int
     batch: int
     waiting: int
     temporaries: int
     step_peak: int
+    init_peak: int
+    matmul: int
     peak: int
     limit: int | None
+    process: int | None
+    host: int | None
 
 
-def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
+def memory_budget(
+    trainer: Trainer, limit: int | None = None, *, starts: bool = True
+) -> Budget:
     """Compiles the train step for the largest batches and reads what it needs.
 
     Args:
       trainer: of the run.
       limit: bytes on each device; None asks JAX.
+      starts: whether the run makes its first state; one that resumes does not.
 
     Raises:
       ConfigError: the state alone is larger; XLA would end the process.
@@ -75,14 +101,16 @@ def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
     analysis = trainer.lower(largest).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices
     data = _bytes(trainer.abstract_staged)
-    waiting = share * (WAITING_BLOCKS if data else WAITING_BATCHES)
-    step_peak = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.generated_code_size_in_bytes
-    )
+    batches = WAITING_BATCHES + devices.steps_in_flight - 1
+    waiting = share * (WAITING_BLOCKS if data else batches)
+    closed_over = sum(x.nbytes for x in _closed_over(trainer))
+    step_peak = _peak(analysis, closed_over)
+    init_peak = _init_peak(trainer) if starts else 0
+    matmul = 0
+    if trainer.work.flops:
+        matmul = matmul_bytes(devices, trainer.precision.policy.compute_dtype, limit)
+    peak = max(step_peak + waiting, init_peak, matmul)
+    process = _process_bytes() if devices.platform == "cpu" else None
     return Budget(
         params=_bytes(state.params),
         net_state=_bytes(state.net_state),
@@ -90,12 +118,17 @@ def memory_budget(trainer: Trainer, limit: int | None = None) -> Budget:
         ema_params=_bytes(state.ema_params),
         frozen=_bytes(state.frozen),
         data=data,
+        closed_over=closed_over,
         batch=share,
         waiting=waiting,
         temporaries=analysis.temp_size_in_bytes,
         step_peak=step_peak,
-        peak=step_peak + waiting,
+        init_peak=init_peak,
+        matmul=matmul,
+        peak=peak,
         limit=limit,
+        process=process,
+        host=process and process + devices.num_devices * peak,
     )
 
 
@@ -119,19 +152,95 @@ def _largest(state: TrainState) -> str:
     return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
 
-def check_budget(trainer: Trainer, limit: int | None = None) -> Budget:
-    """The budget of a run that fits.
+def _peak(analysis: Any, constants: int = 0) -> int:
+    """The most that a compiled program holds; its code may count its constants."""
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + max(analysis.generated_code_size_in_bytes, constants)
+    )
+
+
+def _init_peak(trainer: Trainer) -> int:
+    state = trainer.abstract
+    if trainer.experiment.init_from is not None:
+        # What was read is there beside the state made of it.
+        return _bytes((state.params, state.net_state)) + _bytes(state)
+    frozen = _bytes(state.frozen)
+    return frozen + _peak(trainer.lower_init().compile().memory_analysis())
+
+
+def _closed_over(trainer: Trainer) -> list[Any]:
+    """The arrays that the train step uses and nobody gives it."""
+    state = trainer.abstract
+    batch = each_shape(trainer.experiment.data.train)[0]
+    shapes = jax.tree.map(_without_sharding, (state.trained(), state.frozen, batch))
+    step = trainer.functions()["step"]
+    jaxpr = jax.make_jaxpr(step, axis_env=[(AXIS_NAME, 1)])(*shapes)
+    arrays = {id(x): x for x in _constants(jaxpr) if hasattr(x, "nbytes")}
+    return sorted(arrays.values(), key=lambda x: -x.nbytes)
+
+
+def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a jaxpr, and of those within it."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _constants(inner)
+
+
+def _warn_of_closed_over(trainer: Trainer) -> None:
+    large = [x for x in _closed_over(trainer) if x.nbytes >= LARGE]
+    if large:
+        listed = ", ".join(
+            f"{x.dtype}{list(x.shape)} ({in_units(x.nbytes)}, on {describe(x)})"
+            for x in large
+        )
+        logger.warning(
+            "the model or the task closes over %s: what is no parameter, no network "
+            "state and no part of a batch becomes a constant of the step's program, "
+            "copied to each device from wherever it is; make it with hk.get_parameter "
+            "or hk.get_state, or put it into the batch",
+            listed,
+        )
+
+
+def _process_bytes() -> int | None:
+    """What this process holds in memory; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_budget(
+    trainer: Trainer, limit: int | None = None, *, starts: bool = True
+) -> Budget:
+    """The budget of a run that fits; arguments are those of `memory_budget`.
+
+    Large arrays that the model or the task closes over are warned of.
 
     Raises:
       ConfigError: it does not; names the largest leaves, and the smallest
         `accumulate_steps` with which the same batch size would fit, found by
         compiling.
     """
-    budget = memory_budget(trainer, limit)
+    budget = memory_budget(trainer, limit, starts=starts)
+    if budget.closed_over >= LARGE:
+        _warn_of_closed_over(trainer)
     if budget.limit is None or budget.peak <= budget.limit:
         return budget
     raise ConfigError(
-        f"a step needs {in_units(budget.peak)} on each device "
+        f"the run needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
         f"{in_units(budget.limit)}; the largest arrays of the state are "
         f"{_largest(trainer.abstract)}; {_suggestion(trainer, budget)}"
@@ -150,10 +259,17 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
             f"no accumulate_steps is enough: {in_units(kept)} are what the run keeps, "
             "its state, data and batches"
         )
+    if budget.init_peak > budget.limit:
+        return (
+            f"no accumulate_steps is enough: {in_units(budget.init_peak)} are what "
+            "making the first state needs"
+        )
     least = budget.peak
     for parts in possible:
         smaller = dataclasses.replace(trainer.experiment, accumulate_steps=parts)
-        peak = memory_budget(smaller.trainer(trainer.devices), budget.limit).peak
+        parted = smaller.trainer(trainer.devices)
+        peak = memory_budget(parted, budget.limit, starts=False).peak
+        peak = max(peak, budget.init_peak)
         if peak <= budget.limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "
@@ -169,11 +285,14 @@ def budget_table(budget: Budget) -> Table:
     table.add_column("what")
     table.add_column("bytes", justify="right")
     for name, size in budget._asdict().items():
-        if name != "limit" and (size or name == "params"):
+        if name not in ("limit", "process", "host") and (size or name == "params"):
             table.add_row(name.replace("_", " "), f"{size:,}")
     table.add_section()
     limit = budget.limit
     table.add_row("limit", "not known here" if limit is None else f"{limit:,}")
+    if budget.process is not None:
+        table.add_row("this process already", f"{budget.process:,}")
+        table.add_row("with all devices", f"{budget.host:,}")
     return table
 
 

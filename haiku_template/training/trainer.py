@@ -257,6 +257,10 @@ class Trainer:
         more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
         return self._step.lower(self.abstract.trained(), self.abstract.frozen, *more)
 
+    def lower_init(self) -> Any:
+        """The function that makes the first state from the seed, lowered by JAX."""
+        return self.devices.lower_init(functools.partial(self._init, {}))
+
     def shapes(self) -> list[Any]:
         """A host batch of each shape that steps get, the largest first."""
         return each_shape(self._train)

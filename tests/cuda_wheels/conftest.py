@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from environments import Environment, need_a_namespace
 
-from haiku_template.diagnosis import Machine
+from haiku_template.doctor import Machine
 
 HERE = Path(__file__).parent
-STUB = HERE.parent / "diagnosis/cuda_stub.c"
+STUB = HERE.parent / "doctor/cuda_stub.c"
 
 
 def pytest_collection_modifyitems(items):

@@ -40,15 +40,15 @@ exec "$@"
 # What can be told from the words of JAX alone, where every file looks right.
 WORDS = """
 import dataclasses, json
-from haiku_template.diagnosis import (Machine, diagnose)
-from haiku_template.diagnosis.probe import (probe_jax)
-from haiku_template.diagnosis.results import (DriverResult)
-jax, here = probe_jax(120), Machine.here()
+from haiku_template.doctor import (Facts, Machine, diagnose)
+from haiku_template.doctor.children import (DriverResult, probe_jax)
+here = Machine.here()
+jax = probe_jax(120, here.environ)
 parts = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 same = here.distributions | {name: here.distributions["jax"] for name in parts}
 bare = dataclasses.replace(here, requires={}, distributions=same)
 driver = DriverResult(0, version=13000, count=1)
-found = diagnose(bare, driver, "gpu", jax)[0]
+found = diagnose(bare, Facts("gpu", driver, jax))[0]
 print(json.dumps([found.id, found.found, jax.child.errors]))
 """
 

@@ -30,7 +30,7 @@ def write_npy(directory, arrays):
 
 
 def assert_split(split, arrays):
-    for name, array in zip(files.PARTS, split, strict=True):
+    for name, array in zip(files.Split._fields, split, strict=True):
         np.testing.assert_array_equal(array, arrays[name])
         assert array.dtype == arrays[name].dtype
 
@@ -286,7 +286,7 @@ def test_safetensors_come_back_as_written(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "header", "missing"])
 def test_a_damaged_safetensors_file_is_named(tmp_path, damage):
     path = tmp_path / "data.safetensors"
-    names = files.PARTS[:-1] if damage == "missing" else files.PARTS
+    names = files.Split._fields[:-1] if damage == "missing" else files.Split._fields
     save_file({name: ARRAYS[name] for name in names}, path)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-7])

@@ -8,12 +8,13 @@ import sys
 import pytest
 
 from haiku_template.devices import DeviceManager, selection
-from haiku_template.diagnosis import Finding, Machine
-from haiku_template.diagnosis.rows import has_card
+from haiku_template.doctor import Finding, Machine
 
 CAUSE = Finding("A22", "error", "the cause", "it", "this")
 BESIDE = Finding("A58", "warning", "misspelt", "JAX_X", "export it")
-no_card = pytest.mark.skipif(has_card(Machine.here()), reason="this machine has a card")
+no_card = pytest.mark.skipif(
+    Machine.here().has_card(), reason="this machine has a card"
+)
 
 
 def run(code, **variables):
@@ -134,7 +135,7 @@ def test_a_default_device_that_was_chosen_properly_is_not_blamed():
     [([CAUSE, BESIDE], "[A22] the cause"), ([BESIDE], "nothing is wrong outside JAX")],
 )
 def test_auto_on_the_cpu_beside_a_card_is_loud(monkeypatch, caplog, found, words):
-    monkeypatch.setattr(selection, "has_card", lambda machine: True)
+    monkeypatch.setattr(Machine, "has_card", lambda machine: True)
     monkeypatch.setattr(selection, "check_environment", lambda asked: found)
     # This process did choose the CPU, which would be the cause.
     monkeypatch.setattr(selection, "only_cpu", lambda: False)
@@ -151,10 +152,10 @@ def test_auto_on_a_machine_without_a_card_is_quiet(caplog):
 
 
 UNUSED = (
-    "from haiku_template.devices import failures, selection\n"
-    "from haiku_template.diagnosis import Finding\n"
+    "from haiku_template.devices import failures\n"
+    "from haiku_template.doctor import Finding, Machine\n"
     "cause = Finding('A23', 'error', 'drivers differ', '580 and 570', 'reboot')\n"
-    "for module in (failures, selection): module.has_card = lambda machine: True\n"
+    "Machine.has_card = lambda machine: True\n"
     "failures.check_environment = lambda asked: [{}]\n"
 )
 

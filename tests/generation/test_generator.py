@@ -165,7 +165,7 @@ def test_prompts_that_do_not_fit_are_refused(model, prompt, words):
 def test_a_model_of_another_kind_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_dict(default_config())))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        params = {"mlp/~/linear_0": {"w": np.zeros((3, 2), np.float32)}}
+        params = {"mlp/~/linear_0": {"w": jnp.zeros((3, 2))}}
         checkpoints.save(1, {"params": params}, None)
     with pytest.raises(ConfigError, match="model.name=mlp .* gpt is"):
         load(Run.open(tmp_path, DEVICES, "latest"))

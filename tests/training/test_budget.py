@@ -1,15 +1,24 @@
 import dataclasses
+import io
 
+import haiku as hk
 import jax
 import numpy as np
+import optax
 import pytest
+from rich.console import Console
 
 from configs import digits, digits_resnet
+from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
+from haiku_template.reporting.perf import Work
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, train
+from haiku_template.training import Experiment, loop, train
+from haiku_template.training import memory as budgets
 from haiku_template.training.memory import (
+    budget_table,
     check_budget,
     in_units,
     memory_budget,
@@ -102,7 +111,8 @@ def models(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_what_can_never_fit_says_the_least():
+def test_what_can_never_fit_says_the_least(monkeypatch):
+    monkeypatch.setattr(budgets, "_init_peak", lambda *_: 0)
     trainer = build(digits, batch_size=4)
     parted = [
         dataclasses.replace(trainer.experiment, accumulate_steps=parts).trainer(
@@ -124,6 +134,116 @@ def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
     words = rf"is enough: {in_units(kept)} are what the run keeps, its state"
     with pytest.raises(ConfigError, match=words):
         check_budget(trainer, kept - 1)
+
+
+def test_making_the_first_state_is_counted_and_refused_where_it_does_not_fit():
+    """SGD of a large layer: its random bits are more than a step's temporaries."""
+    trainer = build(digits, batch_size=4, model={"name": "mlp", "width": 2048})
+    trainer = dataclasses.replace(
+        trainer.experiment, optimizer=optax.sgd(1e-3)
+    ).trainer(trainer.devices)
+    once = jax.jit(trainer.init, compiler_options=COMPILE_ONCE)
+    used = once.lower().compile().memory_analysis()
+    budget = memory_budget(trainer)
+    assert budget.init_peak == (
+        used.output_size_in_bytes + used.temp_size_in_bytes
+    ) and (budget.peak >= budget.init_peak)
+    limit = 2 * budget.step_peak - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgets, "_init_peak", lambda *_: 2 * budget.step_peak)
+        words = f"{in_units(limit + 1)} are what making the first state needs"
+        with pytest.raises(ConfigError, match=words):
+            check_budget(trainer, limit)
+        check_budget(trainer, limit, starts=False)  # What resumes does not make it.
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_all_batches_that_can_be_alive_are_counted(num_devices):
+    """Those in the queue, in the hands of its thread, and of each step in flight."""
+    trainer = Experiment.from_config(digits, num_devices).trainer(num_devices)
+    budget = memory_budget(trainer)
+    queue = Prefetcher(lambda step: None, 0, 1)._ready.maxsize
+    flight = trainer.devices.steps_in_flight
+    assert flight == (4 if num_devices == 1 else 1)
+    assert budget.waiting + budget.batch == (queue + 1 + flight) * budget.batch
+
+
+def test_measuring_the_devices_is_counted_and_comes_before_the_state(
+    tmp_path, monkeypatch
+):
+    trainer = build(digits)
+    assert memory_budget(trainer).matmul == 0
+    trainer = trainer._replace(work=Work(1, 1e6))
+    budget = memory_budget(trainer)
+    assert budget.matmul == 2 * 4 * 2048**2 and budget.peak >= budget.matmul
+    limit = max(budget.step_peak + budget.waiting, budget.init_peak)
+    bounded = check_budget(trainer, limit)  # A smaller product will do.
+    assert 0 < bounded.matmul <= limit == bounded.peak
+    before, states = [], []
+
+    def measured(devices, dtype, most):
+        before.append((most, len(states)))
+        return 1e9
+
+    first = type(trainer).first_state
+    monkeypatch.setattr(loop, "matmul_peak", measured)
+    monkeypatch.setattr(
+        type(trainer), "first_state", lambda self: states.append(1) or first(self)
+    )
+    train(trainer, num_steps=1, workdir=tmp_path / "run", memory_limit=limit)
+    assert before == [(bounded.matmul, 0)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
+    num_devices, monkeypatch, caplog
+):
+    trainer = Experiment.from_config(digits, num_devices).trainer(num_devices)
+    table = jax.numpy.ones((1024, 512))
+    astray = jax.device_put(jax.numpy.ones((512, 1024)), jax.devices()[5])
+    of_host = np.ones((1024, 513), np.float32)
+    nothing = np.ones(10, np.float32)
+
+    @jax.jit
+    def inner(x):
+        return x @ table
+
+    def forward(inputs, is_training):
+        x = inner(hk.Linear(1024)(hk.Flatten()(inputs)))
+        return hk.Linear(10)(x) + nothing
+
+    def task(outputs, batch):
+        values = trainer.parts["task"](outputs, batch)
+        more = (outputs[:, :1] * astray[0, 0]) @ astray[:1] @ of_host
+        return values | {"more": more.mean(axis=1)}
+
+    check_budget(trainer)
+    assert not caplog.text
+    changed = dataclasses.replace(
+        trainer.experiment, model=hk.transform(forward), task=task
+    ).trainer(trainer.devices)
+    budget = check_budget(changed)
+    sizes = [x.nbytes for x in (table, astray, of_host)]
+    assert budget.closed_over == sum(sizes) + nothing.nbytes
+    assert budget.peak > sum(sizes)
+    assert "float32[1024, 512] (2.00 MiB, on cpu:0)" in caplog.text
+    assert "float32[512, 1024] (2.00 MiB, on cpu:5)" in caplog.text
+    assert "float32[1024, 513] (2.00 MiB, on host (NumPy))" in caplog.text
+    assert "[10]" not in caplog.text
+    with pytest.raises(ConfigError):
+        check_budget(changed, sum(sizes))
+
+
+def test_on_the_cpu_the_process_s_own_share_is_said():
+    budget = memory_budget(Experiment.from_config(digits, 4).trainer(4))
+    assert 2**25 < budget.process < 2**40
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(budget_table(budget))
+    shown = console.export_text()
+    assert f"this process already {budget.process:,}" in " ".join(
+        shown.replace("│", "").split()
+    )
+    assert f"{budget.process + 4 * budget.peak:,}" in shown
 
 
 def test_a_limit_that_is_not_known_stops_nobody():

@@ -1,10 +1,10 @@
 """Text: token files, documents and JSON-lines, as functions of the step."""
 
-from haiku_template.data.text.datasets import byte_text, tokens
+from haiku_template.data.text.documents import byte_text
 from haiku_template.data.text.files import TokenWriter, open_tokens
 from haiku_template.data.text.jsonl import jsonl
 from haiku_template.data.text.tokenizer import Tokenizer
-from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet
+from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet, tokens
 
 __all__ = [
     "TokenDataset",

@@ -5,6 +5,7 @@ Shapes: N examples in the set, B of them in one batch over all processes, T toke
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,8 +32,7 @@ class Tokens(NamedTuple):
     def create(cls, texts: Sequence[Sequence[int]]) -> "Tokens":
         """Joins texts; each has one token or more."""
         starts = np.cumsum([0, *map(len, texts)])
-        flat = [np.asarray(text, np.int32) for text in texts]
-        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), starts)
+        return cls(np.fromiter(itertools.chain.from_iterable(texts), np.int32), starts)
 
     def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Texts with zeros behind them, int32 [B, T], and their masks, bool [B, T].
@@ -124,16 +124,9 @@ class BucketedDataset:
 
     def each_shape(self) -> list[Batch]:
         """A batch of each length, the longest first."""
-        rows = np.zeros(len(range(self.spec.batch_size)[share(self.spec)]), np.int64)
-        return [_empty(self.examples.batch(rows, n)) for n in reversed(self.lengths)]
-
-
-def _empty(batch: Batch) -> Batch:
-    """Zeros in the place of examples that may be longer than the batch."""
-    return {
-        name: _empty(part) if isinstance(part, dict) else np.zeros_like(part)
-        for name, part in batch.items()
-    }
+        shortest = np.full(self.spec.batch_size, self.examples.sizes.argmin())
+        rows = shortest[share(self.spec)]  # It fits all lengths.
+        return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
 
 
 def _by_length(
@@ -189,16 +182,10 @@ class BucketedEvaluationSet:
 def choose_lengths(
     sizes: np.ndarray, count: int, most: int, longest: int
 ) -> tuple[int, ...]:
-    """Lengths of buckets that hold about as many examples each.
+    """Lengths of at most `count` buckets, which hold about as many examples each.
 
-    Args:
-      sizes: of the examples to train on: int64 [N].
-      count: buckets, at most.
-      most: the longest that is possible.
-      longest: of all examples; the last bucket is for it.
-
-    Returns:
-      Rising multiples of 8, or `most`.
+    They rise, and are multiples of 8 or the `most` that is possible. The last is for
+    the `longest` of all examples, of which `sizes` are those to train on: int64 [N].
     """
     if count < 1:
         raise ConfigError(f"num_buckets={count}; possible is 1 or more")

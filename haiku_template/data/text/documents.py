@@ -1,4 +1,4 @@
-"""Text to train on: files, Python's standard library, the topics of Python's help."""
+"""The data set `bytes`: text of files, Python's standard library or Python's help."""
 
 import hashlib
 import os
@@ -6,32 +6,63 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
+from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import read_with
+from haiku_template.data.text.stream import Shard, TokenStream
+from haiku_template.data.text.tokenizer import BYTES
+from haiku_template.data.text.windows import TokenDataset, TokenEvaluationSet, widen
 from haiku_template.errors import ConfigError
 
-# Of the standard library: other programs, tests and tables; and pydoc_data, which is
-# a source of its own.
-LEFT_OUT = {
-    "__phello__",  # The same again as __hello__.py.
-    "__pycache__",
-    "dist-packages",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib-dynload",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
-
-
+# Of the standard library: other programs, tests and tables; pydoc_data, which is a
+# source of its own; and what is the same again as __hello__.py.
+LEFT_OUT = """__phello__ __pycache__ dist-packages encodings ensurepip idlelib
+lib-dynload lib2to3 pydoc_data site-packages test tests turtledemo
+"""
 PIECE = 2**14  # Characters, about, that one thread works on.
 LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
 T = TypeVar("T")
 D = TypeVar("D", "Document", "TextFile")
+
+
+def byte_text(
+    spec: BatchSpec,
+    *,
+    path: str | tuple[str, ...] | None = None,
+    context: int = 256,
+    order: str = "random",
+    validation_fraction: float = 0.1,
+    eval_windows: int | None = 1024,
+) -> Data:
+    """Text as bytes of UTF-8, a vocabulary of 256, in memory; whole files held out.
+
+    A zero byte ends each file: text holds none. What is held out is chosen by a hash of
+    its name, and stays when other files come and go; of a single file it is the end.
+
+    Args:
+      spec: how it is cut into batches.
+      path: a text file, a folder or several; None for the source of Python's standard
+        library, `pydoc` for the topics of its help, in English.
+      context: T, how many bytes a window has for inputs.
+      order: of training windows, `random` or `epochs`; see `TokenDataset`.
+      validation_fraction: of the files, to evaluate on; 0 for none.
+      eval_windows: evaluate on at most so many windows, spread evenly; None means all.
+    """
+    training, held_out = split_text(read_documents(path), validation_fraction)
+    train = TokenDataset(_stream(training), context, spec, 256, order)
+    evaluation = None
+    if held_out:
+        evaluation = TokenEvaluationSet(
+            _stream(held_out), context, spec.batch_size, 256, eval_windows
+        )
+    return Data(train, evaluation, 256, widen, BYTES)
+
+
+def _stream(documents: list["Document"]) -> TokenStream:
+    joined = b"".join(document.content + b"\0" for document in documents)
+    name = f"{documents[0].name} and {len(documents) - 1} more"
+    return TokenStream((Shard(np.frombuffer(joined, np.uint8), name),))
 
 
 class Document(NamedTuple):
@@ -81,21 +112,21 @@ def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
     """All files of files and folders but hidden ones, in the order of their names."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
-    return sorted(found for p in paths for found in _walk(p, frozenset()))
+    return sorted(found for p in paths for found in _walk(p))
 
 
 def library_files() -> list[TextFile]:
     """The source files of the running Python's standard library, but for `LEFT_OUT`."""
     return [
         found
-        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT))
+        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
         # Written when this Python was built, on another machine differently.
         if found.name.endswith(".py")
         and not found.name.startswith(("_sysconfigdata", "config-"))
     ]
 
 
-def _walk(root: Path, left_out: Collection[str]) -> Iterator[TextFile]:
+def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
     if not root.is_dir():
         yield read_with(root, lambda path: TextFile(path.name, path))
         return

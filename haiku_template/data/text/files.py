@@ -40,10 +40,6 @@ def open_tokens(
       tensor: its name in .safetensors files; by default the only one that is a line of
         whole numbers.
       random: windows will be read in no order, so that reading ahead is a waste.
-
-    Raises:
-      ConfigError: nothing there, files that are damaged, empty, of different dtypes, or
-        hold no tokens; a folder that holds validation files among others.
     """
     layouts: dict[str, Callable[[Path], Layout]] = {
         ".safetensors": lambda file: _safetensors_layout(file, tensor),

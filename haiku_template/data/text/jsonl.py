@@ -215,18 +215,18 @@ def _completions(
     # What begins a text does not begin a completion.
     completions = tokenizer.encode([line.target for line in lines])
     end = [] if tokenizer.end is None else [tokenizer.end]
-    # The end of the text before tells that an empty prompt is one.
-    prompts = [prompt or end for prompt in prompts]
-    whole = [p + c + end for p, c in zip(prompts, completions, strict=True)]
-    for line, tokens, prompt in zip(lines, whole, prompts, strict=True):
+    kept, left = [], []
+    for line, prompt, completion in zip(lines, prompts, completions, strict=True):
+        prompt = prompt or end  # Of the text before: it tells that this one is empty.
+        tokens = prompt + completion + end
         if len(tokens) < 2 or len(tokens) == len(prompt):
             raise ConfigError(
                 f"{line.where} has nothing to learn from: its prompt has {len(prompt)} "
                 f"tokens and its completion {len(tokens) - len(prompt)}"
             )
-    before = [max(len(tokens) - (cut + 1), 0) if cut else 0 for tokens in whole]
-    kept = [tokens[n:] for tokens, n in zip(whole, before, strict=True)]
-    left = [max(len(p) - n, 0) for p, n in zip(prompts, before, strict=True)]
+        before = max(len(tokens) - (cut + 1), 0) if cut else 0
+        kept.append(tokens[before:])
+        left.append(max(len(prompt) - before, 0))
     return Completions(Tokens.create(kept), np.array(left, np.int64))
 
 

@@ -94,14 +94,8 @@ class TokenStream:
         """Copies windows out of the stream.
 
         All that is not in memory is asked for before any of it is waited for, so that
-        storage works on many requests at once.
-
-        Args:
-          starts: positions int64 [B], each at least `length` before the end.
-          length: T.
-
-        Returns:
-          [B, T] in the dtype of the files and the byte order of this machine, new.
+        storage works on many requests at once. `starts` are int64 [B]; the result is
+        [B, T] in the dtype of the files and the byte order of this machine, new.
         """
         rows = [list(self._pieces(s, s + length)) for s in starts.tolist()]
         for shard, first, last in itertools.chain.from_iterable(rows):

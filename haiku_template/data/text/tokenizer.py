@@ -159,19 +159,10 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "
             "text make 257"
         )
-    library = _tokenizers()
-    level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = level
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT[0]],
-        initial_alphabet=level.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str(pretty=True).encode()
+    learned = _tokenizers().ByteLevelBPETokenizer()
+    options = {"min_frequency": 0, "special_tokens": [END_OF_TEXT[0]]}
+    learned.train_from_iterator(texts, vocab_size, show_progress=False, **options)
+    return learned.to_str(pretty=True).encode()
 
 
 def _find(path: Path) -> Path:

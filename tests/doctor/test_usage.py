@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from machines import build_stub, needs_compiler
 
-from haiku_template import doctor
-from haiku_template.diagnosis import Machine, usage
-from haiku_template.diagnosis.probe import probe_driver
-from haiku_template.diagnosis.results import CardMemory, DriverResult
+from haiku_template.doctor import Machine
+from haiku_template.doctor import __main__ as doctor
+from haiku_template.doctor import report as words_of
+from haiku_template.doctor.children import DriverResult, probe_driver
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,8 +39,9 @@ def process():
 
 def table(environ, machine=None):
     machine = machine or Machine.here()
-    found = usage.memory_in_use(machine, probe_driver(10, environ))
-    return found, usage.lines(found, machine.sees_all_processes())
+    found = words_of.memory_in_use(machine, probe_driver(10, environ))
+    rows = words_of.memory_rows(found, machine.sees_all_processes())
+    return found, [f"{label:<24}{words}" for label, words in rows]
 
 
 def test_each_process_is_named_with_its_bytes(stubs, process):
@@ -119,12 +120,12 @@ def test_in_a_container_the_host_s_numbers_are_not_given_local_names(stubs):
         pytest.skip("this machine allows no process namespace")
     # In there the child is process 1, and the host's process 1 is another one.
     code = (
-        "from haiku_template.diagnosis import Machine, usage\n"
-        "from haiku_template.diagnosis.probe import probe_driver\n"
+        "from haiku_template.doctor import Machine, report\n"
+        "from haiku_template.doctor.children import probe_driver\n"
         "import os; assert os.getpid() == 1\n"
         "machine = Machine.here()\n"
-        "found = usage.memory_in_use(machine, probe_driver(10))\n"
-        "print(*usage.lines(found, machine.sees_all_processes()), sep='\\n')"
+        "found = report.memory_in_use(machine, probe_driver(10, os.environ))\n"
+        "print(*report.memory_rows(found, machine.sees_all_processes()), sep='\\n')"
     )
     done = subprocess.run(
         [*command, sys.executable, "-c", code],
@@ -145,14 +146,12 @@ def test_the_doctor_prints_it_though_the_driver_finds_no_card(stubs, gpu):
     gpu.file("/proc/77/comm", "python\n")
     for name in [n for n in gpu.environ if n.startswith(("JAX_", "XLA_", "CUDA_"))]:
         del gpu.environ[name]
-    walk = doctor.Examination(gpu.machine(), "gpu", 20)
-    walk.walk()
-    report = doctor.report(walk, "gpu", 1.0)
+    report = doctor.report(gpu.machine(), "gpu", 20)
     assert report["cause"]["id"] == "A22"
     assert report["card_memory"][0]["processes"] == [
         {"pid": 77, "program": "python", "bytes_in_use": 9216 * MIB}
     ]
-    text = "\n".join(doctor.lines(report))
+    text = "\n".join(words_of.lines(report))
     assert "10.0 GiB of 16.0 GiB in use by all" in text
     assert "  process 77            python: 9.0 GiB" in text
 
@@ -162,7 +161,8 @@ def test_who_holds_a_full_card_is_said_with_bytes(gpu):
     gpu.file("/proc/88/comm", "Xorg\n")
     for pid in (77, 88):
         gpu.link(f"/proc/{pid}/fd/9", "/dev/nvidia0")
-    card = CardMemory(9 * 2**30, 16 * 2**30, ((77, 8 * 2**30),))
-    words = usage.holders(gpu.machine(), DriverResult(0, memory=(card,)))
+    users = [{"pid": 77, "bytes_in_use": 8 * 2**30}]
+    card = {"bytes_in_use": 9 * 2**30, "bytes": 16 * 2**30, "processes": users}
+    words = words_of.holders(gpu.machine(), DriverResult(0, memory=(card,)))
     assert words == "python (77, 8.0 GiB), Xorg (88)"
-    assert usage.holders(gpu.machine(), None) == "python (77), Xorg (88)"
+    assert words_of.holders(gpu.machine(), None) == "python (77), Xorg (88)"

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from machines import HEALTHY, jax_result
 
-from haiku_template import doctor
-from haiku_template.diagnosis import Machine, probe
-from haiku_template.diagnosis.results import CardMemory, Child, OperationsResult
+from haiku_template.doctor import Machine, children
+from haiku_template.doctor import __main__ as doctor
 
 ROOT = Path(__file__).parents[2]
 no_card = pytest.mark.skipif(
@@ -111,7 +111,7 @@ def test_a_mistyped_flag_is_one_sentence(flag, word, capsys):
 
 def test_this_process_never_imports_jax():
     code = (
-        "import sys; from haiku_template import doctor; "
+        "import sys; from haiku_template.doctor import __main__ as doctor; "
         "doctor.main(['--device=gpu', '--timeout=30']); "
         "assert not {'jax', 'numpy', 'absl', 'rich'} & set(sys.modules)"
     )
@@ -124,31 +124,20 @@ def test_a_broken_link_stops_the_walk(gpu, monkeypatch):
     def refuse(*args):
         raise AssertionError("asked")
 
-    monkeypatch.setattr(probe, "probe_driver", refuse)
-    monkeypatch.setattr(probe, "probe_jax", refuse)
+    monkeypatch.setattr(children, "probe_driver", refuse)
+    monkeypatch.setattr(children, "probe_jax", refuse)
     gpu.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    walk = doctor.Examination(gpu.machine(), "gpu", 5)
-    walk.walk()
-    assert walk.findings[0].id == "A22" and not walk.works
+    report = doctor.report(gpu.machine(), "gpu", 5)
+    assert report["cause"]["id"] == "A22" and not report["works"]
 
 
 def test_auto_beside_a_card_that_is_not_used_does_not_just_work(gpu, monkeypatch):
-    from machines import HEALTHY, jax_result
-
-    from haiku_template.diagnosis.results import Stage
-
-    run = OperationsResult(
-        Child(0, "", "", 1.0), (Stage("matmul", "TFRT_CPU_0"),), "", 1
-    )
-    monkeypatch.setattr(probe, "probe_driver", lambda *args: HEALTHY)
-    monkeypatch.setattr(probe, "probe_operations", lambda *args: run)
+    monkeypatch.setattr(children, "probe_driver", lambda *args: HEALTHY)
 
     def verdict(*platforms):
         shown = jax_result(*platforms)
-        monkeypatch.setattr(probe, "probe_jax", lambda *args: shown)
-        walk = doctor.Examination(gpu.machine(), "auto", 5)
-        walk.walk()
-        return doctor.lines(doctor.report(walk, "auto", 1.0))[-1]
+        monkeypatch.setattr(children, "probe_jax", lambda *args: shown)
+        return doctor.lines(doctor.report(gpu.machine(), "auto", 5))[-1]
 
     unused = "--device=auto works on the CPU, and this machine's GPU is not used"
     assert verdict("cpu").startswith(unused)
@@ -156,21 +145,14 @@ def test_auto_beside_a_card_that_is_not_used_does_not_just_work(gpu, monkeypatch
 
 
 def test_a_healthy_card_works_and_its_holders_are_listed(gpu, monkeypatch):
-    from machines import HEALTHY, jax_result
-
-    from haiku_template.diagnosis.results import Stage
-
-    seen = HEALTHY._replace(memory=(CardMemory(2**30, 2**34),))
-    child = Child(0, "", "", 1.0)
-    run = OperationsResult(child, (Stage("matmul", "cuda:0"),), "", 1)
-    monkeypatch.setattr(probe, "probe_driver", lambda *args: seen)
-    monkeypatch.setattr(probe, "probe_jax", lambda *args: jax_result("gpu", "cpu"))
-    monkeypatch.setattr(probe, "probe_operations", lambda *args: run)
+    memory = {"bytes_in_use": 2**30, "bytes": 2**34, "processes": None}
+    seen = HEALTHY._replace(memory=(memory,))
+    monkeypatch.setattr(children, "probe_driver", lambda *args: seen)
+    monkeypatch.setattr(children, "probe_jax", lambda *args: jax_result("gpu", "cpu"))
     gpu.file("/proc/77/comm", "python\n")
     gpu.link("/proc/77/fd/9", "/dev/nvidia0")
-    walk = doctor.Examination(gpu.machine(), "gpu:0", 5)
-    walk.walk()
-    text = "\n".join(doctor.lines(doctor.report(walk, "gpu:0", 1.0)))
-    assert walk.works and walk.findings == []
+    report = doctor.report(gpu.machine(), "gpu:0", 5)
+    text = "\n".join(doctor.lines(report))
+    assert report["works"] and report["findings"] == []
     assert "held by process 77      python: /dev/nvidia0" in text
     assert "1.0 GiB of 16.0 GiB in use by all" in text and "works" in text

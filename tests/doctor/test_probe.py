@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 from machines import build_stub, needs_compiler
 
-from haiku_template.diagnosis import check_environment, diagnose
-from haiku_template.diagnosis.probe import (
-    probe_driver,
-    probe_jax,
-    probe_operations,
-    run_child,
-)
+from haiku_template.doctor import Facts, check_environment, diagnose
+from haiku_template.doctor.children import probe_driver, probe_jax, run_child
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 
@@ -47,7 +42,7 @@ def test_each_code_of_the_driver_has_its_cause(driver, gpu, code, id_):
     result = probe_driver(10, {**driver, "STUB_CUINIT": str(code)})
     assert result.code == code and result.name.startswith("CUDA_ERROR_")
     assert result.library == driver["LD_LIBRARY_PATH"] + "/libcuda.so.1"
-    found = diagnose(gpu.machine(), result)
+    found = diagnose(gpu.machine(), Facts("gpu", result))
     assert [finding.id for finding in found] == [id_] and str(code) in found[0].found
 
 
@@ -55,17 +50,21 @@ def test_each_code_of_the_driver_has_its_cause(driver, gpu, code, id_):
 def test_a_healthy_driver_has_no_cause(driver, gpu):
     result = probe_driver(10, {**driver, "STUB_DRIVER": "13000"})
     assert (result.code, result.version, result.count) == (0, 13000, 1)
-    assert diagnose(gpu.machine(), result) == []
+    assert diagnose(gpu.machine(), Facts("gpu", result)) == []
     assert result.seconds < 5
 
 
 @needs_compiler
 def test_an_old_driver_and_a_driver_without_cards(driver, gpu):
     old = probe_driver(10, {**driver, "STUB_DRIVER": "12040"})
-    assert [finding.id for finding in diagnose(gpu.machine(), old)] == ["A29"]
+    assert [finding.id for finding in diagnose(gpu.machine(), Facts("gpu", old))] == [
+        "A29"
+    ]
     none = {**driver, "STUB_DRIVER": "13000", "STUB_COUNT": "0"}
     empty = probe_driver(10, none)
-    assert [finding.id for finding in diagnose(gpu.machine(), empty)] == ["A28"]
+    assert [finding.id for finding in diagnose(gpu.machine(), Facts("gpu", empty))] == [
+        "A28"
+    ]
 
 
 @needs_compiler
@@ -81,7 +80,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path, gpu):
     environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib")}
     result = probe_driver(10, environ)
     assert result.code == 303 and "libcuda.so.1" in result.problem
-    found = diagnose(gpu.machine(), result)
+    found = diagnose(gpu.machine(), Facts("gpu", result))
     assert [finding.id for finding in found] == ["A21"]
 
 
@@ -91,7 +90,7 @@ def test_a_driver_that_hangs_is_killed_at_the_limit(driver, gpu):
     result = probe_driver(0.5, {**driver, "STUB_SLEEP": "600"})
     assert time.monotonic() - start < 5
     assert result.code is None and "0.5 s" in result.problem
-    assert diagnose(gpu.machine(), result)[0].id == "A26"
+    assert diagnose(gpu.machine(), Facts("gpu", result))[0].id == "A26"
 
 
 @needs_compiler
@@ -124,16 +123,17 @@ def several():
     return {**os.environ, "JAX_NUM_CPU_DEVICES": "3"}
 
 
-def test_jax_shows_its_devices(several):
-    result = probe_jax(60, several, "cpu")
+def test_jax_shows_its_devices_though_none_of_those_asked_for_is_there(several):
+    result = probe_jax(60, {**several, "JAX_PLATFORMS": "cpu"}, "gpu")
+    assert result.num_devices == 0 and not result.stages
     assert result.child.returncode == 0, result.child.errors
     assert [(d.backend, d.id) for d in result.devices] == [("cpu", n) for n in range(3)]
     assert result.default == "cpu"
 
 
 def test_operations_are_checked_on_every_device(several):
-    result = probe_operations(60, "cpu", several)
-    assert result.works(), result
+    result = probe_jax(60, several, "cpu")
+    assert result.works() and result.num_devices == 3, result
     done = [stage.operation for stage in result.stages]
     each = ["round trip", "matmul", "convolution"]
     assert done == each * 3 + ["between devices"] * 2 + ["psum"]
@@ -143,4 +143,4 @@ def test_an_unknown_flag_of_xla_is_found(plain):
     plain.environ["XLA_FLAGS"] = "--xla_gpu_bogus=1"
     jax = probe_jax(60, {**os.environ, **plain.environ}, "cpu")
     assert jax.child.returncode not in (0, None) and not jax.devices
-    assert diagnose(plain.machine(), asked="cpu", jax=jax)[0].id == "A50"
+    assert diagnose(plain.machine(), Facts("cpu", jax=jax))[0].id == "A50"

@@ -37,19 +37,12 @@ def ask_cuda() -> dict:
     answer["version"] = _integer(cuda.cuDriverGetVersion)
     if answer["code"] == 0:
         answer["count"] = _integer(cuda.cuDeviceGetCount)
-        answer["capabilities"] = _capabilities(cuda, answer["count"] or 0)
+        ask = getattr(cuda, "cuDeviceGetAttribute", None)
+        answer["capabilities"] = [
+            [_integer(ask, what, device) or 0 for what in CAPABILITY]
+            for device in range(answer["count"] or 0 if ask else 0)
+        ]
     return answer
-
-
-def _capabilities(cuda: ctypes.CDLL, count: int) -> list[list[int]]:
-    try:
-        ask = cuda.cuDeviceGetAttribute
-    except AttributeError:
-        return []
-    return [
-        [_integer(ask, what, device) or 0 for what in CAPABILITY]
-        for device in range(count)
-    ]
 
 
 def _mapped(name: str) -> str:
@@ -103,7 +96,7 @@ def _processes(ask: ctypes._CFuncPtr, card: ctypes.c_void_p) -> list[Process] | 
     return None
 
 
-def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list | None:
+def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list[dict] | None:
     """Id and bytes of each process on a card; None where NVML does not tell."""
     users = {}
     for kind in ("Compute", "Graphics"):
@@ -114,7 +107,7 @@ def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list | None:
         for process in found or ():
             used = None if process.used == UNAVAILABLE else process.used
             users[process.pid] = used
-    return sorted(users.items())
+    return [{"pid": pid, "bytes_in_use": users[pid]} for pid in sorted(users)]
 
 
 def ask_nvml() -> dict:
@@ -127,12 +120,12 @@ def ask_nvml() -> dict:
     memory = []
     count = _integer(nvml.nvmlDeviceGetCount_v2) if code == 0 else 0
     for index in range(count or 0):
-        card, found = ctypes.c_void_p(), Memory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)) != 0:
-            memory.append([0, 0, None])
-            continue
-        nvml.nvmlDeviceGetMemoryInfo(card, ctypes.byref(found))
-        memory.append([found.used, found.total, _users(nvml, card)])
+        card, found, users = ctypes.c_void_p(), Memory(), None
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)) == 0:
+            nvml.nvmlDeviceGetMemoryInfo(card, ctypes.byref(found))
+            users = _users(nvml, card)
+        sizes = {"bytes_in_use": found.used, "bytes": found.total}
+        memory.append({**sizes, "processes": users})
     return {"nvml": code, "memory": memory}
 
 

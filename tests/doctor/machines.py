@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from haiku_template.diagnosis import Machine
-from haiku_template.diagnosis.results import Child, Device, DriverResult, JaxResult
+from haiku_template.doctor import Machine
+from haiku_template.doctor.children import Child, Device, DriverResult, JaxResult, Stage
 
 VERSION = "0.12.0"
 DRIVER = "580.95.05"
@@ -72,10 +72,14 @@ class Builder:
         ]
         self.fields = {
             "requires": {
-                "jax": (f"jaxlib<={VERSION},>=0.11.2", "numpy>=2.2", "scipy>=1.15"),
+                "jax": (
+                    "python>=3.12",
+                    f"jaxlib<={VERSION},>=0.11.2",
+                    "numpy>=2.2",
+                    "scipy>=1.15",
+                ),
                 "jax-cuda13-plugin": tuple(wanted),
             },
-            "requires_python": {"jax": ">=3.12"},
             "python": (3, 12, 4),
         }
 
@@ -132,10 +136,16 @@ class Builder:
         )
 
 
-def jax_result(*platforms, returncode=0, errors=""):
+COMPUTED = (Stage("matmul", "a device"),)
+
+
+def jax_result(*platforms, returncode=0, errors="", stages=COMPUTED, unfinished=""):
     """What JAX showed: devices of these platforms, or how it failed."""
     devices = tuple(
         Device("cuda" if name == "gpu" else name, name, 0, "kind") for name in platforms
     )
     child = Child(returncode, "", errors, 1.0)
-    return JaxResult(child, devices, platforms[0] if platforms else "")
+    default = platforms[0] if platforms else ""
+    if not platforms:
+        return JaxResult(child)
+    return JaxResult(child, devices, default, 1, stages, unfinished)

@@ -3,13 +3,8 @@
 import pytest
 from machines import HEALTHY, jax_result
 
-from haiku_template.diagnosis import TABLE, check_environment, diagnose
-from haiku_template.diagnosis.results import (
-    Child,
-    DriverResult,
-    OperationsResult,
-    Stage,
-)
+from haiku_template.doctor import STEPS, Facts, check_environment, children, diagnose
+from haiku_template.doctor.children import DriverResult, Stage
 
 JETSON = ((5, 3),)
 
@@ -70,18 +65,18 @@ def maps(m):
 
 
 def answer(code, name="", **more):
-    return {"probe": DriverResult(code, name, **more)}
+    return {"driver": DriverResult(code, name, **more)}
 
 
 def failed_start(errors, returncode=1):
-    return {"probe": HEALTHY, "jax": jax_result(returncode=returncode, errors=errors)}
+    return {"driver": HEALTHY, "jax": jax_result(returncode=returncode, errors=errors)}
 
 
 def ran(*problems, returncode=0, unfinished="", errors=""):
     stages = tuple(Stage(name, "cuda:0", problem) for name, problem in problems)
-    child = Child(returncode, "", errors, 9.0)
-    run = OperationsResult(child, stages, unfinished, 1)
-    return {"probe": HEALTHY, "jax": jax_result("gpu", "cpu"), "operations": run}
+    how = {"returncode": returncode, "errors": errors, "unfinished": unfinished}
+    jax = jax_result("gpu", "cpu", stages=stages, **how)
+    return {"driver": HEALTHY, "jax": jax}
 
 
 DNN = "FAILED_PRECONDITION: DNN library initialization failed."
@@ -190,7 +185,7 @@ ERRORS = [
     ("A63", CARD, None, ran(("convolution", DNN), errors="Memory usage: 1048576 bytes "
                             "free, 85899345920 bytes total.")),
     ("A90", CARD, None, ran(("round trip", "wrong values: [0. 0.] and not [1. 2.]"))),
-    ("A00", CARD, None, {"probe": HEALTHY, "jax": jax_result("cpu")}),
+    ("A00", CARD, None, {"driver": HEALTHY, "jax": jax_result("cpu")}),
 ]  # fmt: skip
 WARNINGS = [
     ("A06", CARD, dist(nvidia_cusolver=None), {}),
@@ -199,13 +194,13 @@ WARNINGS = [
                        env(LD_LIBRARY_PATH="/opt/cuda")), {}),
     ("A16", CARD, maps, {}),
     ("A17", CARD, dist(nvidia_cuda_nvcc=None), {}),
-    ("A17", CARD, lambda m: m.fields.update(executables={"ptxas": "12.4"}), {}),
+    ("A17", CARD, lambda m: m.fields.update(ptxas="12.4"), {}),
     ("A19", CARD, dist(jaxline="0.0.8"), {}),
     ("A21", CARD, lambda m: m.remove("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), {}),
     ("A24", CARD, both(lambda m: m.file("/usr/local/cuda/compat/libcuda.so.1"),
                        env(LD_LIBRARY_PATH="/usr/local/cuda/compat")), {}),
     ("A26", CARD, lambda m: m.remove("/dev/nvidia-uvm"), {}),
-    ("A30", CARD, dist(nvidia_cuda_nvcc="13.1.80"), {"probe": HEALTHY}),
+    ("A30", CARD, dist(nvidia_cuda_nvcc="13.1.80"), {"driver": HEALTHY}),
     ("A32", CARD, None, answer(0, version=13000, count=1, nvml=18)),
     ("A34", CARD, env(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"), {}),
     ("A49", CARD, env(XLA_PYTHON_CLIENT_PREALLOCATE="off"), {}),
@@ -221,7 +216,7 @@ def found_on(request, fixture, change, facts):
     machine = request.getfixturevalue(fixture)
     if change:
         change(machine)
-    return diagnose(machine.machine(), **facts)
+    return diagnose(machine.machine(), Facts(**facts))
 
 
 @pytest.mark.parametrize(
@@ -245,22 +240,22 @@ def test_each_warning_is_alone(request, id_, fixture, change, facts):
 
 
 def test_the_matrix_covers_the_table():
-    assert {row.id for row in TABLE} == {row[0] for row in ERRORS + WARNINGS} - {"A00"}
+    table = {cause.id for causes in STEPS.values() for cause in causes}
+    assert table == {row[0] for row in ERRORS + WARNINGS}
     assert len({row[0] for row in ERRORS + WARNINGS}) >= 45
 
 
 @pytest.mark.parametrize("asked", ["gpu", "auto", "cpu", "gpu:0"])
 def test_a_healthy_card_has_no_findings(gpu, asked):
-    good = OperationsResult(Child(0, "", "", 1.0), (Stage("matmul", "cuda:0"),), "", 1)
     jax = jax_result("gpu", "cpu")
-    assert diagnose(gpu.machine(), None, asked) == []
-    assert diagnose(gpu.machine(), HEALTHY, asked, jax, good) == []
+    assert diagnose(gpu.machine(), Facts(asked)) == []
+    assert diagnose(gpu.machine(), Facts(asked, HEALTHY, jax)) == []
 
 
 @pytest.mark.parametrize("asked", ["cpu", "auto"])
 def test_a_healthy_machine_without_a_card_has_no_findings(plain, asked):
     assert check_environment(asked, plain.machine()) == []
-    assert diagnose(plain.machine(), None, asked, jax_result("cpu")) == []
+    assert diagnose(plain.machine(), Facts(asked, jax=jax_result("cpu"))) == []
 
 
 def test_a_local_cuda_needs_no_wheels(gpu):
@@ -282,24 +277,22 @@ def test_the_cuda_build_of_conda_is_cuda(gpu):
 def test_beside_an_unused_card_faults_are_warnings(gpu, id_):
     change = next(row[2] for row in ERRORS if row[0] == id_)
     change(gpu)
-    found = diagnose(gpu.machine(), asked="auto")
+    found = diagnose(gpu.machine(), Facts("auto"))
     assert (found[0].id, found[0].severity) == (id_, "warning")
-    assert diagnose(gpu.machine(), asked="cpu") == []
+    assert diagnose(gpu.machine(), Facts("cpu")) == []
 
 
 def test_a_card_that_auto_does_not_use_is_a_warning(gpu):
     words = "RuntimeError: Unable to load cuDNN. Is it installed?"
     for errors, id_ in ((words, "A06"), ("", "A00")):
-        found = diagnose(
-            gpu.machine(), HEALTHY, "auto", jax_result("cpu", errors=errors)
-        )
+        jax = jax_result("cpu", errors=errors)
+        found = diagnose(gpu.machine(), Facts("auto", HEALTHY, jax))
         assert [(f.id, f.severity) for f in found] == [(id_, "warning")]
 
 
 def test_a_card_that_auto_uses_and_that_fails_is_an_error(gpu):
-    found = diagnose(
-        gpu.machine(), asked="auto", **ran(("matmul", ""), ("convolution", DNN))
-    )
+    facts = Facts("auto", **ran(("matmul", ""), ("convolution", DNN)))
+    found = diagnose(gpu.machine(), facts)
     assert [(f.id, f.severity) for f in found] == [("A09", "error")]
 
 
@@ -309,7 +302,7 @@ def test_a_card_that_auto_uses_and_that_fails_is_an_error(gpu):
 )
 def test_what_no_row_explains_is_said_in_jax_s_words(plain, returncode, words):
     jax = jax_result(returncode=returncode, errors="Traceback\nOSError: unheard of")
-    found = diagnose(plain.machine(), asked="cpu", jax=jax)
+    found = diagnose(plain.machine(), Facts("cpu", jax=jax))
     assert [finding.id for finding in found] == ["A00"] and words in found[0].found
 
 
@@ -346,24 +339,25 @@ installed. Falling back to cpu.
 def test_what_the_driver_answered_to_jax_alone_is_its_cause_too(gpu, words, id_):
     errors = LOG.format(f"135: operation cuInit(0) failed: {words}")
     jax = jax_result("cpu", errors=errors)
-    for probe in (None, HEALTHY):
-        assert [f.id for f in diagnose(gpu.machine(), probe, jax=jax)] == [id_]
+    for driver in (None, HEALTHY):
+        facts = Facts("gpu", driver, jax)
+        assert [f.id for f in diagnose(gpu.machine(), facts)] == [id_]
     # What the driver answered to us goes first.
     asked = DriverResult(802, "CUDA_ERROR_SYSTEM_NOT_READY")
-    assert diagnose(gpu.machine(), asked, jax=jax)[0].id == "A25"
+    assert diagnose(gpu.machine(), Facts("gpu", asked, jax))[0].id == "A25"
 
 
 def test_jax_that_counts_no_card_is_the_driver_counting_none(gpu):
     words = "FAILED_PRECONDITION: No visible GPU devices. (you may need to uninstall"
     jax = jax_result(returncode=1, errors=f"RuntimeError: 'cuda': {words}")
-    assert diagnose(gpu.machine(), HEALTHY, jax=jax)[0].id == "A28"
+    assert diagnose(gpu.machine(), Facts("gpu", HEALTHY, jax))[0].id == "A28"
 
 
 @pytest.mark.parametrize("asked", ["gpu", "auto"])
 def test_the_plugin_s_own_words_are_quoted_and_not_jax_s_guess(gpu, asked):
     errors = LOG.format("113: operation gpuDeviceGetAttribute failed: CUDA_ERROR_OTHER")
     jax = jax_result("cpu", errors=errors)
-    (found,) = diagnose(gpu.machine(), HEALTHY, asked, jax)
+    (found,) = diagnose(gpu.machine(), Facts(asked, HEALTHY, jax))
     assert found.id == "A00" and "gpuDeviceGetAttribute" in found.found
     assert "CUDA-enabled jaxlib" not in found.found
 
@@ -458,7 +452,7 @@ def test_the_fix_of_a_cause_does_not_make_the_next_cause(
     m = request.getfixturevalue(fixture)
     follow(m, found[0].fix)
     before, after = (
-        {f.id for f in each} for each in (found, diagnose(m.machine(), **facts))
+        {f.id for f in each} for each in (found, diagnose(m.machine(), Facts(**facts)))
     )
     assert after <= before, f"{found[0]} brought {after - before}"
 
@@ -469,7 +463,7 @@ def test_a_library_that_only_begins_like_one_of_cuda_s_is_not_blamed(gpu):
     gpu.environ["LD_LIBRARY_PATH"] = "/opt/conda/lib"
     assert diagnose(gpu.machine()) == []
     words = "RuntimeError: Unable to load cuDNN. Is it installed?"
-    assert diagnose(gpu.machine(), **failed_start(words))[0].id == "A06"
+    assert diagnose(gpu.machine(), Facts(**failed_start(words)))[0].id == "A06"
     gpu.file("/opt/conda/lib/libcusparseLt.so.0")
     assert diagnose(gpu.machine())[0].id == "A07"
 
@@ -496,7 +490,7 @@ def test_the_driver_is_not_asked_after_an_error(gpu, monkeypatch):
     def refuse(*args):
         raise AssertionError("asked")
 
-    monkeypatch.setattr("haiku_template.diagnosis.causes.probe_driver", refuse)
+    monkeypatch.setattr(children, "probe_driver", refuse)
     gpu.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert check_environment("gpu", gpu.machine())[0].id == "A22"
     del gpu.environ["CUDA_VISIBLE_DEVICES"]

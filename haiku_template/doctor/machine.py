@@ -12,11 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
+from typing import NamedTuple
 
 # The device nodes that JAX itself looks for before it tries the CUDA backend.
 NVIDIA_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 WSL_NODE = "/dev/dxg"
+# Platforms of JAX that are GPUs.
+GPU_NAMES = ("gpu", "cuda", "rocm", "oneapi")
 # Where the loader looks for libcuda.so.1 besides LD_LIBRARY_PATH, most likely first.
 LIBRARY_FOLDERS = (
     "/usr/lib/wsl/lib",
@@ -28,14 +32,49 @@ LIBRARY_FOLDERS = (
     "/usr/local/cuda/lib64",
     "/usr/local/cuda/compat",
 )
+COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt, "==": eq, "!=": ne}
 # The namespace of processes in which Linux itself starts: this number is fixed.
 HOST_PROCESSES = "pid:[4026531836]"
 # The packages whose requirements say what fits together.
 WITH_REQUIREMENTS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-def _may_write(path: Path) -> bool:
-    return os.access(path, os.W_OK)
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 11, 0) of 0.11.0.dev2+cuda."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+class Requirement(NamedTuple):
+    """One requirement of a package: `numpy>=2.1 ; extra == "x"`.
+
+    Attributes:
+      bounds: as in `>=9.8,<10.0`; wildcards and ~= count for nothing.
+    """
+
+    name: str
+    bounds: str
+    extra: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> "Requirement":
+        """Reads a Requires-Dist line of a package's metadata."""
+        demand, _, marker = line.partition(";")
+        match = re.match(r"\s*([\w.-]+)(?:\[[^\]]*\])?(.*)", demand)
+        extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
+        name = re.sub(r"[-_.]+", "-", match[1]).lower()
+        return cls(name, match[2].strip(), extra[1] if extra else "")
+
+    def allows(self, version: str) -> bool:
+        """Whether a version lies within the bounds; zeros at its end do not count."""
+        pattern = r"(>=|<=|==|!=|>|<)\s*(\d[\d.]*\d|\d)(?![\d.]*\*)"
+        for sign, bound in re.findall(pattern, self.bounds):
+            left, right = numbers(version), numbers(bound)
+            length = max(len(left), len(right))
+            pad = [part + (0,) * (length - len(part)) for part in (left, right)]
+            if not COMPARE[sign](*pad):
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -43,48 +82,36 @@ class Machine:
     """One machine and one Python installation, as a value.
 
     Attributes:
-      environ: the environment variables.
       root: the folder that holds dev/, proc/, sys/, usr/.
       distributions: installed packages, normalised name to version.
-      requires: what some of them require, as in their metadata.
-      requires_python: which Python some of them require.
-      python: the version of this Python.
-      executables: programs on PATH, name to version ("" when it does not tell).
+      requires: what some of them require, as in their metadata, `python` included.
+      ptxas: version of the compiler on PATH, "" when it does not tell; None: no such.
       site_packages: the folders that packages were installed in.
       conda_meta: the folder in which conda keeps its records.
-      may_write: whether this user may write to a path.
     """
 
     environ: Mapping[str, str]
     root: Path = Path("/")
     distributions: Mapping[str, str] = field(default_factory=dict)
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    requires_python: Mapping[str, str] = field(default_factory=dict)
     python: tuple[int, ...] = sys.version_info[:3]
-    executables: Mapping[str, str] = field(default_factory=dict)
+    ptxas: str | None = None
     site_packages: tuple[Path, ...] = ()
     conda_meta: Path | None = None
-    may_write: Callable[[Path], bool] = _may_write
+    may_write: Callable[[Path], bool] = lambda path: os.access(path, os.W_OK)
 
     @classmethod
     def here(cls) -> "Machine":
         """This machine, as this process sees it."""
         distributions = dict(_distributions(sys.path))
         known = [name for name in WITH_REQUIREMENTS if name in distributions]
-        metadata = {name: importlib.metadata.metadata(name) for name in known}
+        sites = [Path(p) for p in sys.path if p and Path(p, "nvidia").is_dir()]
         return cls(
             environ=dict(os.environ),
             distributions=distributions,
-            requires={
-                n: tuple(m.get_all("Requires-Dist") or ()) for n, m in metadata.items()
-            },
-            requires_python={
-                n: m.get("Requires-Python", "") for n, m in metadata.items()
-            },
-            executables=dict(_executables()),
-            site_packages=tuple(
-                Path(p) for p in sys.path if p and Path(p, "nvidia").is_dir()
-            ),
+            requires={name: _requires(name) for name in known},
+            ptxas=_ptxas(),
+            site_packages=tuple(sites),
             conda_meta=Path(sys.prefix, "conda-meta"),
         )
 
@@ -112,29 +139,54 @@ class Machine:
         """The address of the first NVIDIA display or 3D controller; empty if none."""
         for device in sorted(self.path("/sys/bus/pci/devices").glob("*")):
             where = f"/sys/bus/pci/devices/{device.name}"
-            kind = self.read(f"{where}/class")
-            shows = kind.startswith(("0x0300", "0x0302"))
+            shows = self.read(f"{where}/class").startswith(("0x0300", "0x0302"))
             if shows and self.read(f"{where}/vendor") == "0x10de":
                 return device.name
         return ""
 
     def amd_gpus(self) -> list[str]:
         """The AMD GPUs that the kernel driver lists: nodes with SIMD units."""
-        found = []
-        for node in sorted(self.path("/sys/class/kfd/kfd/topology/nodes").glob("*")):
-            text = self.read(
-                f"/sys/class/kfd/kfd/topology/nodes/{node.name}/properties"
-            )
-            units = re.search(r"\bsimd_count\s+(\d+)", text)
-            if units and int(units[1]) > 0:
-                found.append(node.name)
-        return found
+        nodes = "/sys/class/kfd/kfd/topology/nodes"
+        names = sorted(node.name for node in self.path(nodes).glob("*"))
+        texts = {name: self.read(f"{nodes}/{name}/properties") for name in names}
+        return [n for n in names if re.search(r"\bsimd_count\s+0*[1-9]", texts[n])]
+
+    def requirements(self, package: str) -> list[Requirement]:
+        """What an installed package requires, where its metadata was read."""
+        return [Requirement.read(line) for line in self.requires.get(package, ())]
+
+    def has_card(self) -> bool:
+        """Whether anything speaks for a GPU in this machine."""
+        return bool(self.nodes() or self.nvidia_on_pci() or self.amd_gpus())
+
+    def is_amd(self) -> bool:
+        """Whether the GPU to be used is an AMD one."""
+        amd = self.path("/dev/kfd").exists() or bool(self.amd_gpus())
+        return amd and not self.nodes()
+
+    def platforms(self) -> list[str]:
+        """The words of JAX_PLATFORMS without the spaces around them."""
+        value = self.environ.get("JAX_PLATFORMS", "")
+        return [word.strip() for word in value.split(",")] if value else []
+
+    def cuda_families(self) -> list[str]:
+        """The CUDA plugin families of which a part is installed: `12`, `13`."""
+        found = re.findall(r"\bjax-cuda(1[23])-p", " ".join(self.distributions))
+        return sorted(set(found))
+
+    def has_cuda(self) -> bool:
+        """Whether JAX was installed with CUDA, by pip or by conda."""
+        return bool(self.cuda_families()) or "cuda" in self.conda_build("jaxlib")
 
     def kernel_driver(self) -> str:
         """The version of the loaded NVIDIA kernel module, as 580.95.05, or empty."""
         text = self.read("/proc/driver/nvidia/version")
         match = re.search(r"Kernel Module\D.*?(\d{3,}\.\d+(?:\.\d+)?)", text)
         return match[1] if match else ""
+
+    def driver_branch(self) -> int:
+        """The first number of `kernel_driver`; 0 when there is none."""
+        return int(self.kernel_driver().partition(".")[0] or 0)
 
     def library_path(self) -> list[str]:
         """The folders in LD_LIBRARY_PATH."""
@@ -154,13 +206,6 @@ class Machine:
         files = self.conda_meta.glob(f"{package}-*.json") if self.conda_meta else ()
         matches = (pattern.fullmatch(file.name) for file in files)
         return next((match[1] for match in matches if match), "")
-
-    def mapped_libraries(self) -> list[str]:
-        """The CUDA libraries that this process has loaded already."""
-        names = re.findall(
-            r"(/\S*/lib(?:cu|nv)\w+\.so\S*)", self.read("/proc/self/maps")
-        )
-        return sorted(set(names))
 
     def holders(self) -> list[tuple[int, str, list[str]]]:
         """The processes that hold NVIDIA device nodes open: id, program, nodes.
@@ -211,16 +256,21 @@ def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
                 yield name, match[2]
 
 
-def _executables() -> Iterator[tuple[str, str]]:
-    for name in ("ptxas",):
-        found = shutil.which(name)
-        if not found:
-            continue
-        try:
-            text = subprocess.run(
-                [found, "--version"], capture_output=True, text=True, timeout=2
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            text = ""
-        match = re.search(r"release (\d+\.\d+)", text)
-        yield name, match[1] if match else ""
+def _requires(name: str) -> tuple[str, ...]:
+    metadata = importlib.metadata.metadata(name)
+    python = metadata.get("Requires-Python", "")
+    return (f"python{python}", *(metadata.get_all("Requires-Dist") or ()))
+
+
+def _ptxas() -> str | None:
+    found = shutil.which("ptxas")
+    if not found:
+        return None
+    try:
+        said = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=2
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    match = re.search(r"release (\d+\.\d+)", said)
+    return match[1] if match else ""

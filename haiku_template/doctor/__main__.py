@@ -1,0 +1,164 @@
+"""Says why the GPU is not used, and what to do about it.
+
+    python -m haiku_template.doctor --device=gpu
+
+Checks from cheap to dear and stops at the first broken link. This process never
+imports JAX; children with a time limit do. Exit codes: 0 what was asked for works,
+64 a mistyped flag, 69 it does not work.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from typing import Any, NoReturn
+
+from haiku_template.doctor import children, table
+from haiku_template.doctor.children import DriverResult, JaxResult
+from haiku_template.doctor.machine import Machine
+from haiku_template.doctor.report import lines, memory_in_use
+from haiku_template.doctor.table import Facts
+
+WORKS, USAGE, UNAVAILABLE = 0, 64, 69
+SPEC = re.compile(r"auto|(?:cpu|gpu|tpu)(?::\d+(?:,\d+)*)?")
+SHOWN = ("jax", "jaxlib", "dm-haiku", "libtpu")
+Checks = list[tuple[str, str]]
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistyped flag with one sentence and the exit code of the commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one sentence on standard error and exits."""
+        self.exit(USAGE, f"error: {message}; --help shows all flags\n")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the flags; exits with code 64 when they cannot be understood."""
+    words = "Says why the GPU is not used, and what to do about it."
+    program = "python -m haiku_template.doctor"
+    parser = Parser(prog=program, description=words, allow_abbrev=False)
+    choices = "auto, cpu, gpu, tpu, or chosen devices such as gpu:0,2"
+    parser.add_argument("--device", default="auto", metavar="SPEC", help=choices)
+    parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    limit = "limit of each child process (default 60)"
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help=limit
+    )
+    flags = parser.parse_args(argv)
+    if not SPEC.fullmatch(flags.device):
+        parser.error(
+            f"--device={flags.device} is not understood; possible are auto, "
+            "cpu, gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
+        )
+    if not 0 < flags.timeout < 86400:
+        parser.error(f"--timeout={flags.timeout:g} is not a number of seconds")
+    return flags
+
+
+def walk(machine: Machine, facts: Facts, timeout: float) -> tuple[Facts, Checks]:
+    """Checks link after link until one is broken: what is known then, and how."""
+    checks = []
+    for step, healthy in CHEAP.items():
+        found = table.examine(machine, facts, step)
+        ids = "; ".join(f"{finding.id} {finding.title}" for finding in found)
+        checks.append((step, ids or healthy(machine)))
+    if table.has_error(table.diagnose(machine, facts)):
+        return facts, checks
+    if table.driver_matters(machine, facts):
+        driver = children.probe_driver(timeout, machine.environ)
+        facts = facts._replace(driver=driver)
+        checks.append(("the driver's answer", _driver_words(driver)))
+        if table.has_error(table.diagnose(machine, facts)):
+            return facts, checks
+    jax = children.probe_jax(timeout, machine.environ, facts.platform, facts.indices)
+    return facts._replace(jax=jax), checks + _jax_words(jax)
+
+
+def _variables(machine: Machine) -> str:
+    names = [n for n in machine.environ if re.match(r"(JAX|XLA|CUDA|NVIDIA)_", n)]
+    return ", ".join(f"{n}={machine.environ[n]}" for n in sorted(names)) or "none set"
+
+
+def _packages(machine: Machine) -> str:
+    known = machine.distributions
+    extra = [n for n in known if re.fullmatch(r"jax-\w+-(plugin|pjrt)", n)]
+    return ", ".join(f"{n} {known[n]}" for n in (*SHOWN, *extra) if n in known)
+
+
+def _libraries(machine: Machine) -> str:
+    count = sum(name.startswith("nvidia-") for name in machine.distributions)
+    return f"{count} packages of NVIDIA"
+
+
+def _files(machine: Machine) -> str:
+    driver, nodes = machine.kernel_driver(), machine.cards() or machine.nodes()
+    return ", ".join([*nodes, *[f"driver {driver}"] * bool(driver)]) or "no NVIDIA card"
+
+
+# Each step, and what to say where nothing is found in it.
+CHEAP = {
+    "environment variables": _variables,
+    "installed packages": _packages,
+    "CUDA libraries": _libraries,
+    "card and driver files": _files,
+}
+
+
+def _driver_words(driver: DriverResult) -> str:
+    if driver.code is None:
+        return driver.problem
+    if driver.code != 0:
+        return f"cuInit(0) returned {driver.code}, {driver.name or driver.problem}"
+    version = driver.version or 0
+    cuda = f"{version // 1000}.{version % 1000 // 10}"
+    return f"CUDA {cuda}, {driver.count} devices ({driver.seconds:.2f} s)"
+
+
+def _jax_words(jax: JaxResult) -> Checks:
+    names = ", ".join(f"{device.backend}:{device.id}" for device in jax.devices)
+    seconds = f"({jax.child.seconds:.1f} s)"
+    if not jax.num_devices:
+        return [("JAX and its devices", f"{names or jax.child.last_words()} {seconds}")]
+    good = len(jax.stages) - len(jax.failures())
+    words = f"{good} operations on {jax.num_devices} devices gave the right values"
+    return [("JAX and its devices", names), ("test run", f"{words} {seconds}")]
+
+
+def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
+    """Everything that was found, as JSON holds it. Memory in bytes, time in seconds."""
+    start = time.monotonic()
+    facts, checks = walk(machine, Facts(asked), timeout)
+    findings = table.diagnose(machine, facts)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    jax = facts.jax
+    on_cpu = facts.platform == "auto" and bool(jax) and jax.default == "cpu"
+    return {
+        "asked": asked,
+        "works": bool(jax) and jax.works() and not errors,
+        "card_unused": on_cpu and machine.has_card(),
+        "cause": errors[0]._asdict() if errors else None,
+        "findings": [finding._asdict() for finding in findings],
+        "checks": [{"check": check, "result": result} for check, result in checks],
+        "devices": [device._asdict() for device in (jax.devices if jax else ())],
+        "card_memory": memory_in_use(machine, facts.driver),
+        "sees_all_processes": machine.sees_all_processes(),
+        "holders": [
+            {"pid": pid, "program": program, "nodes": nodes}
+            for pid, program, nodes in machine.holders()
+        ],
+        "seconds": round(time.monotonic() - start, 3),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Examines this machine, prints what was found, and returns the exit code."""
+    flags = parse(argv)
+    found = report(Machine.here(), flags.device, flags.timeout)
+    print(json.dumps(found, indent=1) if flags.json else "\n".join(lines(found)))
+    return WORKS if found["works"] else UNAVAILABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

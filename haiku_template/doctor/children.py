@@ -1,0 +1,293 @@
+"""Child processes that ask the driver and JAX: each has a time limit and is killed.
+
+A child keeps the driver's state, its crashes and its hangs out of this process.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
+# A process in the kernel's hands cannot be killed; it is then left behind.
+SECONDS_TO_DIE = 2.0
+# A child runs this text; this process never imports JAX. Each line that it writes is
+# JSON: what JAX shows, then, before and after each operation, what is computed.
+ASK_JAX = """
+import json, sys
+import jax
+from jax.extend import backend
+
+def say(*words):
+    print(json.dumps(words), flush=True)
+
+shown = []
+for name, client in backend.backends().items():
+    for device in client.local_devices():
+        stats = device.memory_stats() or {}
+        shown.append([name, device.platform, device.id, device.device_kind,
+                      stats.get("bytes_in_use"), stats.get("bytes_limit")])
+say("shown", shown, jax.default_backend())
+platform, chosen = sys.argv[1], [int(i) for i in sys.argv[2].split(",") if i]
+try:
+    devices = jax.local_devices(backend=None if platform == "auto" else platform)
+except RuntimeError:
+    sys.exit()  # It is not there, as was just said.
+if chosen and max(chosen) >= len(devices):
+    sys.exit()
+devices = [devices[i] for i in chosen] or devices
+
+import numpy as np
+import jax.numpy as jnp
+
+def check(got, wanted):
+    got = np.asarray(got)
+    if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=1e-2):
+        found, true = got.ravel()[:4], wanted.ravel()[:4]
+        raise ValueError(f"wrong values: {found} and not {true}")
+
+def attempt(operation, device, function):
+    say("start", operation)
+    try:
+        function()
+        say("end", operation, str(device), "")
+    except Exception as error:
+        say("end", operation, str(device), str(error) or type(error).__name__)
+
+# Whole numbers that float32, bfloat16 and TF32 hold exactly.
+left = (np.arange(64 * 64) % 7).reshape(64, 64).astype(np.float32)
+right = (np.arange(64 * 64) % 5).reshape(64, 64).astype(np.float32)
+image, kernel = left.reshape(1, 1, 64, 64), np.ones((1, 1, 3, 3), np.float32)
+padded = np.pad(left, 1)
+sums = sum(padded[i:i + 64, j:j + 64] for i in range(3) for j in range(3))
+
+convolve = jax.jit(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"))
+say("devices", len(devices))
+for device in devices:
+    put = lambda x: jax.device_put(x, device)
+    attempt("round trip", device, lambda: check(jax.device_get(put(left)), left))
+    attempt("matmul", device,
+            lambda: check(jax.jit(jnp.matmul)(put(left), put(right)), left @ right))
+    attempt("convolution", device,
+            lambda: check(convolve(put(image), put(kernel))[0, 0], sums))
+first = devices[0]
+for device in devices[1:]:
+    def there_and_back():
+        far = jax.device_put(jax.device_put(left, first), device)
+        check(jax.device_get(far), left)
+        check(jax.device_get(jax.device_put(far + 1, first)), left + 1)
+    attempt("between devices", device, there_and_back)
+if len(devices) > 1:
+    parts = np.arange(len(devices) * 4, dtype=np.float32).reshape(len(devices), 4)
+    add = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i", devices=devices)
+    attempt("psum", f"{len(devices)} devices",
+            lambda: check(add(parts)[0], parts.sum(0)))
+"""
+
+
+class Child(NamedTuple):
+    """How a child process ended, what it wrote, and how long it ran."""
+
+    returncode: (
+        int | None
+    )  # None when it was killed at the limit; negative: the signal.
+    output: str
+    errors: str
+    seconds: float
+
+    def last_words(self) -> str:
+        """The last line on standard error, and the signal that ended it, if one did."""
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        said = lines[-1] if lines else "it said nothing"
+        if self.returncode is None or self.returncode >= 0:
+            return said
+        return f"ended by {signal.Signals(-self.returncode).name}: {said}"
+
+
+class DriverResult(NamedTuple):
+    """What the NVIDIA driver answered; None for what it did not tell.
+
+    Attributes:
+      code: of cuInit; 303 when libcuda.so.1 could not be loaded, as JAX counts it;
+        -1 where JAX told the name alone; None when there was no answer.
+      memory: of each card, as JSON holds it: `bytes`, `bytes_in_use`, and `processes`,
+        each with `pid` and `bytes_in_use`.
+    """
+
+    code: int | None
+    name: str = ""  # Of the code, as CUDA_ERROR_NO_DEVICE.
+    problem: str = ""  # Why there was no answer, or what the loader said.
+    version: int | None = None  # Of CUDA that the driver supports, as 12090.
+    count: int | None = None  # Devices that a program may use.
+    count_unmasked: int | None = None  # The same without CUDA_VISIBLE_DEVICES.
+    library: str = ""  # The file that was loaded as libcuda.so.1.
+    capabilities: tuple[tuple[int, int], ...] = ()  # Of each device, as (9, 0).
+    refused: tuple[tuple[str, str], ...] = ()  # Nodes that cannot be opened, and why.
+    nvml: int | None = None  # The code of nvmlInit_v2; None when there is no NVML.
+    memory: tuple[dict[str, Any], ...] = ()
+    seconds: float = 0.0
+
+
+class Device(NamedTuple):
+    """One device as JAX sees it; memory in bytes, None where JAX cannot tell."""
+
+    backend: str
+    platform: str
+    id: int
+    kind: str
+    bytes_in_use: int | None = None
+    bytes_limit: int | None = None
+
+
+class Stage(NamedTuple):
+    """One operation on a device, and what went wrong in it."""
+
+    operation: str
+    device: str
+    problem: str = ""
+
+
+class JaxResult(NamedTuple):
+    """What a child found that imported JAX, and computed on the devices asked for."""
+
+    child: Child
+    devices: tuple[Device, ...] = ()  # Of every backend; empty: JAX did not start.
+    default: str = ""  # The platform that JAX would use.
+    num_devices: int = 0  # How many were to be tried; 0 when none could be.
+    stages: tuple[Stage, ...] = ()  # The operations that came to an end, in order.
+    unfinished: str = ""  # The operation in which the child died or was killed.
+
+    def failures(self) -> list[Stage]:
+        """The operations whose results were wrong or that raised an error."""
+        return [stage for stage in self.stages if stage.problem]
+
+    def works(self) -> bool:
+        """Whether every operation gave the right values."""
+        done = self.child.returncode == 0 and bool(self.stages)
+        return done and not self.failures() and not self.unfinished
+
+
+def run_child(
+    arguments: list[str], timeout: float, environ: Mapping[str, str] | None = None
+) -> Child:
+    """Runs this Python for at most `timeout` seconds, then kills its process group."""
+    start = time.monotonic()
+    # Files, not pipes: reading a pipe could wait for a grandchild that holds it open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=None if environ is None else dict(environ),
+            start_new_session=True,
+        )
+        try:
+            returncode = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        finally:
+            _kill_group(child)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Child(returncode, *texts, seconds=time.monotonic() - start)
+
+
+def _kill_group(child: subprocess.Popen) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    try:
+        child.wait(SECONDS_TO_DIE)
+    except subprocess.TimeoutExpired:
+        # Python would warn of a child that is not waited for; nobody can wait for it.
+        child.returncode = -signal.SIGKILL
+
+
+def _said(child: Child, kind: type) -> list[Any]:
+    """The lines of JSON that a child wrote, without one that it left unfinished."""
+    values = []
+    for line in child.output.splitlines():
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, kind)]
+
+
+def probe_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
+    """Asks the NVIDIA driver: does it start, which version, how many devices.
+
+    When it finds none and CUDA_VISIBLE_DEVICES is set, asks again without it.
+    """
+    result = _ask_driver(timeout, environ)
+    none = result.code == 100 or (result.code == 0 and not result.count)
+    if none and "CUDA_VISIBLE_DEVICES" in environ:
+        rest = {k: v for k, v in environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        result = result._replace(count_unmasked=_ask_driver(timeout, rest).count)
+    return result
+
+
+def _ask_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
+    child = run_child(["-I", "-S", str(ASK_DRIVER)], timeout, environ)
+    answer = {key: value for part in _said(child, dict) for key, value in part.items()}
+    if "code" not in answer:
+        problem = f"the child ended with code {child.returncode}: {child.last_words()}"
+        if child.returncode is None:
+            problem = f"no answer within {timeout:g} s"
+        return DriverResult(None, problem=problem, seconds=child.seconds)
+    answer["refused"] = tuple(answer["refused"].items())
+    answer["capabilities"] = tuple(map(tuple, answer.get("capabilities", ())))
+    answer["memory"] = tuple(answer.get("memory", ()))
+    return DriverResult(**answer, seconds=child.seconds)
+
+
+def probe_jax(
+    timeout: float,
+    environ: Mapping[str, str],
+    platform: str = "auto",
+    indices: tuple[int, ...] = (),
+) -> JaxResult:
+    """Imports JAX in a child, asks for all its devices, and computes on those chosen.
+
+    A round trip, a matrix product and a convolution on each device; copies between
+    devices and one sum over all when there are several. Every value is compared.
+    """
+    # The card may be in use: take what is needed, not three quarters of it.
+    environ = {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if platform == "cpu":
+        # As the commands do, so that a broken card does not keep a run off the CPU.
+        environ["JAX_PLATFORMS"] = "cpu"
+    chosen = ",".join(str(index) for index in indices)
+    child = run_child(["-c", ASK_JAX, platform, chosen], timeout, environ)
+    result = JaxResult(child)
+    for kind, *words in _said(child, list):
+        if kind == "shown":
+            devices = tuple(Device(*device) for device in words[0])
+            result = result._replace(devices=devices, default=words[1])
+        elif kind == "devices":
+            result = result._replace(num_devices=words[0])
+        elif kind == "start":
+            result = result._replace(unfinished=words[0])
+        else:
+            stages = (*result.stages, Stage(*words))
+            result = result._replace(stages=stages, unfinished="")
+    return result
+
+
+def driver_of(jax: JaxResult | None) -> DriverResult | None:
+    """What the driver answered to JAX itself, in its words; None if it did not fail."""
+    said = jax.child.errors if jax else ""
+    if "No visible GPU devices" in said:
+        return DriverResult(0, count=0)
+    name = re.search(r"cuInit\(0\) failed: (\w+(?: CUDA error \d+)?)", said)
+    return DriverResult(-1, name[1]) if name else None

@@ -1,0 +1,199 @@
+"""Causes in the CUDA libraries: wheels that lack, are too old, or are shadowed."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from haiku_template.doctor.machine import LIBRARY_FOLDERS, Machine, Requirement, numbers
+from haiku_template.doctor.table import Facts, Found, Words, step
+
+cause = step("CUDA libraries")
+
+# What each wheel brings; JAX's CUDA plugin does not start without these.
+NEEDED = {
+    "cuda-runtime": ("libcudart.so",),
+    "cudnn": ("libcudnn.so", "libcudnn_graph.so"),
+    "cublas": ("libcublas.so", "libcublasLt.so"),
+    "cufft": ("libcufft.so",),
+    "cusparse": ("libcusparse.so",),
+    "nvjitlink": ("libnvJitLink.so",),
+    "cuda-cupti": ("libcupti.so",),
+}
+# It starts without these; single operations fail.
+NEEDED_LATER = {"cusolver": ("libcusolver.so",), "cuda-nvrtc": ("libnvrtc.so",)}
+# Not libcurl, libcups, or the driver's own libcuda, which begin like them.
+SHADOWED = r"/lib(nvJitLink|cu(blas|dart|dnn|fft|pti|rand|solver|sparse))\w*\.so[^/]*$"
+BUS_ERROR = (-7, 135)
+# The second is said, before the process is ended, where a part of cuDNN is missing.
+NOT_LOADED = r"Unable to load (\w+)\. Is it installed\?|Cannot load symbol cudnn"
+
+
+def _stem(wheel: str) -> str:
+    return re.sub(r"^nvidia-|-cu1\d$", "", wheel)
+
+
+def _wanted(machine: Machine, *families: str) -> list[Requirement]:
+    """The nvidia wheels that the plugins for these CUDAs ask for, or the installed."""
+    return [
+        need
+        for family in families or machine.cuda_families()
+        for need in machine.requirements(f"jax-cuda{family}-plugin")
+        if need.name.startswith("nvidia-")
+    ]
+
+
+def complete(machine: Machine, family: str) -> bool:
+    """Whether all the nvidia wheels that a CUDA plugin asks for are installed."""
+    return all(n.name in machine.distributions for n in _wanted(machine, family))
+
+
+def with_wheels(machine: Machine) -> str:
+    """`pip install -U "jax[cuda13]"`, of the installed CUDA and version."""
+    family = (machine.cuda_families() or ["13"])[-1]
+    version = machine.distributions.get("jax", "")
+    pinned = f"=={version}" if version else ""
+    return f'pip install -U "jax[cuda{family}]{pinned}"'
+
+
+def _outside_wheels(machine: Machine, library: str) -> bool:
+    """Whether the loader would find a library in the folders of a CUDA toolkit."""
+    folders = (*machine.library_path(), *LIBRARY_FOLDERS, "/opt/conda/lib")
+    return any(any(machine.path(f).glob(f"{library}*")) for f in folders)
+
+
+def _local_cuda(machine: Machine) -> bool:
+    """Whether CUDA comes from the system: no wheel, but its runtime is to be found."""
+    if any(need.name in machine.distributions for need in _wanted(machine)):
+        return False
+    return _outside_wheels(machine, "libcudart.so.")
+
+
+def _gaps(
+    machine: Machine, libraries: Mapping[str, tuple[str, ...]]
+) -> Iterator[Found]:
+    """The wheels that are missing, and the libraries that are missing in a wheel."""
+    # pip itself sees no file that is missing: -U would do nothing.
+    again, sites = "pip install --force-reinstall --no-deps", machine.site_packages
+    for name in (need.name for need in _wanted(machine)):
+        for library in libraries.get(_stem(name), ()):
+            inside = [any(site.glob(f"nvidia/*/lib/{library}*")) for site in sites]
+            if _outside_wheels(machine, library):
+                continue
+            if name not in machine.distributions:
+                yield Found(f"the package {name} is not installed")
+            elif sites and not any(inside):
+                words = f"{name} is installed and its {library} is not there"
+                yield Found(words, f"{again} {name}=={machine.distributions[name]}")
+
+
+@cause("A06", fix=with_wheels)
+def _missing(machine: Machine, facts: Facts) -> Words:
+    """A CUDA library that JAX's plugin needs is missing."""
+    local = _local_cuda(machine)
+    if not local:
+        yield from _gaps(machine, NEEDED)
+    start = facts.failed_start(machine)
+    again = with_wheels(machine).replace("-U", "--force-reinstall")
+    if start and start.returncode in BUS_ERROR:
+        words = "loading it ended in a bus error: its file is shorter than it should be"
+        yield Found(words, again)
+    match = facts.said_at_start(machine, NOT_LOADED)
+    if match and not foreign_library(machine):
+        what = match[1] or "all of cuDNN"
+        yield Found(f"JAX's CUDA plugin cannot load {what}", again)
+    for gap in _gaps(machine, NEEDED_LATER) if not local else ():
+        yield gap._replace(severity="warning")
+
+
+@cause("A08", fix=with_wheels)
+def _outdated(machine: Machine, facts: Facts) -> Words:
+    """A CUDA library is older than JAX needs."""
+    for need in _wanted(machine):
+        version = machine.distributions.get(need.name, "")
+        checked = _stem(need.name) in NEEDED | NEEDED_LATER
+        if version and checked and not need.allows(version):
+            yield f"{need.name} {version}, and {need.bounds} is needed"
+    if match := facts.said_at_start(machine, r"Outdated (\w+) installation found"):
+        found = facts.said_at_start(machine, r"Installed version: (\d+)")
+        yield f"{match[1]} {found[1] if found else ''} is older than JAX needs"
+
+
+def _jit_wheel(machine: Machine) -> str:
+    """The version of pip's libnvJitLink beside a CUDA plugin, or empty."""
+    names = ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12")
+    found = [machine.distributions[n] for n in names if n in machine.distributions]
+    return found[0] if found and machine.cuda_families() else ""
+
+
+def _foreign(machine: Machine, pattern: str) -> list[str]:
+    """The real files of this pattern in LD_LIBRARY_PATH that are not of a wheel."""
+    files = [
+        f.resolve()
+        for folder in machine.library_path()
+        for f in sorted(machine.path(folder).glob(pattern))
+    ]
+    # The wheels of another environment are as foreign as a toolkit.
+    own = [site.resolve() for site in machine.site_packages]
+    return [str(f) for f in files if not any(f.is_relative_to(site) for site in own)]
+
+
+def foreign_library(machine: Machine) -> str:
+    """The first CUDA library that LD_LIBRARY_PATH brings beside pip's, in words."""
+    if not _jit_wheel(machine):
+        return ""
+    files = _foreign(machine, "libnvJitLink.so*") + _foreign(machine, "libcu*.so*")
+    files = [file for file in files if re.search(SHADOWED, file)]
+    return f"LD_LIBRARY_PATH brings {files[0]} beside pip's" if files else ""
+
+
+@cause("A07", fix="unset LD_LIBRARY_PATH")
+def _shadowed(machine: Machine, facts: Facts) -> Words:
+    """LD_LIBRARY_PATH shadows pip's CUDA libraries."""
+    wheel, foreign = _jit_wheel(machine), foreign_library(machine)
+    for file in _foreign(machine, "libnvJitLink.so.*") if wheel else ():
+        version = file.rpartition(".so.")[2]
+        if "." in version and numbers(version) < numbers(wheel):
+            yield f"LD_LIBRARY_PATH brings {file}, older than the wheel's {wheel}"
+    if foreign and facts.said_at_start(machine, NOT_LOADED):
+        yield foreign
+    elif foreign:
+        yield Found(foreign, severity="warning")
+
+
+@cause("A17", fix=with_wheels)
+def _compiler(machine: Machine, facts: Facts) -> Words:
+    """The compiler for the card is missing or old."""
+    said = r".*(libdevice not found|ptxas not found|Unsupported \.version).*"
+    for match in re.finditer(said, facts.problems()):
+        yield match[0].strip()
+    for need in _wanted(machine) if not _local_cuda(machine) else ():
+        stem, wheel = _stem(need.name), machine.distributions.get(need.name)
+        ptxas = machine.ptxas
+        if stem in ("cuda-nvcc", "nvvm") and not wheel and ptxas is None:
+            words = f"{need.name} is not installed, nor is ptxas on PATH"
+            yield Found(words, severity="warning")
+        old = wheel and ptxas and numbers(ptxas) < numbers(wheel)[:2]
+        if stem == "cuda-nvcc" and old:
+            words = f"ptxas {ptxas} on PATH is older than {need.name} {wheel}"
+            yield Found(words, severity="warning")
+
+
+@cause(
+    "A16",
+    fix="call jax.devices() before importing it, or install its CPU build",
+    severity="warning",
+)
+def _loaded_before(machine: Machine, facts: Facts) -> Words:
+    """Another framework loaded its CUDA libraries first."""
+    names = r"/\S*/lib(?:cublas|cudnn|cudart|cufft|cusparse|cusolver|nvJitLink)\.so\S*"
+    for file in sorted(re.findall(names, machine.read("/proc/self/maps"))):
+        if "site-packages/nvidia/" not in file:
+            yield f"this process has loaded {file} before JAX started"
+
+
+@cause("A108", fix=with_wheels, severity="warning")
+def _nccl(machine: Machine, facts: Facts) -> Words:
+    """NCCL is missing, and several cards cannot work together."""
+    cards = len(machine.cards())
+    for need in _wanted(machine) if cards > 1 and not _local_cuda(machine) else ():
+        if _stem(need.name) == "nccl" and need.name not in machine.distributions:
+            yield f"{cards} cards and no package {need.name}"

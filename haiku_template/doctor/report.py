@@ -1,0 +1,104 @@
+"""What the doctor prints, and who uses the memory of the cards."""
+
+from typing import Any
+
+from haiku_template.doctor.children import DriverResult
+from haiku_template.doctor.machine import Machine
+
+# Nobody is listed for what the driver keeps for itself, so something always remains.
+NOT_LISTED = "the driver itself, or processes that cannot be seen from here"
+UNSEEN = "a process that cannot be seen from here"
+IN_CONTAINER = (
+    "processes outside this container are numbers without a name, or missing (docker "
+    "run --pid=host shows them)"
+)
+
+
+def memory_in_use(
+    machine: Machine, driver: DriverResult | None
+) -> list[dict[str, Any]]:
+    """The memory of each card and its users, as `DriverResult` holds it, with names.
+
+    A process has the name that this machine knows it by; "" inside a container, where
+    the host's numbers mean other processes.
+    """
+
+    def named(process: dict[str, Any]) -> dict[str, Any]:
+        name = machine.program(process["pid"]) if machine.sees_all_processes() else ""
+        return {"pid": process["pid"], "program": name, **process}
+
+    cards = driver.memory if driver else ()
+    users = [card["processes"] for card in cards]
+    return [
+        {**card, "processes": None if listed is None else [named(p) for p in listed]}
+        for card, listed in zip(cards, users, strict=True)
+    ]
+
+
+def holders(machine: Machine, driver: DriverResult | None) -> str:
+    """Who holds the cards, in words: name, id, and bytes where they are known."""
+    names = {pid: (program, None) for pid, program, _ in machine.holders()}
+    for card in memory_in_use(machine, driver):
+        for process in card["processes"] or ():
+            program = process["program"] or "a process not seen here"
+            names[process["pid"]] = (program, process["bytes_in_use"])
+    return ", ".join(
+        f"{program} ({pid}{f', {size(used)}' if used else ''})"
+        for pid, (program, used) in names.items()
+    )
+
+
+def size(count: int | None) -> str:
+    """A number of bytes as a person reads it."""
+    if count is None:
+        return "memory not known"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count >> 20} MiB"
+
+
+def memory_rows(
+    cards: list[dict[str, Any]], sees_all_processes: bool
+) -> list[tuple[str, str]]:
+    """What `memory_in_use` found, as rows of a table."""
+    rows = []
+    for index, card in enumerate(cards):
+        used = f"{size(card['bytes_in_use'])} of {size(card['bytes'])} in use by all"
+        rows.append((f"card {index}", used if card["bytes"] else "not known"))
+        rest = card["bytes_in_use"]
+        for process in card["processes"] or ():
+            name, used = process["program"] or UNSEEN, process["bytes_in_use"]
+            rows.append((f"  process {process['pid']}", f"{name}: {size(used)}"))
+            rest -= used or 0
+        if card["processes"] is None:
+            rows.append(("  others", "NVML does not tell which processes"))
+        elif rest > 0:
+            rows.append(("  others", f"{NOT_LISTED}: {size(rest)}"))
+    if cards and not sees_all_processes:
+        rows.append(("  (a container)", IN_CONTAINER))
+    return rows
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The report as a plain table."""
+    rows = [(row["check"], row["result"]) for row in found["checks"]]
+    for d in found["devices"]:
+        memory = "memory not known"
+        if d["bytes_in_use"] is not None:
+            memory = f"{size(d['bytes_in_use'])} of {size(d['bytes_limit'])} in use"
+        rows.append((f"device {d['backend']}:{d['id']}", f"{d['kind']}, {memory}"))
+    rows += memory_rows(found["card_memory"], found["sees_all_processes"])
+    for holder in found["holders"]:
+        held = f"{holder['program']}: {', '.join(holder['nodes'])}"
+        rows.append((f"held by process {holder['pid']}", held))
+    text = [f"{label:<24}{words}" for label, words in rows]
+    text.append("")
+    for finding in found["findings"]:
+        kind = "also" if finding["severity"] == "error" else "warning"
+        kind = "CAUSE" if finding == found["cause"] else kind
+        text.append(f"{kind} {finding['id']}: {finding['title']}")
+        text.append(f"    found: {finding['found']}")
+        text.append(f"    fix:   {finding['fix']}")
+    verdict = "works" if found["works"] else "does not work"
+    if found["works"] and found["card_unused"]:
+        verdict = "works on the CPU, and this machine's GPU is not used"
+    text.append(f"--device={found['asked']} {verdict} ({found['seconds']:.1f} s)")
+    return text

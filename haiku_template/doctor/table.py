@@ -1,0 +1,217 @@
+"""The table of causes: how a cause is written, and how all of them are looked for.
+
+    cause = step("installed packages")
+
+    @cause("A36", fix="pip uninstall -y jax-metal")
+    def _metal(machine: Machine, facts: Facts) -> Words:
+        "The package jax-metal is no longer maintained and breaks JAX."
+        if "jax-metal" in machine.distributions:
+            yield "what was found; the first counts"
+
+Ids are those of the project's list of device failures; its own are A38, A39 and A59
+(codes of the driver), A58 (a misspelt variable) and A00 (whatever no other cause
+explains). Not here, because only the program itself can see them: A46 and A53
+(`devices.selection`), A54 and A55 (the verdicts of `devices.checks`).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from haiku_template.doctor import children
+from haiku_template.doctor.children import Child, DriverResult, JaxResult
+from haiku_template.doctor.machine import Machine
+
+
+class Facts(NamedTuple):
+    """What was asked for, and what child processes found; None: not asked yet."""
+
+    asked: str = "gpu"  # Or `auto`, `cpu`, `tpu`, or chosen devices as in `gpu:0,2`.
+    driver: DriverResult | None = None
+    jax: JaxResult | None = None
+
+    @property
+    def platform(self) -> str:
+        """`auto`, `cpu`, `gpu` or `tpu`."""
+        return self.asked.partition(":")[0]
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Which devices of the platform; empty for all."""
+        return tuple(int(i) for i in self.asked.partition(":")[2].split(",") if i)
+
+    def problems(self) -> str:
+        """Everything that went wrong in computing, as one text."""
+        if not self.jax or not self.jax.num_devices or self.jax.works():
+            return ""
+        said = [stage.problem for stage in self.jax.failures()]
+        return "\n".join([*said, self.jax.child.errors])
+
+    def on_gpu(self) -> bool:
+        """Whether JAX showed a GPU."""
+        return bool(self.jax) and any(d.platform == "gpu" for d in self.jax.devices)
+
+    def reached(self) -> bool:
+        """Whether JAX showed what was asked for."""
+        shown = [device.platform for device in self.jax.devices] if self.jax else []
+        return self.platform in shown or (self.platform == "auto" and bool(shown))
+
+    def failed_start(self, machine: Machine) -> Child | None:
+        """How the child ended in which JAX did not show what was asked for.
+
+        Where `auto` was asked beside an NVIDIA card, that is the card.
+        """
+        unused = self.platform == "auto" and machine.nodes() and not self.on_gpu()
+        return self.jax.child if self.jax and (unused or not self.reached()) else None
+
+    def said_at_start(self, machine: Machine, pattern: str) -> re.Match | None:
+        """What that child said of this kind on standard error."""
+        child = self.failed_start(machine)
+        return re.search(pattern, child.errors) if child else None
+
+
+class Found(NamedTuple):
+    """What a detector yields where the cause's own fix or severity does not do."""
+
+    words: str
+    fix: str = ""
+    severity: str = ""
+
+
+Words = Iterator[str | Found]
+# The first thing that a detector yields, or None.
+First = Callable[[Machine, Facts], str | Found | None]
+
+
+class Finding(NamedTuple):
+    """A cause that was found on this machine."""
+
+    id: str
+    severity: str  # `error`: what was asked for cannot work; `warning`: it can.
+    title: str
+    found: str  # The offending value, version or path.
+    fix: str  # The command or the change that removes the cause.
+
+    def __str__(self) -> str:
+        return f"[{self.id}] {self.title}: {self.found}; fix: {self.fix}"
+
+
+class Cause(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      fix: the command or the change, or a function that knows it for the machine.
+      asked: which requests it concerns. `all`; `default`: all but the CPU, whose
+        platform the commands set themselves; `gpu`; `tpu`.
+    """
+
+    id: str
+    title: str  # What is wrong: the detector's docstring.
+    detect: First
+    fix: str | Callable[[Machine], str]
+    severity: str = "error"
+    asked: str = "gpu"
+
+    def examine(self, machine: Machine, facts: Facts) -> Finding | None:
+        """The finding on this machine; None when this is not the cause."""
+        unused = False
+        if self.asked == "default" and facts.platform == "cpu":
+            return None
+        if self.asked in ("gpu", "tpu") and self.asked != facts.platform:
+            if facts.platform != "auto" or not machine.has_card():
+                return None
+            # A card that nobody insists on, and that JAX does not use: not an error.
+            unused = not (facts.jax and facts.jax.default == "gpu")
+        found = self.detect(machine, facts)
+        if not found:
+            return None
+        words, fix, severity = found if isinstance(found, Found) else (found, "", "")
+        severity = "warning" if unused else severity or self.severity
+        fix = fix or (self.fix if isinstance(self.fix, str) else self.fix(machine))
+        return Finding(self.id, severity, self.title, words, fix)
+
+
+OTHERWISE = "anything else"
+# What is checked, in this order: each step costs more than the one before.
+STEPS: dict[str, list[Cause]] = {
+    "environment variables": [],
+    "installed packages": [],
+    "CUDA libraries": [],
+    "card and driver files": [],
+    "JAX and its devices": [],
+    OTHERWISE: [],  # Looked for only when no other cause explains what happened.
+}
+
+
+def step(name: str) -> Callable[..., Callable[[Callable[..., Words]], First]]:
+    """The decorator that adds a cause to a step, with the arguments of `Cause`."""
+
+    def cause(id_: str, **rest: Any) -> Callable[[Callable[..., Words]], First]:
+        def add(detector: Callable[..., Words]) -> First:
+            def first(machine: Machine, facts: Facts) -> str | Found | None:
+                return next(filter(None, detector(machine, facts)), None)
+
+            title = detector.__doc__.removesuffix(".")
+            STEPS[name].append(Cause(id_, title, first, **rest))
+            return first
+
+        return add
+
+    return cause
+
+
+def examine(machine: Machine, facts: Facts, *steps: str) -> list[Finding]:
+    """The findings of these steps: errors first, each id once, in the table's order."""
+    causes = [cause for step in steps for cause in STEPS[step]]
+    found = [f for f in (cause.examine(machine, facts) for cause in causes) if f]
+    unique = {}
+    for finding in sorted(found, key=lambda f: f.severity != "error"):
+        unique.setdefault(finding.id, finding)
+    return list(unique.values())
+
+
+def diagnose(machine: Machine, facts: Facts | None = None) -> list[Finding]:
+    """Why the device that was asked for, by default a GPU, is not used or would not be.
+
+    Returns:
+      Errors before warnings, each in the order of the table: the first error is the
+      one cause. Empty when nothing is wrong.
+    """
+    facts = facts or Facts()
+    if facts.driver is None or facts.driver.code == 0:
+        # A driver that answered to us may still have failed JAX.
+        driver = children.driver_of(facts.jax) or facts.driver
+        facts = facts._replace(driver=driver)
+    found = examine(machine, facts, *(name for name in STEPS if name != OTHERWISE))
+    if has_error(found):
+        return found
+    # Nothing so far keeps JAX from its device; if it failed, that comes first.
+    rest = examine(machine, facts, OTHERWISE)
+    return rest + found if has_error(rest) else found or rest
+
+
+def has_error(findings: list[Finding]) -> bool:
+    """Whether one of these keeps what was asked for from working."""
+    return any(finding.severity == "error" for finding in findings)
+
+
+def driver_matters(machine: Machine, facts: Facts) -> bool:
+    """Whether the NVIDIA driver is worth asking: a card is visible and may be used."""
+    return facts.platform in ("auto", "gpu") and bool(machine.nodes())
+
+
+def check_environment(
+    asked: str, machine: Machine | None = None, timeout: float = 20.0
+) -> list[Finding]:
+    """The cheap checks, to be made before JAX starts; the findings as in `diagnose`.
+
+    Takes milliseconds without an NVIDIA card. With one, a child process asks the
+    driver, for at most `timeout` seconds, unless an error was found already. Where
+    `auto` was asked, faults of a card are warnings.
+    """
+    machine, facts = machine or Machine.here(), Facts(asked)
+    found = diagnose(machine, facts)
+    if has_error(found) or not driver_matters(machine, facts):
+        return found
+    driver = children.probe_driver(timeout, machine.environ)
+    return diagnose(machine, facts._replace(driver=driver))

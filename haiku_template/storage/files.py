@@ -1,0 +1,65 @@
+"""What a run can do without: no error in writing it ends or blocks the run."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def dispensable(what: str | Path) -> Iterator[None]:
+    """Turns any error inside into a warning that names `what`."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s is not written, and the run goes on: %s", what, error)
+
+
+class Note:
+    """A file to append to, text or bytes: its first error is a warning, the rest none.
+
+    What could not be written waits in the file's buffer while there is room, so that a
+    full disk loses no line in part.
+
+    Args:
+      path: the file.
+      mode: `a` for text, `ab` for bytes.
+    """
+
+    def __init__(self, path: Path, mode: str = "a") -> None:
+        self._path = path
+        self._file = None
+        self._warned = False
+        with self._errors():
+            path.parent.mkdir(exist_ok=True)
+            encoding = None if "b" in mode else "utf-8"
+            self._file = path.open(mode, encoding=encoding)
+
+    def write(self, data: Any) -> None:
+        """Adds `data`."""
+        if self._file is not None:
+            with self._errors():
+                self._file.write(data)
+                self._file.flush()
+
+    def flush(self) -> None:
+        """Does nothing: `write` has."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            with self._errors():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                with dispensable(self._path):
+                    raise error

@@ -1,0 +1,383 @@
+"""What a run does in its directory, and what it refuses there."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.models import mlp
+from haiku_template.reporting import display
+from haiku_template.storage import workdir
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, classification, train
+
+INPUTS = np.random.default_rng(0).normal(size=(32, 5)).astype(np.float32)
+LABELS = (np.arange(32) % 3).astype(np.int32)
+
+
+def made(train_data=None):
+    data = train_data or ArrayDataset(INPUTS, LABELS, BatchSpec(8))
+    return Experiment(
+        model=mlp(3, width=4),
+        task=classification,
+        data=Data(data, EvaluationSet(INPUTS, LABELS, 16), 3),
+        optimizer=optax.adam(1e-3),
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+
+
+def run(path, num_steps=4, **options):
+    every = {"log_every": 1, "eval_every": 2, "save_every": 2}
+    return train(made(), num_steps=num_steps, workdir=path, **every | options)
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a[/b]", "what?", "*"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused_at_the_start(tmp_path, name):
+    path = tmp_path / name / "run"
+    with pytest.raises(ConfigError, match="pattern.*another --workdir"):
+        run(path)
+    assert not path.exists()
+
+
+def test_the_first_save_is_read_back_before_it_is_trusted(tmp_path):
+    directory = tmp_path / "lr[1e-3]"  # Where Orbax loses the arrays without a word.
+    with (
+        pytest.raises(StorageError, match="step 1 .*damaged"),
+        Checkpoints(directory) as checkpoints,
+    ):
+        checkpoints.save(1, {"w": jnp.ones(3)}, None)
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied", "linked"])
+def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path, how):
+    run(tmp_path)
+    held, asked = tmp_path / "checkpoints/4", tmp_path / "checkpoints/6"
+    if how == "renamed":
+        held.rename(asked)
+    elif how == "copied":
+        shutil.copytree(held, asked)
+    else:
+        asked.symlink_to(held)
+    with pytest.raises(StorageError, match="6 is not .* step 4 of this run") as info:
+        run(tmp_path, 8)
+    assert info.value.exit_code == 74
+
+
+@pytest.mark.parametrize("how", ["copied", "linked"])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, how):
+    run(tmp_path / "a")
+    run(tmp_path / "b", 6)
+    theirs, ours = tmp_path / "b/checkpoints/6", tmp_path / "a/checkpoints/6"
+    if how == "copied":
+        shutil.copytree(theirs, ours)
+    else:
+        ours.symlink_to(theirs)
+    with pytest.raises(StorageError, match="6 is not .* step 6 of another run"):
+        run(tmp_path / "a", 8)
+    shutil.rmtree(tmp_path / "a/checkpoints")
+    shutil.copytree(tmp_path / "b/checkpoints", tmp_path / "a/checkpoints")
+    with pytest.raises(StorageError, match="another run"):
+        run(tmp_path / "a", 8)
+
+
+def test_checkpoints_without_the_run_s_id_are_refused(tmp_path):
+    run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"no run\.json.*whose"):
+        run(tmp_path, 8)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["folder gone", "steps gone"])
+def test_a_run_whose_checkpoints_are_all_gone_does_not_start_from_scratch(
+    tmp_path, whole
+):
+    run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for step in (tmp_path / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    if whole:
+        (tmp_path / "checkpoints").rmdir()
+    with pytest.raises(ConfigError, match="step 2, and now there is none; restore"):
+        run(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_was_killed_before_its_first_save_starts_anew(tmp_path):
+    run(tmp_path / "a")
+    killed = tmp_path / "b"
+    killed.mkdir()
+    (killed / "config.json").write_text("{}")
+    (killed / "run.json").write_text('{"id": "x"}')
+    shutil.copy(tmp_path / "a/metrics.jsonl", killed)
+    run(killed)
+    assert [r["step"] for r in read(killed / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
+
+
+def test_four_hundred_saves_leak_no_descriptor_and_no_thread(tmp_path):
+    code = f"""
+import os, threading
+from pathlib import Path
+import jax.numpy as jnp
+from {workdir.__name__.split(".")[0]}.training.checkpoint import Checkpoints
+counts = set()
+with Checkpoints(Path({str(tmp_path)!r})) as checkpoints:
+    for step in range(1, 401):
+        checkpoints.save(step, {{"w": jnp.ones(3)}}, {{"eval/loss": 1.0}})
+        if step % 50 == 0:
+            checkpoints.wait()
+            counts.add((len(os.listdir("/proc/self/fd")), threading.active_count()))
+print(counts)
+assert len(counts) == 1
+"""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"399", "400"}
+
+
+NOTES = ["env.json", "metrics.jsonl", "tensorboard", "train.log", "report.png"]
+
+
+@pytest.mark.usefixtures("with_report")
+@pytest.mark.parametrize("note", NOTES)
+def test_what_a_run_can_do_without_ends_no_run(tmp_path, caplog, note):
+    (tmp_path / "config.json").write_text("{}")
+    if note == "train.log":
+        (tmp_path / note).symlink_to("/dev/full")
+    elif note == "tensorboard":
+        (tmp_path / note).touch()
+    else:
+        (tmp_path / note).mkdir()
+    run(tmp_path, 20, log_every=1)
+    assert (tmp_path / "checkpoints/20").is_dir()
+    told = [r.getMessage() for r in caplog.records if note in r.getMessage()]
+    assert len([words for words in told if "the run goes on" in words]) == 1
+
+
+def test_a_disk_that_fills_up_ends_no_notes_and_the_rest_is_written_later(
+    tmp_path, caplog
+):
+    from haiku_template.storage.metrics import MetricsWriter
+
+    values = {f"train/{i}": float(i) for i in range(20)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path, 0) as writer:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+            for step in range(100):
+                writer.write(step, values)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        writer.write(100, values)
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 2 and all("the run goes on" in words for words in told)
+    rows = [
+        json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 100
+    assert all(len(row) == 21 for row in rows)
+
+
+def test_a_damaged_base_json_is_told_and_ends_no_run(tmp_path, caplog):
+    from types import SimpleNamespace
+
+    from haiku_template.finetuning.source import place_base
+
+    run(tmp_path)
+    (tmp_path / "base.json").write_text("")
+    start = SimpleNamespace(
+        plan=SimpleNamespace(frozen={"w"}),
+        base=SimpleNamespace(arrays=dict),
+        read=True,
+    )
+    place_base(made().devices, start, tmp_path)
+    assert "base.json cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host": '])
+def test_a_damaged_env_json_does_not_keep_a_run_from_resuming(tmp_path, caplog, text):
+    run(tmp_path)
+    (tmp_path / "env.json").write_text(text)
+    assert int(run(tmp_path, 6).state.step) == 6
+    assert "env.json cannot be read" in caplog.text
+    assert json.loads((tmp_path / "env.json").read_text())["num_devices"] == 1
+
+
+def test_damaged_lines_of_metrics_are_left_out_and_later_ones_stay(tmp_path, caplog):
+    run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[1] = lines[1][:20]
+    lines[2] = b"\xff\xfe"
+    path.write_bytes(b"\n".join([*lines, b"3", b'{"a": 1}', b""]))
+    run(tmp_path, 6)
+    assert [r["step"] for r in read(path)] == [1, 3, 4, 4, 5, 6, 6]
+    assert "lines [2, 3, 7, 8] are damaged" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", '{"eval/loss": 1.'])
+def test_a_cut_metrics_file_of_a_kept_step_is_one_sentence_that_says_what_to_do(
+    tmp_path, text
+):
+    run(tmp_path)
+    file = tmp_path / "checkpoints/2/metrics/metrics"
+    file.write_text(text)
+    with pytest.raises(StorageError, match="2/metrics/metrics is damaged") as caught:
+        run(tmp_path, 6)
+    assert f"remove {file.parent}" in str(caught.value)
+    shutil.rmtree(file.parent)
+    assert int(run(tmp_path, 6).state.step) == 6
+
+
+@pytest.mark.parametrize("part", ["a" * 300, "file/run"])
+def test_a_path_that_cannot_be_is_one_sentence(tmp_path, part):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written to: .*; use another"):
+        run(tmp_path / part)
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.EIO])
+def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
+    tmp_path, monkeypatch, error
+):
+    opened = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.name == ".lock":
+            raise OSError(error, os.strerror(error))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match="cannot be written to: .*; use another"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog, error):
+    def flock(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(workdir.fcntl, "flock", flock)
+    assert int(run(tmp_path).state.step) == 4
+    assert "cannot be locked" in caplog.text
+    assert not workdir.is_locked(tmp_path)
+
+
+def test_brackets_in_what_is_shown_are_shown_as_they_are(tmp_path, capsys):
+    with display.Display(tmp_path, 1) as shown:
+        shown.print("data in a[/b]", "[red]x")
+    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        assert "data in a[/b]" in text and "[red]x" in text
+
+
+def test_a_system_without_proc_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "STATUS", "/nowhere/status")
+    run(tmp_path)
+    assert "memory unknown" in (tmp_path / "train.log").read_text()
+
+
+def test_a_permission_that_the_data_lacks_is_not_blamed_on_the_workdir(tmp_path):
+    class Forbidden:
+        def batch(self, step):
+            if step == 2:
+                raise PermissionError(13, "Permission denied", "/data/x")
+            return {"inputs": INPUTS[:8].copy(), "labels": LABELS[:8].copy()}
+
+    with pytest.raises(PermissionError, match="/data/x"):
+        train(made(Forbidden()), num_steps=4, workdir=tmp_path)
+
+
+def test_a_second_run_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    trainer = made()
+
+    def lower(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(trainer.train_step, "lower", lower, raising=False)
+    with (
+        workdir.locked(tmp_path),
+        pytest.raises(ConfigError, match="another run is writing"),
+    ):
+        train(trainer, num_steps=4, workdir=tmp_path)
+
+
+WORKER = """
+import os, signal, time
+from pathlib import Path
+import sys
+from PACKAGE.training.interrupts import StopSignals
+from PACKAGE.training.workdir import locked
+with locked(Path(sys.argv[1])), StopSignals():
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    if sys.argv[2] == "die":
+        print(worker, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    os.kill(worker, signal.SIGINT)
+    time.sleep(0.2)
+    os.kill(worker, signal.SIGTERM)
+    _, status = os.waitpid(worker, 0)
+    print(os.WTERMSIG(status))
+"""
+
+
+def worker_run(tmp_path, what):
+    package = workdir.__name__.split(".")[0]
+    return subprocess.run(
+        [
+            sys.executable,
+            *("-W", "ignore", "-c", WORKER.replace("PACKAGE", package)),
+            *(str(tmp_path), what),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=50,
+        check=False,
+    ).stdout.split()
+
+
+def test_a_forked_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path):
+    code = WORKER.replace("PACKAGE", workdir.__name__.split(".")[0])
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), "die"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    worker = int(process.stdout.readline())
+    try:
+        assert process.wait(timeout=50) == -signal.SIGKILL
+        os.kill(worker, 0)  # It lives.
+        with workdir.locked(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_a_forked_worker_ends_when_it_is_told_and_outlives_ctrl_c(tmp_path):
+    assert worker_run(tmp_path, "stop") == [str(int(signal.SIGTERM))]
