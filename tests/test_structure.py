@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on, held by walking the imports."""
+"""The house rules that a reader relies on, held by walking the sources."""
 
 import ast
 import subprocess
@@ -8,20 +8,49 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1]
+PACKAGE = ROOT / "haiku_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What each part may import of the package; commands may import anything.
+# What each room may import of the package; commands, which live beside them, anything.
+GROUND = {"errors", "params"}
+LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
     "doctor": set(),
-    "devices": {"doctor"},
-    "data": set(),
-    "models": set(),
-    "config": {"config_ranges"},
-    "config_ranges": set(),
-    "finetuning": {"devices", "models"},
-    "training": {"config", "data", "devices", "finetuning", "models"},
-    "generation": {"config", "data", "devices", "models", "training"},
+    "errors": set(),
+    "params": set(),
+    "config": {"errors"},
+    "registry": {"errors"},
+    "devices": GROUND | {"doctor"},
+    "data": GROUND,
+    "models": GROUND,
+    "storage": GROUND | LOW | {"config"},
+    "pretrained": GROUND | LOW | {"config"},
+    "finetuning": GROUND | LOW | {"config", "storage", "pretrained"},
+    "reporting": GROUND | LOW | {"finetuning", "storage"},
 }
+MAY_IMPORT["training"] = MAY_IMPORT["finetuning"] | {
+    "finetuning",
+    "registry",
+    "reporting",
+}
+MAY_IMPORT["runs"] = MAY_IMPORT["training"] | {"training"}
+MAY_IMPORT["generation"] = MAY_IMPORT["training"] | {"training", "runs"}
+# The hour: what a run does, from the command to a batch and back.
+CORE = (
+    "train.py",
+    "training/experiment.py",
+    "training/loop.py",
+    "training/step.py",
+    "training/state.py",
+    "training/tasks.py",
+    "devices/manager.py",
+    "data/dataset.py",
+)
+# These rooms are seen by the core through their faces alone.
+ANNEXES = {"doctor", "finetuning", "generation", "pretrained", "runs"}
+MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
+# Of the package without the doctor, of the doctor, and of the hour.
+BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 13_700, 2_400, 2_000
+SEES_CONFIG_DICT = {"config.py", "registry.py", "training/experiment.py", "runs/run.py"}
 # Placement has one home.
 PLACEMENT = {
     "NamedSharding",
@@ -37,8 +66,20 @@ PLACEMENT = {
 }
 
 
-def part(path):
+def relative(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def is_command(path):
+    return path.parent == PACKAGE and "__main__" in path.read_text()
+
+
+def lines(path):
+    return path.read_text().count("\n")
 
 
 def imports(path):
@@ -50,75 +91,100 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def names(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=relative)
+
+
+@each_file
 def test_imports_go_one_way(path):
-    own = part(path)
-    allowed = MAY_IMPORT.get(own)
+    own = room(path)
+    allowed = None if is_command(path) else MAY_IMPORT.get(own)
     for name in imports(path):
         top, _, rest = name.partition(".")
         if top == PACKAGE.name and rest and allowed is not None:
             used = rest.split(".")[0]
             assert used in allowed | {own}, f"{own} imports {name}"
-        if own in ("data", "config", "doctor"):
+        if own in ("data", "config", "doctor", "errors", "registry"):
             assert top not in ("jax", "haiku", "optax"), f"{own} imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_room_has_its_place_in_the_order():
+    rooms = {room(path) for path in FILES if not is_command(path)}
+    assert rooms - {"__init__", "cli", "testing"} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_sees_annexes_through_their_faces(name):
+    for node in ast.walk(ast.parse((PACKAGE / name).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(PACKAGE.name):
+            parts = node.module.split(".")[1:]
+            assert not (parts and parts[0] in ANNEXES and len(parts) > 1), node.module
+
+
+@each_file
 def test_only_devices_places_arrays(path):
-    if part(path) == "devices":
-        return
-    tree = ast.parse(path.read_text())
-    used = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
-    # Inside a string for a child process it is another program's business.
-    assert not used & PLACEMENT
+    if room(path) != "devices":
+        # Inside a string for a child process it is another program's business.
+        assert not set(names(path)) & PLACEMENT
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@each_file
 def test_files_and_functions_stay_short(path):
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    for node in ast.walk(ast.parse(text)):
+    assert lines(path) <= MOST_LINES
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             first = node.body[ast.get_docstring(node) is not None :] or node.body
             assert node.end_lineno - first[0].lineno < 50, node.name
 
 
-def test_the_doctor_stands_alone_and_stays_small():
-    files = sorted((PACKAGE / "doctor").rglob("*.py"))
-    own, standard = f"{PACKAGE.name}.doctor", sys.stdlib_module_names
-    for path in files:
-        for name in imports(path):
-            alone = name.split(".")[0] in standard or name.startswith(own)
-            assert alone, f"{path.name} imports {name}"
-    assert len(files) <= 12
-    assert sum(path.read_text().count("\n") for path in files) < 2400
+def test_rooms_and_the_house_stay_small():
+    files = [path for path in FILES if path.name != "__init__.py"]
+    for folder in {path.parent for path in files}:
+        most = MOST_COMMANDS if folder == PACKAGE else MOST_FILES
+        assert sum(path.parent == folder for path in files) <= most, folder
+    doctor = sum(lines(path) for path in FILES if room(path) == "doctor")
+    assert doctor <= DOCTOR_BUDGET
+    assert sum(map(lines, FILES)) - doctor <= BUDGET
+    assert sum(lines(PACKAGE / name) for name in CORE) <= HOUR_BUDGET
+
+
+def test_a_config_dict_is_seen_where_parts_are_made_and_nowhere_below():
+    seen = {
+        relative(path)
+        for path in FILES
+        if not is_command(path) and set(names(path)) & {"ConfigDict", "config_dict"}
+    }
+    assert seen <= SEES_CONFIG_DICT
 
 
 def test_importing_starts_no_backend():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in FILES
-        if path.parent != PACKAGE or path.stem in ("config", "cli")  # No commands.
+        if not is_command(path) and path.stem != "__main__"
     ]
     code = (
         f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
-        f"from {PACKAGE.name}.devices import selection\n"
+        "from haiku_template.devices import selection\n"
         "assert not selection.backend_started()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-NO_JAX = ["", ".config", ".cli", ".doctor", ".doctor.__main__", ".prepare", ".train"]
-NO_JAX += [".evaluate", ".export", ".generate", ".predict"]
+NO_JAX = ["", ".config", ".cli", ".doctor", ".prepare", ".train", ".new", ".predict"]
+NO_JAX += [".evaluate", ".export", ".generate", ".registry"]
 
 
 @pytest.mark.parametrize("module", NO_JAX)
 def test_importing_the_package_and_the_commands_needs_no_jax(module):
-    code = f"import sys, {PACKAGE.name}{module}; assert 'jax' not in sys.modules"
+    code = f"import sys, haiku_template{module}; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

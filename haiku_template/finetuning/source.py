@@ -17,7 +17,8 @@ from haiku_template.finetuning.adapters import ADAPTERS, same_names
 from haiku_template.models import Family
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained import describe, read
-from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.reading import BEST_OR_LATEST, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
                 return params, None
             return params, checkpoints.restore_part(step, "net_state", net_state)
 
-        _, (params, state) = restore(saved, workdir, BEST_OR_LATEST, parts)
+        _, (params, state) = restore(workdir, BEST_OR_LATEST, parts)
         leaves = flatten(params)
         # Leaf by leaf, so that no second copy of all of them exists.
         for path, leaf in wanted.items():

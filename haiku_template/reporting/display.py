@@ -194,7 +194,7 @@ def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
 
 def _named(params: Any) -> Iterator[tuple[str, jax.Array]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        yield "/".join(str(getattr(key, "key", key)) for key in path), leaf
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def memory_text(devices: DeviceManager) -> str:

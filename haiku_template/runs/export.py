@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import config_dict
 
 from haiku_template.config import to_dict
-from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
@@ -63,7 +61,7 @@ def export_safetensors(run: Run, output: Path) -> int:
         write_folder(output, shards, others, SINGLE, {})
         return run.step
     rules, source = family.rules, config.init_from
-    described = _classes(config, data) if HEAD in params else {}
+    described = _classes(run) if HEAD in params else {}
     if is_folder(source):
         export_like(source, output, params, rules, devices, config=described or None)
         return run.step
@@ -114,13 +112,13 @@ def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndar
     }
 
 
-def _classes(config: config_dict.ConfigDict, data: Data) -> dict[str, Any]:
+def _classes(run: Run) -> dict[str, Any]:
     """Keys of Hugging Face's config.json for a classifier.
 
     Raises:
       ConfigError: Hugging Face has no such classifier.
     """
-    pooling = model_keys(config).get("pooling", "cls")
+    pooling = model_keys(run.config).get("pooling", "cls")
     if pooling != "cls":
         raise ConfigError(
             f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
@@ -128,6 +126,7 @@ def _classes(config: config_dict.ConfigDict, data: Data) -> dict[str, Any]:
             "train with --config.model.pooling=cls, or export this run with "
             "--format=stablehlo"
         )
+    data = run.trainer.experiment.data
     names = data.class_names or tuple(map(str, range(data.num_outputs)))
     return {
         "architectures": ["BertForSequenceClassification"],

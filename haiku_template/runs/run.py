@@ -14,7 +14,8 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
 from haiku_template.reporting import plots
-from haiku_template.storage.checkpoint import Checkpoints, restore
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.reading import restore
 from haiku_template.training import Experiment, Trainer
 from haiku_template.training.state import TrainState
 
@@ -85,7 +86,7 @@ class Run:
 
     def restore(self, read: Callable[[Checkpoints, int], Any]) -> tuple[int, Any]:
         """The step of the checkpoint, and what `read(checkpoints, step)` gives."""
-        return restore(self.config, self.workdir, self.which, read)
+        return restore(self.workdir, self.which, read)
 
     @property
     def step(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import config_dict
 
 from haiku_template.data import each_shape
 from haiku_template.errors import ConfigError
@@ -48,9 +47,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
     forward = make_forward(
-        model=with_state(
-            _portable_model(config.copy_and_resolve_references(), data.num_outputs)
-        ),
+        model=with_state(_portable_model(run)),
         preprocess=data.preprocess,
         precision=Precision.create(config.precision),
         combine=lambda params, frozen: params,
@@ -109,12 +106,13 @@ def export_forward(
         ) from error
 
 
-def _portable_model(config: config_dict.ConfigDict, num_outputs: int) -> Any:
+def _portable_model(run: Run) -> Any:
     """The model for one device, computed by XLA alone, on whatever platform."""
+    config = run.config.copy_and_resolve_references()
     function = resolve("model", config.model.name, MODELS)
     if "attention" in inspect.signature(function).parameters:
         config.model.attention = "xla"
-    return make_model(config, num_outputs)
+    return make_model(config, run.trainer.experiment.data.num_outputs)
 
 
 def _inputs(exported: jax.export.Exported) -> Any:
@@ -126,7 +124,7 @@ def _described(tree: Any) -> dict[str, Any]:
     """Shapes and dtypes by name, "" for a single array; `b` is the batch."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): {
+        jax.tree_util.keystr(path, simple=True, separator="/"): {
             "shape": [n if isinstance(n, int) else str(n) for n in leaf.shape],
             "dtype": str(leaf.dtype),
         }

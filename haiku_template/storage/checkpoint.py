@@ -7,18 +7,15 @@ import logging
 import math
 import shutil
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import config_dict
 from orbax.checkpoint import v1 as ocp
 
-from haiku_template.errors import ConfigError, StorageError
-from haiku_template.storage.workdir import CHECKPOINTS, is_locked, run_id
+from haiku_template.errors import StorageError
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
 
@@ -303,13 +300,11 @@ def _damaged_metrics(directory: Path) -> list[Path]:
 
 def _named_leaves(tree: Any) -> dict[str, str]:
     """Leaf names, the same for the tuples of a state and the lists Orbax makes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        "/".join(
-            str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))))
-            for key in path
-        ): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{leaf.dtype}{list(leaf.shape)}"
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
@@ -341,22 +336,19 @@ def quiet_orbax() -> Iterator[None]:
     orbax = logging.getLogger("absl")
     level = orbax.level
     orbax.setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").addFilter(_not_of_abandoned_reads)
-    _ignore_closed_loops()
+    _ignore_abandoned_reads()
     try:
         yield
     finally:
         orbax.setLevel(level)
 
 
-def _not_of_abandoned_reads(record: logging.LogRecord) -> bool:
-    """Leaves out the tracebacks of reads that Orbax gave up, which come at any time."""
-    return "never retrieved" not in record.getMessage()
-
-
 @functools.cache
-def _ignore_closed_loops() -> None:
-    """Keeps those reads from reporting that their event loop is gone."""
+def _ignore_abandoned_reads() -> None:
+    """Keeps reads that Orbax gave up, at any time later, from reporting themselves."""
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "never retrieved" not in record.getMessage()
+    )
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -364,58 +356,3 @@ def _ignore_closed_loops() -> None:
             report(unraisable)
 
     sys.unraisablehook = hook
-
-
-BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
-REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
-
-
-def restore(
-    config: config_dict.ConfigDict,
-    workdir: Path,
-    which: str,
-    read: Callable[[Checkpoints, int], Any],
-) -> tuple[int, Any]:
-    """The step of a run's checkpoint, and what `read(checkpoints, step)` gives.
-
-    Args:
-      config: as saved in the workdir.
-      workdir: of the run, which may be alive.
-      which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
-      read: reads what is wanted of the checkpoint.
-
-    Raises:
-      ConfigError: no such checkpoint.
-      StorageError: it is damaged, or does not fit.
-    """
-    if not (workdir / CHECKPOINTS).is_dir():
-        raise ConfigError(f"{workdir} holds no checkpoints")
-    for _ in range(REPLACED_TRIES):
-        try:
-            return _restore_once(config, workdir, which, read)
-        except StorageError:
-            # A run that is alive may have replaced it meanwhile.
-            if not is_locked(workdir):
-                raise
-        time.sleep(REPLACED_SECONDS)
-    return _restore_once(config, workdir, which, read)
-
-
-def _restore_once(
-    config: config_dict.ConfigDict,
-    workdir: Path,
-    which: str,
-    read: Callable[[Checkpoints, int], Any],
-) -> tuple[int, Any]:
-    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
-    options = {key: config[key] for key in keys} | {"run": run_id(workdir)}
-    with Checkpoints(workdir / CHECKPOINTS, **options) as checkpoints:
-        named = {"latest": checkpoints.latest, "best": checkpoints.best}
-        named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
-        step = named.get(which, int(which) if which.isdecimal() else None)
-        if step not in checkpoints.steps:
-            raise ConfigError(
-                f"--checkpoint={which} is not in {workdir}; there are steps "
-                f"{checkpoints.steps}, and best is {checkpoints.best}"
-            )
-        return step, read(checkpoints, step)

@@ -67,7 +67,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         _check_saved_nothing(workdir)
         return  # A run that failed before it had anything to lose.
     if saved.exists():
-        changed = differences(completed(_read_json(saved)), completed(config))
+        changed = differences(completed(read_json(saved)), completed(config))
         if changed:
             raise ConfigError(
                 f"{workdir} belongs to a run with another config, and nothing was "
@@ -92,7 +92,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
 def _check_saved_nothing(workdir: Path) -> None:
     """Asserts that the run has lost no checkpoint that it had."""
     file = workdir / RUN
-    saved = _read_json(file).get("saved") if file.exists() else None
+    saved = read_json(file).get("saved") if file.exists() else None
     if saved is not None:
         raise ConfigError(
             f"the run in {workdir} saved checkpoints, the first of step {saved}, and "
@@ -113,12 +113,12 @@ def run_id(workdir: Path) -> str | None:
       ConfigError: run.json is damaged.
     """
     file = workdir / RUN
-    return _read_json(file).get("id") if file.exists() else None
+    return read_json(file).get("id") if file.exists() else None
 
 
 def mark_saved(workdir: Path, step: int) -> None:
     """Notes that the run has a checkpoint, by which a loss of all can be told."""
-    run = _read_json(workdir / RUN)
+    run = read_json(workdir / RUN)
     if "saved" not in run:
         with dispensable(workdir / RUN):
             write_atomically(workdir / RUN, json.dumps(run | {"saved": step}) + "\n")
@@ -149,7 +149,7 @@ def _tell_changes(file: Path, env: dict[str, Any]) -> None:
     if not file.exists():
         return
     try:
-        before = _read_json(file)
+        before = read_json(file)
     except ConfigError as error:
         logger.warning("what changed since the run stopped is not known: %s", error)
         return
@@ -266,7 +266,8 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The keys of a JSON file; raises `ConfigError` if it cannot be read."""
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):

@@ -7,6 +7,7 @@ of independent operations and where in memory a function lies do not matter.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -53,13 +54,13 @@ def of(trainer: Trainer) -> dict[str, str]:
     found = {
         "jax": importlib.metadata.version("jax"),
         "platform": trainer.devices.platform,
-        "train step": _traced(functions["step"], state, frozen, shapes),
-        "first parameters": _traced(functions["init"]),
+        "train step": _traced(functions.step, state, frozen, shapes),
+        "first parameters": _traced(functools.partial(functions.init, {})),
         "first batch of the training data": _digest(_value(batch)),
     }
     if data.evaluation is not None:
         variables = state.averaged(), state.net_state
-        evaluate = functions["eval_step"]
+        evaluate = functions.eval_step
         found["evaluation step"] = _traced(evaluate, variables, frozen, padded)
         first = data.evaluation.batch(0)
         found["first batch of the evaluation data"] = _digest(

@@ -177,7 +177,7 @@ def _closed_over(trainer: Trainer) -> list[Any]:
     state = trainer.abstract
     batch = each_shape(trainer.experiment.data.train)[0]
     shapes = jax.tree.map(_without_sharding, (state.trained(), state.frozen, batch))
-    step = trainer.functions()["step"]
+    step = trainer.functions().step
     jaxpr = jax.make_jaxpr(step, axis_env=[(AXIS_NAME, 1)])(*shapes)
     arrays = {id(x): x for x in _constants(jaxpr) if hasattr(x, "nbytes")}
     return sorted(arrays.values(), key=lambda x: -x.nbytes)

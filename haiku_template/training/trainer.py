@@ -44,6 +44,15 @@ class StagedBatch(NamedTuple):
     rows: dict[str, jax.Array]
 
 
+class Functions(NamedTuple):
+    """Pure functions of an experiment, for one device's share of a batch."""
+
+    init: Callable[..., TrainState]
+    step: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    predict_step: Callable[..., Any]
+
+
 class Trainer:
     """An experiment compiled for devices; nothing is allocated before `init`.
 
@@ -65,9 +74,8 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        self.task = as_task(experiment.task)
-        data = experiment.data
-        model = for_devices(with_state(experiment.model), devices.devices)
+        self.task, data = as_task(experiment.task), experiment.data
+        self._model = for_devices(with_state(experiment.model), devices.devices)
         example = each_shape(data.train)[0]
         if data.evaluation is not None:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
@@ -75,47 +83,16 @@ class Trainer:
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.precision = Precision.create(experiment.precision, devices.platform)
         self._model_init = make_model_init(
-            model=model,
+            model=self._model,
             inputs=jax.tree.map(_canonical_shape, example["inputs"]),
             preprocess=data.preprocess,
             precision=self.precision,
             seed=experiment.seed,
         )
         self._whole, self._net_state = devices.abstract(self._model_init)
-        finetuning = experiment.finetuning
-        self.plan = make_plan(finetuning, self._whole)
-        optimizer = experiment.optimizer
-        if finetuning.multipliers:
-            optimizer = optax.chain(optimizer, scale_updates(finetuning.multipliers))
-        training = {
-            "optimizer": optimizer,
-            "ema_decay": experiment.ema_decay,
-            "seed": experiment.seed,
-        }
-        computing = {
-            "model": model,
-            "task": self.task,
-            "preprocess": data.preprocess,
-            "precision": self.precision,
-            "combine": self.plan.combine,
-        }
-        once = {
-            "schedule": experiment.schedule,
-            "accumulate_steps": experiment.accumulate_steps,
-        }
-        self._init = make_init(self._model_init, self.plan, self.precision, **training)
-        self._make_step = functools.partial(
-            make_train_step, **once, **training, **computing
-        )
-        self._make_eval_step = functools.partial(
-            make_eval_step,
-            seed=experiment.seed,
-            **computing,
-        )
-        step = self._make_step(axis_name=devices.axis_name)
-        eval_step = self._make_eval_step(axis_name=devices.axis_name)
-        del computing["task"]
-        predict_step = make_predict_step(seed=experiment.seed, **computing)
+        self.plan = make_plan(experiment.finetuning, self._whole)
+        functions = self.functions(devices.axis_name)
+        self._init, step = functions.init, functions.step
         self.abstract = devices.abstract(self._init, {})._replace(
             frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
         )
@@ -127,9 +104,40 @@ class Trainer:
             self.abstract_staged = devices.abstract(lambda arrays: arrays, arrays)
             step = _gathering(step, self._blocks)
         self._step = devices.compile(step, replicated=3 if self._blocks else 2)
-        self._eval_step = devices.compile(eval_step, donate_argnums=(), replicated=2)
+        keep = {"donate_argnums": (), "replicated": 2}
+        self._eval_step = devices.compile(functions.eval_step, **keep)
         self._predict_step = devices.compile(
-            predict_step, donate_argnums=(), replicated=2, out="split"
+            functions.predict_step, out="split", **keep
+        )
+
+    def functions(self, axis_name: str | None = None) -> Functions:
+        """What is compiled, before any staging; by default as on one device."""
+        experiment = self.experiment
+        optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
+        if multipliers:
+            optimizer = optax.chain(optimizer, scale_updates(multipliers))
+        training = {
+            "optimizer": optimizer,
+            "ema_decay": experiment.ema_decay,
+            "seed": experiment.seed,
+        }
+        forward = {
+            "model": self._model,
+            "preprocess": experiment.data.preprocess,
+            "precision": self.precision,
+            "combine": self.plan.combine,
+        }
+        measuring = {"task": self.task, "axis_name": axis_name, **forward}
+        return Functions(
+            init=make_init(self._model_init, self.plan, self.precision, **training),
+            step=make_train_step(
+                schedule=experiment.schedule,
+                accumulate_steps=experiment.accumulate_steps,
+                **training,
+                **measuring,
+            ),
+            eval_step=make_eval_step(seed=experiment.seed, **measuring),
+            predict_step=make_predict_step(seed=experiment.seed, **forward),
         )
 
     @property
@@ -264,14 +272,6 @@ class Trainer:
     def shapes(self) -> list[Any]:
         """A host batch of each shape that steps get, the largest first."""
         return each_shape(self._train)
-
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """`init`, `step` and `eval_step` as on one device, before any staging."""
-        return {
-            "init": functools.partial(self._init, {}),
-            "step": self._make_step(axis_name=None),
-            "eval_step": self._make_eval_step(axis_name=None),
-        }
 
     def compile(self) -> None:
         """Compiles the train step for each shape of batches; steps find it done."""
