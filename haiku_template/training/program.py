@@ -25,7 +25,7 @@ from haiku_template.training.precision import Precision
 from haiku_template.training.starting import Source, Start, make_start
 from haiku_template.training.state import TrainState, make_init, make_model_init
 from haiku_template.training.tally import NO_TALLY, Tally
-from haiku_template.training.tasks import Derive, Task, nothing_more
+from haiku_template.training.tasks import Derive, Task, nothing_more, with_outputs
 from haiku_template.training.throughput import UNKNOWN, Work
 
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
@@ -166,7 +166,7 @@ def make_program(
     training = {"optimizer": optimizer, "ema_decay": ema_decay, "seed": seed}
     computing = {
         "model": model,
-        "task": task,
+        "task": with_outputs(task, data.num_outputs),
         "preprocess": data.preprocess,
         "precision": policy,
         "combine": start.plan.combine,
