@@ -141,6 +141,27 @@ def perplexity(averages: dict[str, float]) -> dict[str, float]:
         return {"perplexity": math.inf}
 
 
+def with_outputs(task: Task, num_outputs: int) -> Task:
+    """The task; classification refuses logits of another number of classes.
+
+    A label beyond the last logit would make its loss NaN.
+    """
+    inner = task.func if isinstance(task, functools.partial) else task
+    if inner is not classification:
+        return task
+
+    def checked(outputs: Any, batch: dict[str, Any]) -> Values:
+        shape = jnp.shape(outputs)
+        if len(shape) != 2 or shape[1] != num_outputs:
+            raise ConfigError(
+                f"the model gives outputs of shape {list(shape)}, and the data has "
+                f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
+            )
+        return task(outputs, batch)
+
+    return checked
+
+
 def nothing_more(averages: dict[str, float]) -> dict[str, float]:
     """Derives no metrics."""
     del averages

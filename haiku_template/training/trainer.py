@@ -25,7 +25,14 @@ from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
-from haiku_template.training.tasks import NO_TALLY, Derive, Tally, Task, nothing_more
+from haiku_template.training.tasks import (
+    NO_TALLY,
+    Derive,
+    Tally,
+    Task,
+    nothing_more,
+    with_outputs,
+)
 
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
@@ -159,7 +166,7 @@ def make_program(
     training = {"optimizer": optimizer, "ema_decay": ema_decay, "seed": seed}
     computing = {
         "model": model,
-        "task": task,
+        "task": with_outputs(task, data.num_outputs),
         "preprocess": data.preprocess,
         "precision": policy,
         "combine": start.plan.combine,
