@@ -11,12 +11,14 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
+from ml_collections import config_dict
 
 from haiku_template import doctor
 from haiku_template.errors import DeviceError
@@ -153,7 +155,9 @@ def _parse(argv: list[str]) -> list[str]:
             raise ValueError(f"unexpected argument {rest[1]!r}; flags begin with --")
         if "config" in flags.FLAGS:
             values = flags.FLAGS["config"].value
-            values.to_dict()  # A file that failed shows only when it is touched.
+            if not isinstance(values, config_dict.ConfigDict):
+                hasattr(values, "keys")  # A file that could not be read says so here.
+                raise ValueError(_returned(_config_file(argv), values))
             for key in keys:
                 *parents, leaf = key.split(".")
                 functools.reduce(operator.getitem, parents, values)[leaf] = None
@@ -168,8 +172,31 @@ def _sentence(error: Exception) -> str:
     absl and ml_collections report what was wrong inside longer texts and tracebacks.
     """
     text = str(error.args[0] if error.args else error).strip()
-    places = re.findall(r'File "(\S+)", line (\d+)', text)
-    if isinstance(error, flags.Error) and not places:
+    places = re.findall(r'File "(\S+)", line (\d+)', text) or [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename, error.lineno))
+    ours = ("<", __file__, sysconfig.get_path("stdlib"))
+    places = [
+        (name, line)
+        for name, line in places
+        if "site-packages" not in name and not name.startswith(ours)
+    ]
+    last = text.split("\n")[-1]
+    if places:
+        name = f"{type(error).__name__}: " * isinstance(error, LookupError)
+        words = repr(last) if isinstance(error, KeyError) else last
+        return f"{places[-1][0]}, line {places[-1][1]}: {name}{words}"
+    file = _config_file(sys.argv)
+    if "get_config() takes" in last or "get_config() missing" in last:
+        return f"{file} (what follows a colon is its argument): {last}"
+    if "has no attribute 'get_config'" in text:
+        return f"{file} has no function get_config(), which returns the config"
+    if file and "flag --config=None" in text:
+        return _returned(file, None)
+    if isinstance(error, flags.Error):
         number = r"flag (\S+): (?:invalid literal for int|could not convert string).*"
         text = re.sub(number, r"\1 has the wrong type: a number is needed here", text)
         truth = r"flag (\S+): .*Non-boolean argument.*"
@@ -178,34 +205,32 @@ def _sentence(error: Exception) -> str:
         )
         needed = r"flag --(\w+)=None: .*must have a value.*"
         return re.sub(needed, r"--\1 is needed; --help shows all flags", text)
-    if isinstance(error, (KeyError, AttributeError)) and not places:
-        key = re.search(r"[\w.]+", text)[0]
-        guess = re.search(r'Did you mean "(\w+)"', text)
-        table = re.search(rf"--(config\.(data|model|task))\.{key}=", " ".join(sys.argv))
-        words = "this config has no such key"
-        if guess:
-            words = f"did you mean {guess[1]}?"
-        elif table:
-            words += f"; a config file can set it, beside {table[1]}.name"
-        return f"unknown config key {key}: {words}"
-    places = places or [
-        (frame.filename, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    own = [place for place in places if "site-packages" not in place[0]]
-    last = text.split("\n")[-1]
-    if not own or own[-1][0] == __file__:
-        return last
-    return f"{own[-1][0]}, line {own[-1][1]}: {last}"
+    return last
+
+
+def _returned(file: Path | None, value: Any) -> str:
+    words = "None" if value is None else f"a {type(value).__name__}"
+    return (
+        f"get_config() of {file} returns {words}; it must return a ConfigDict, such as "
+        "default_config() with changes"
+    )
+
+
+def _config_file(argv: list[str]) -> Path | None:
+    """What --config names, the last of them, without its function's argument."""
+    found = None
+    for word, value in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, given = word.partition("=")
+        if name in ("--config", "-config"):
+            found = Path((given if equals else value).partition(":")[0])
+    return found
 
 
 def _check_config_file(argv: list[str]) -> None:
-    for word in argv:
-        name, _, value = word.partition("=")
-        path = Path(value)
-        if name == "--config" and value and not path.is_file():
-            near = sorted(str(p) for p in path.parent.glob("*.py"))[:8]
-            raise ValueError(
-                f"the config file {path} does not exist; {path.parent} holds "
-                f"{', '.join(near) or 'no .py files'}"
-            )
+    path = _config_file(argv)
+    if path is not None and not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.py"))[:8]
+        raise ValueError(
+            f"the config file {path} does not exist; {path.parent} holds "
+            f"{', '.join(near) or 'no .py files'}"
+        )

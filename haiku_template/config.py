@@ -6,13 +6,17 @@ the resolved values as JSON, and only that is read again. Imports no JAX.
 
 import difflib
 import json
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
 
 from haiku_template.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -141,7 +145,42 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
             "training starts from it with --config.init_from"
         )
     check(saved)
+    _check_imports(workdir, saved)
     return saved
+
+
+def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
+    """Says what a run's config will import, and refuses what the workdir brought."""
+    for key in ("model", "data", "task"):
+        name = str(saved[key].name)
+        for file in _files_of(name.partition(":")[0]) if ":" in name else ():
+            if any(
+                reading(file).is_relative_to(reading(workdir))
+                for reading in (Path.absolute, Path.resolve)
+            ):
+                raise ConfigError(
+                    f"config.{key}.name={name!r} of {workdir} is inside that very "
+                    f"directory ({file}); a run's code is imported only from where the "
+                    "command is run, never from a workdir: others may have written it"
+                )
+            if file.suffix:
+                logger.warning("config.%s.name: %s from %s", key, name, file)
+
+
+def _files_of(module: str) -> Iterator[Path]:
+    """The files that importing a module would run, found without running any."""
+    path, name = None, ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        found = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None:
+            return
+        path = spec.submodule_search_locations
+        if spec.has_location:
+            yield Path(spec.origin)
+        elif path is not None:
+            yield from map(Path, path)
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:

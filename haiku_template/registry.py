@@ -26,12 +26,24 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
             f"config.{key}={name!r} is not known{guess}; possible are "
             f"{', '.join(table)}, or a function of yours as module:function"
         )
+    refused = f"config.{key}={name!r} cannot be imported from here"
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{refused}: {module!r} is no name of a module")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, and what it imports is not.
+        raise ConfigError(f"{refused}: {error}") from error
+    where = getattr(imported, "__file__", module)
+    if not hasattr(imported, function):
+        raise ConfigError(f"{refused}: {where} has no {function}")
+    found = getattr(imported, function)
+    if not callable(found):
         raise ConfigError(
-            f"config.{key}={name!r} cannot be imported from here: {error}"
-        ) from error
+            f"config.{key}={name!r} is a {type(found).__name__}, and no function"
+        )
+    return found
 
 
 def make(
@@ -52,6 +64,8 @@ def make(
     name = values.pop("name", None)
     function = resolve(key, name, table)
     check_keys(key, name, function, values, *args, **kwargs)
+    if name not in table:
+        return function(*args, **kwargs, **values)  # Its errors are its user's.
     try:
         return function(*args, **kwargs, **values)
     except ValueError as error:

@@ -13,7 +13,14 @@ from ml_collections import config_flags
 
 from haiku_template import cli, config
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment: a .py file.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
+    # Keys that another data set, model or task takes; `config.check` sees the others.
+    accept_new_attributes=True,
+    lock_config=False,
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes, and goes on.")
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print what the run needs of each device's memory, and stop."

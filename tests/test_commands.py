@@ -313,11 +313,11 @@ def wait_for_step(workdir, step):
     ("flags", "code", "words"),
     [
         (["--config.num_stepz=3"], 64, ["num_stepz", "did you mean num_steps?"]),
-        (["--config.foo=3"], 64, ["unknown config key foo"]),
+        (["--config.foo=3"], 64, ["unknown key foo"]),
         (
             ["--config.data.name=npz", "--config.data.path=x.npz"],
             64,
-            ["key path", "a config file can set it, beside config.data.name"],
+            ["the data file x.npz does not exist"],
         ),
         (["--config.num_steps=abc"], 64, ["num_steps=abc", "wrong type", "number"]),
         (["--config.num_steps=1.5"], 64, ["num_steps=1.5", "wrong type"]),

@@ -190,7 +190,13 @@ def make_data(config: config_dict.ConfigDict) -> Data:
     values.pop("placement", None)  # It says where the data lives, not what it is.
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = vocabulary_of(config.init_from)
-    return make("data", values, DATASETS, spec)
+    name, data = values["name"], make("data", values, DATASETS, spec)
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"config.data: {name} returned a {type(data).__name__}; it must return a "
+            "haiku_template.data.Data, which from_split makes of arrays"
+        )
+    return data
 
 
 def make_model(

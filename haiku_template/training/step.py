@@ -216,7 +216,13 @@ def _per_example(
     task: Task, outputs: Any, batch: Batch
 ) -> tuple[Scalars, jax.Array | None]:
     """The task's values and weights, each [B]: averages and [B, 1] count wrongly."""
-    values = dict(task(outputs, batch))
+    values = task(outputs, batch)
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"the task returns a {type(values).__name__}; it must return a dictionary "
+            "of per-example values [B], 'loss' among them"
+        )
+    values = dict(values)
     rows = len(jax.tree.leaves(batch)[0])
     for name, value in values.items():
         if jnp.shape(value) != (rows,):

@@ -8,6 +8,7 @@ average, such as perplexity, is derived from the averages, on the host.
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -179,6 +180,28 @@ def perplexity(
         return {"perplexity": math.exp(averages["loss"])}
     except OverflowError:
         return {"perplexity": math.inf}
+
+
+def with_outputs(task: Task, num_outputs: int) -> Task:
+    """The task; classification refuses logits of another number of classes.
+
+    A label beyond the last logit would make its loss NaN.
+    """
+    values = task.values
+    inner = values.func if isinstance(values, functools.partial) else values
+    if inner is not _classification:
+        return task
+
+    def checked(outputs: Any, batch: dict[str, Any]) -> Values:
+        shape = jnp.shape(outputs)
+        if len(shape) != 2 or shape[1] != num_outputs:
+            raise ConfigError(
+                f"the model gives outputs of shape {list(shape)}, and the data has "
+                f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
+            )
+        return values(outputs, batch)
+
+    return task._replace(values=checked)
 
 
 def confusion(

@@ -29,7 +29,7 @@ from haiku_template.training.step import (
     make_predict_step,
     make_train_step,
 )
-from haiku_template.training.tasks import as_task
+from haiku_template.training.tasks import as_task, with_outputs
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -74,7 +74,8 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        self.task, data = as_task(experiment.task), experiment.data
+        data = experiment.data
+        self.task = with_outputs(as_task(experiment.task), data.num_outputs)
         self._model = for_devices(with_state(experiment.model), devices.devices)
         example = each_shape(data.train)[0]
         if data.evaluation is not None:

@@ -25,7 +25,7 @@ class Shard(NamedTuple):
       name: of the file, for errors.
       first: how many tokens of the file come before these.
       mapping: of the whole file; None when the tokens are in memory.
-      offset: bytes of the file before `tokens`.
+      offset: bytes of the file before its first token.
     """
 
     tokens: np.ndarray
@@ -36,18 +36,16 @@ class Shard(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Shard":
         """The tokens `start` to `stop - 1` of these, without a copy."""
-        return self._replace(
-            tokens=self.tokens[start:stop],
-            first=self.first + start,
-            offset=self.offset + start * self.tokens.itemsize,
-        )
+        return self._replace(tokens=self.tokens[start:stop], first=self.first + start)
 
     def request(self, start: int, stop: int) -> None:
         """Asks for tokens from storage, without waiting for them."""
         if self.mapping is None:
             return
-        begin = self.offset + start * self.tokens.itemsize
-        end = self.offset + stop * self.tokens.itemsize
+        begin, end = (
+            self.offset + (self.first + at) * self.tokens.itemsize
+            for at in (start, stop)
+        )
         begin -= begin % mmap.PAGESIZE
         self.mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 

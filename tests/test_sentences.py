@@ -1,0 +1,277 @@
+"""Mistakes are one sentence; defects of a user's code show where they are."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from haiku_template import config as configs
+from haiku_template.config import default_config
+from haiku_template.data import DATASETS
+from haiku_template.errors import ConfigError
+from haiku_template.models import MODELS
+from haiku_template.registry import make, resolve
+
+ROOT = Path(__file__).parents[1]
+HEAD = "from haiku_template.config import default_config\n"
+GIVES = """    config = default_config()
+    config.num_steps = 4
+    {}
+    return config
+"""
+
+
+def run(name, *flags, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, "-m", f"haiku_template.{name}", *flags],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=200,
+        check=False,
+    )
+
+
+def train(directory, *flags):
+    config = f"--config={directory / 'mine.py'}"
+    return run("train", config, "--workdir=run", *flags, cwd=directory)
+
+
+def assert_sentence(done, *words):
+    assert done.returncode == 64, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def get_config()\n    pass\n", ["mine.py, line 1", "expected ':'"]),
+        ("x = 1\n", ["mine.py has no function get_config"]),
+        ("def get_config():\n    pass\n", ["get_config() of", "returns None"]),
+        ("def get_config():\n    return {'a': 1}\n", ["returns a dict", "ConfigDict"]),
+        (
+            "import os\nx = os.environ['NOWHERE']\n",
+            ["mine.py, line 2", "KeyError: 'NOWHERE'"],
+        ),
+        (
+            "def get_config():\n    return [].foo\n",
+            ["mine.py, line 2", "no attribute 'foo'"],
+        ),
+        ("def get_config(size):\n    return size\n", ["mine.py", "size"]),
+    ],
+    ids=["syntax", "no get_config", "None", "dict", "environment", "attribute", "arg"],
+)
+def test_a_config_file_that_gives_no_config_is_one_sentence(tmp_path, text, words):
+    (tmp_path / "mine.py").write_text(text)
+    done = train(tmp_path)
+    done.stderr = "\n".join(
+        line for line in done.stderr.splitlines() if line.startswith("error")
+    )
+    assert_sentence(done, *words)
+
+
+def test_a_config_file_takes_an_argument_after_a_colon(tmp_path):
+    text = HEAD + "def get_config(size):\n" + GIVES.format("config.num_steps = size")
+    (tmp_path / "mine.py").write_text(text)
+    done = run(
+        "train", f"--config={tmp_path / 'mine.py'}:small", "--workdir=w", cwd=tmp_path
+    )
+    assert_sentence(done, "mine.py, line 5", "small")  # A text, where a number belongs.
+    done = run(
+        "train", f"--config={tmp_path / 'no.py'}:small", "--workdir=w", cwd=tmp_path
+    )
+    assert_sentence(done, "no.py does not exist", "mine.py")
+
+
+def test_a_data_set_is_named_on_the_command_line_with_its_own_keys(tmp_path):
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int32)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    (tmp_path / "mine.py").write_text(
+        HEAD + "def get_config():\n" + GIVES.format("config.batch_size = 8")
+    )
+    keys = ("--config.data.name=npz", "--config.data.path=a.npz")
+    done = train(tmp_path, *keys, "--config.data.num_classes=3")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "run/config.json").read_text())["data"]
+    assert saved["path"] == "a.npz" and saved["num_classes"] == 3
+    done = train(tmp_path, *keys, "--config.data.pth=a.npz", "--workdir=other")
+    assert_sentence(done, "'pth'", "it takes path, num_classes")
+    done = train(tmp_path, "--config.model.depth=3", "--workdir=other")
+    assert_sentence(done, "'depth'", "it takes width, num_layers, dropout")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of a user's, and gives `name:function`."""
+
+    def write(body, name="theirs"):
+        (tmp_path / f"{name}.py").write_text(body)
+        importlib.invalidate_caches()
+        return f"{name}:f"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield write
+    sys.modules.pop("theirs", None)
+
+
+ERRORS = [ValueError, AttributeError, TypeError, KeyError, ImportError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("key", ["data", "model"])
+def test_an_error_inside_a_users_function_stays_what_it_is(module, key, error):
+    name = module(f"def f(*args, **kwargs):\n    raise {error.__name__}('theirs')\n")
+    with pytest.raises(error, match="theirs") as caught:
+        make(key, {"name": name}, DATASETS)
+    assert not hasattr(caught.value, "exit_code")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_while_a_users_module_is_imported_stays_what_it_is(module, error):
+    name = module(f"raise {error.__name__}('theirs')\n")
+    with pytest.raises(error, match="theirs") as caught:
+        resolve("model", name, MODELS)
+    assert not hasattr(caught.value, "exit_code")
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "words"),
+    [
+        ("", "nowhere:f", "cannot be imported from here"),
+        ("", "theirs.nowhere:f", "cannot be imported from here"),
+        ("g = 1", "theirs:f", r"theirs\.py has no f"),
+        ("f = 1", "theirs:f", "is a int, and no function"),
+        ("", ":f", "cannot be imported from here"),
+        ("", ".a:f", "cannot be imported from here"),
+    ],
+)
+def test_a_name_that_is_no_function_is_a_mistake_of_the_config(
+    module, body, name, words
+):
+    module(body)
+    with pytest.raises(ConfigError, match=words):
+        resolve("model", name, MODELS)
+
+
+def test_a_value_that_a_built_in_model_refuses_is_a_mistake_of_the_config():
+    keys = {"name": "mlp", "width": 0}
+    with pytest.raises(ConfigError, match="config.model: width=0"):
+        make("model", keys, MODELS, num_outputs=3, axis_name=None)
+
+
+THEIRS = (
+    HEAD
+    + """
+import jax.numpy as jnp
+import numpy as np
+import haiku as hk
+from haiku_template.data import (BatchSpec, Split, from_split)
+
+def data(spec, kind="right"):
+    x = np.zeros((32, 3), np.float32)
+    y = np.arange(32, dtype=np.int32) % 3
+    return [x] if kind == "list" else from_split(Split(x, y, x, y), spec, num_classes=3)
+
+def model(num_outputs, axis_name, size=3):
+    def forward(inputs, is_training):
+        return hk.Linear(size)(inputs)
+    return hk.transform(forward)
+
+def task(outputs, batch):
+    return jnp.mean(outputs, axis=1)
+
+def broken(outputs, batch):
+    raise ValueError("theirs")
+
+def get_config():
+    config = default_config()
+    config.num_steps = 4
+    config.batch_size = 8
+    config.data = {"name": "mine:data"}
+    return config
+"""
+)
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    (tmp_path / "mine.py").write_text(THEIRS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--config.model.name=mine:model", "--config.model.size=2"],
+            ["[8, 2]", "3 classes"],
+        ),
+        (["--config.task.name=mine:task"], ["the task returns", "dictionary"]),
+        (["--config.task.name=language_model"], ["language_model takes", "[8, 3]"]),
+        (["--config.data.kind=list"], ["mine:data returned a list", "Data"]),
+        (["--config.model.name=mine:task"], ["mine:task"]),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_one_sentence(theirs, flags, words):
+    assert_sentence(train(theirs, *flags), *words)
+    assert not (theirs / "run").exists()
+
+
+def test_a_defect_in_a_users_task_shows_its_traceback(theirs):
+    done = train(theirs, "--config.task.name=mine:broken")
+    assert done.returncode == 1
+    assert 'raise ValueError("theirs")' in done.stderr and "mine.py" in done.stderr
+
+
+def saved_config(workdir, name):
+    values = configs.to_dict(default_config())
+    values["model"] = {"name": name}
+    workdir.mkdir(exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export", "generate"])
+def test_nothing_inside_a_workdir_is_imported(tmp_path, name):
+    payload = "open('ran', 'w')\ndef model(**_):\n    pass\n"
+    workdir = tmp_path / "shared_run"
+    saved_config(workdir, "shared_run.payload:model")
+    (workdir / "payload.py").write_text(payload)
+    (workdir / "__init__.py").write_text(payload)
+    flags = ["--format=safetensors", "--output=out"] if name == "export" else []
+    done = run(name, "--workdir=shared_run", *flags, cwd=tmp_path)
+    assert_sentence(done, "config.model.name='shared_run.payload:model'", "is inside")
+    saved_config(workdir, "payload:model")
+    done = run(name, "--workdir=.", *flags, cwd=workdir)
+    assert_sentence(done, "payload.py", "is inside")
+    assert not (tmp_path / "ran").exists() and not (workdir / "ran").exists()
+
+
+def test_a_link_from_or_into_a_workdir_does_not_hide_where_a_module_is(
+    tmp_path, monkeypatch
+):
+    workdir = tmp_path / "run"
+    saved_config(workdir, "linked:model")
+    (workdir / "payload.py").write_text("")
+    (tmp_path / "linked.py").symlink_to(workdir / "payload.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="is inside"):
+        configs.of_run(workdir)
+
+
+def test_the_file_that_a_saved_config_imports_is_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "honest.py").write_text("raise SystemExit('imported')")
+    saved_config(tmp_path / "run", "honest:model")
+    monkeypatch.syspath_prepend(tmp_path)
+    configs.of_run(tmp_path / "run")
+    assert f"honest:model from {tmp_path / 'honest.py'}" in caplog.text
