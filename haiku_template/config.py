@@ -80,6 +80,7 @@ def default_config() -> config_dict.ConfigDict:
 
 # Keys that hold keys of their own, the same in every run.
 NODES = ("optimizer", "finetuning", "finetuning.lora")
+FREE = "optimizer."  # It takes the optimizer's own keys; those left out are defaults.
 
 
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
@@ -151,20 +152,21 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
     """Says what a run's config will import, and refuses what the workdir brought."""
-    for key in ("model", "data", "task"):
-        name = str(saved[key].name)
+    names = {f"{key}.name": saved[key].name for key in ("model", "data", "task")}
+    names |= {f"optimizer.{k}": saved.optimizer.get(k) for k in ("name", "schedule")}
+    for key, name in ((key, str(name)) for key, name in names.items()):
         for file in _files_of(name.partition(":")[0]) if ":" in name else ():
             if any(
                 reading(file).is_relative_to(reading(workdir))
                 for reading in (Path.absolute, Path.resolve)
             ):
                 raise ConfigError(
-                    f"config.{key}.name={name!r} of {workdir} is inside that very "
+                    f"config.{key}={name!r} of {workdir} is inside that very "
                     f"directory ({file}); a run's code is imported only from where the "
                     "command is run, never from a workdir: others may have written it"
                 )
             if file.suffix:
-                logger.warning("config.%s.name: %s from %s", key, name, file)
+                logger.warning("config.%s: %s from %s", key, name, file)
 
 
 def _files_of(module: str) -> Iterator[Path]:
@@ -202,7 +204,7 @@ def check(config: config_dict.ConfigDict) -> None:
     _check_node(config, default_config(), "")
     values = flatten(config.to_dict())
     for key, (possible, words) in RANGES.items():
-        if values[key] is not None and not possible(values[key]):
+        if values.get(key) is not None and not possible(values[key]):
             raise ConfigError(f"config.{key}={values[key]}; possible is {words}")
 
 
@@ -210,7 +212,7 @@ def _check_node(
     config: config_dict.ConfigDict, expected: config_dict.ConfigDict, prefix: str
 ) -> None:
     for key in config:
-        if key not in expected:
+        if key not in expected and prefix != FREE:
             near = difflib.get_close_matches(key, expected, n=1)
             guess = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
@@ -218,6 +220,8 @@ def _check_node(
                 f"{', '.join(sorted(expected))}"
             )
     for key, default in expected.items():
+        if key not in config and prefix == FREE:
+            continue
         if key not in config:
             raise ConfigError(
                 f"the config has no key {prefix}{key}; start from "

@@ -13,7 +13,7 @@ import optax
 from ml_collections import config_dict
 from rich.console import Console
 
-from haiku_template.config import to_dict
+from haiku_template.config import default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -150,17 +150,14 @@ class Experiment:
 def _optimizer(
     config: config_dict.ConfigDict,
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    values = config.optimizer.to_dict()
+    values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
     keys = ("learning_rate", "warmup_steps", "final_fraction")
-    try:
-        schedule = make_schedule(
-            values.pop("schedule"),
-            num_steps=config.num_steps,
-            **{key: values.pop(key) for key in keys},
-        )
-        return make_optimizer(values.pop("name"), schedule, **values), schedule
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"config.optimizer: {error}") from error
+    schedule = make_schedule(
+        values.pop("schedule"),
+        num_steps=config.num_steps,
+        **{key: values.pop(key) for key in keys},
+    )
+    return make_optimizer(values.pop("name"), schedule, **values), schedule
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:
