@@ -15,7 +15,8 @@ from haiku_template.params import flatten
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
-from haiku_template.training.memory import check_budget, memory_budget, place_data
+from haiku_template.training.memory import check_budget, memory_budget
+from tests.runs import placed
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 8, 8, 1)).astype(np.float32)
@@ -131,7 +132,7 @@ def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
     whole = memory_budget(made(one_device, Finetuning()))
     head = (WIDTH * 3 + 3) * (tuning is BOTH)
     assert budget.opt_state == 2 * 4 * trains + 4
-    assert budget.base == whole.params - 4 * head
+    assert budget.frozen == whole.params - 4 * head
     assert whole.base == 0
 
 
@@ -150,7 +151,7 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     assert f"tensor<64x{WIDTH}xbf16>" in text
     assert f"tensor<64x{WIDTH}xf32>" not in text
     budget, float32 = memory_budget(trainer), memory_budget(made(one_device))
-    assert 2 * budget.base == float32.base
+    assert 2 * budget.frozen == float32.frozen
     assert budget.opt_state == float32.opt_state
 
 
@@ -167,12 +168,12 @@ def test_staged_data_and_a_base_go_together(tmp_path, four_devices):
     trainer = made(four_devices)
     options = {"num_steps": 4, "log_every": 1}
     train(trainer, workdir=tmp_path / "host", **options)
-    staged = place_data(trainer, "device")
+    staged = placed(trainer, "device")
     train(staged, workdir=tmp_path / "device", **options)
     assert losses_in(tmp_path / "host") == losses_in(tmp_path / "device")
     budget = memory_budget(staged)
     assert budget.data == INPUTS.nbytes + LABELS.nbytes
-    assert budget.base == memory_budget(trainer).base
+    assert budget.frozen == memory_budget(trainer).frozen
 
 
 def test_a_run_goes_on_with_its_adapters(tmp_path, one_device, capsys):

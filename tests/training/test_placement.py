@@ -12,7 +12,8 @@ from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
-from haiku_template.training.memory import memory_budget, place_data
+from haiku_template.training.memory import memory_budget
+from tests.runs import placed
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(0, 255, size=(50, 8, 8, 1)).astype(np.uint8)
@@ -48,16 +49,14 @@ def test_staged_and_host_are_bitwise_the_same_run(
     trainer = made(devices, accumulate_steps=accumulate_steps)
     options = {"num_steps": 8, "log_every": 1}
     host = train(trainer, workdir=tmp_path / "host", **options)
-    staged = train(
-        place_data(trainer, "device"), workdir=tmp_path / "device", **options
-    )
+    staged = train(placed(trainer, "device"), workdir=tmp_path / "device", **options)
     assert losses(tmp_path / "host") == losses(tmp_path / "device")
     for x, y in zip(*map(jax.tree.leaves, (host.state, staged.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
-    trainer = place_data(made(devices), "device")
+    trainer = placed(made(devices), "device")
     before = devices.ledger.totals()["bytes_to_devices"]
     train(trainer, num_steps=30, workdir=tmp_path, log_every=10)
     rows = [r for r in read(tmp_path / "metrics.jsonl") if "train/loss" in r]
@@ -74,40 +73,41 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
 
 def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
-    trainer = place_data(made(devices), "device")
+    trainer = placed(made(devices), "device")
     options = {"num_steps": 8, "log_every": 1, "save_every": 1}
     train(trainer, workdir=tmp_path / "whole", **options)
-    blocks = trainer.experiment.data.train
+    whole = trainer.step
 
-    class Stops:
-        def batch(self, step):
-            if step == 5:
-                raise Interrupted("stopped", 75)
-            return blocks.batch(step)
+    def stops(state, batch):
+        if int(state.step) == 5:
+            raise Interrupted("stopped", 75)
+        return whole(state, batch)
 
-    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
+    monkeypatch.setattr(trainer, "step", stops)
     with pytest.raises(Interrupted):
-        train(stopping, workdir=tmp_path / "parts", **options)
+        train(trainer, workdir=tmp_path / "parts", **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
     train(trainer, workdir=tmp_path / "parts", **options)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_auto_stages_what_fits_and_says_so(devices):
     trainer = made(devices)
-    need = memory_budget(place_data(trainer, "device")).peak
-    assert place_data(trainer, "auto", need).placement.startswith("staged")
-    refused = place_data(trainer, "auto", need - 1)
+    need = memory_budget(placed(trainer, "device")).peak
+    assert placed(trainer, "auto", need).placement.startswith("staged")
+    refused = placed(trainer, "auto", need - 1)
     assert re.match(
         "on the host, because staged it would make a run", refused.placement
     )
-    assert refused.train_step is trainer.train_step
-    words = place_data(trainer, "auto").placement
+    assert refused.abstract_staged is None
+    words = placed(trainer, "auto").placement
     assert words == "on the host, because a device's memory is not known here"
 
 
 def test_the_budget_counts_what_is_staged(devices):
     trainer = made(devices)
-    budget = memory_budget(place_data(trainer, "device"))
+    budget = memory_budget(placed(trainer, "device"))
     assert budget.data == INPUTS.nbytes + 4 * len(LABELS)
     assert budget.step_peak > memory_budget(trainer).step_peak
     assert memory_budget(trainer).data == 0
@@ -116,8 +116,8 @@ def test_the_budget_counts_what_is_staged(devices):
 def test_what_the_host_augments_is_not_staged(devices):
     trainer = made(devices, augment=lambda inputs, rng: inputs)
     with pytest.raises(ConfigError, match="batches are made on the host"):
-        place_data(trainer, "device")
-    assert "made on the host" in place_data(trainer, "auto", 2**40).placement
+        placed(trainer, "device")
+    assert "made on the host" in placed(trainer, "auto", 2**40).placement
 
 
 def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):
@@ -130,4 +130,4 @@ def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):
 
 def test_an_unknown_placement_is_refused(devices):
     with pytest.raises(ConfigError, match="possible are host, device, auto"):
-        place_data(made(devices), "gpu")
+        placed(made(devices), "gpu")
