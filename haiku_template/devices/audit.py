@@ -24,6 +24,11 @@ def device_index(device: jax.Device) -> int:
     return device.id if local is None else local
 
 
+def device_name(device: jax.Device) -> str:
+    """`cpu:0`, as `--device` names it."""
+    return f"{device.platform}:{device_index(device)}"
+
+
 def describe(leaf: Any) -> str:
     """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):

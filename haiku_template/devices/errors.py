@@ -11,3 +11,9 @@ class PlacementError(ValueError):
     """Arrays cannot be, or are not, where a run needs them."""
 
     exit_code = 64
+
+
+class ReplicaError(PlacementError):
+    """A device's copy of the state is no longer what the others have."""
+
+    exit_code = 71

@@ -1,6 +1,7 @@
 """Whether the copies of a leaf on several devices agree."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices.audit import check_alive, describe
-from haiku_template.devices.errors import PlacementError
+from haiku_template.devices.audit import check_alive, describe, device_name
+from haiku_template.devices.errors import PlacementError, ReplicaError
 
 
-def check_replicas(tree: Any) -> None:
+def check_replicas(tree: Any, agreed: bool = False) -> None:
     """Asserts that every replicated leaf is bitwise the same on all its devices.
 
     Each device reduces its own copy of each leaf to one 32-bit number; only those
     travel to the host, so the cost is one pass over the tree in device memory.
 
+    Args:
+      tree: whole on each device.
+      agreed: whether the same step left all copies equal before, so that what differs
+        now is a device's doing and not the step's.
+
     Raises:
+      ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.
       PlacementError: a leaf differs, or was deleted; the message names it and its
         devices.
     """
@@ -43,10 +50,17 @@ def check_replicas(tree: Any) -> None:
         for place, value in zip(places, found, strict=True):
             sums[place] = value
     differing = [
-        f"{path} ({describe(leaf)})"
+        f"{path} ({describe(leaf)}{_odd_ones(leaf, values.tolist())})"
         for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
         if len(set(values.tolist())) > 1
     ]
+    if differing and agreed:
+        raise ReplicaError(
+            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
+            f"hold copies, and agreed before: {', '.join(differing[:3])}; a device "
+            "computed or kept something wrong, and nothing of it was saved: run the "
+            "same command again, without that device if it comes back"
+        )
     if differing:
         raise PlacementError(
             f"{len(differing)} of {len(shared)} leaves differ between the devices that "
@@ -55,6 +69,16 @@ def check_replicas(tree: Any) -> None:
             "cross_replica_axis=devices.axis_name), or gives results of each example "
             "without devices.compile(..., out='split')"
         )
+
+
+def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
+    """The devices whose copy is not what most have; "" where no copy is of most."""
+    devices = sorted(leaf.devices(), key=lambda device: device.id)
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return ""
+    odd = [d for d, value in zip(devices, values, strict=True) if value != most]
+    return f", another on {', '.join(map(device_name, odd))}"
 
 
 @functools.cache
