@@ -23,7 +23,7 @@ from benchmarks import overhead
 from configs import cifar10_resnet, digits, digits_resnet
 from haiku_template.data import BatchSpec, Data, Split, from_split, images
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, Program
+from haiku_template.training import Program, experiment
 from haiku_template.training.evaluation import evaluate
 
 NOT_ON_CPU = "not measured on cpu"
@@ -82,9 +82,9 @@ def digits_training(devices: DeviceManager, scale: Scale, figures: Figures) -> b
         ("resnet", digits_resnet, scale.resnet_steps),
     ):
         programs = {
-            f"{name} {precision}": Experiment.from_config(
+            f"{name} {precision}": build(
                 devices, scale, config_file, num_steps, precision
-            ).trainer(scale)
+            )
             for precision in scale.precisions
         }
         for label, run in race(programs, num_steps, scale, figures).items():
@@ -101,9 +101,9 @@ def throughput(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     num_steps = scale.throughput_steps
     for size in scale.batch_sizes:
         programs = {
-            f"batch {size} {precision}": Experiment.from_config(
+            f"batch {size} {precision}": build(
                 devices, scale, cifar10_resnet, num_steps, precision, size
-            ).trainer(scale)
+            )
             for precision in scale.precisions
         }
         race(programs, num_steps, scale, figures)
@@ -145,16 +145,14 @@ def _timed(function: Callable[[Any], Any], x: Any) -> tuple[Any, float]:
 def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | None:
     """What the compiler says that a step takes, and what it takes."""
     programs = {
-        "mlp": Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
-            scale
-        ),
-        "resnet20": Experiment.from_config(
+        "mlp": build(devices, scale, digits, scale.mlp_steps),
+        "resnet20": build(
             devices,
             scale,
             cifar10_resnet,
             scale.throughput_steps,
             batch_size=scale.batch_sizes[0],
-        ).trainer(scale),
+        ),
     }
     ratios = []
     for name, trainer in programs.items():
@@ -199,7 +197,7 @@ def _peak_growth(
 def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """Steps per second of the whole loop and of bare ones; see benchmarks.overhead."""
     config = digits.get_config()
-    trainer = Experiment.from_config(config, devices).trainer(devices)
+    trainer = experiment.build(config, devices)
     # The bare loop gives NumPy batches to the step, for which it compiles once more.
     trainer.step(trainer.init(), trainer.experiment.data.train.batch(0))
     on_device = Run(trainer)
@@ -293,7 +291,7 @@ def build(
         config.data = {"name": f"{__name__}:random_images"}
     if scale.channels and config.model.name == "resnet":
         config.model.channels, config.model.blocks = scale.channels, 1
-    return Experiment.from_config(config, devices).trainer(devices)
+    return experiment.build(config, devices)
 
 
 def random_images(spec: BatchSpec) -> Data:

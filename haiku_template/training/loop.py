@@ -4,6 +4,8 @@ The mathematics is in `steps.py`; together they are the whole of a run.
 """
 
 import contextlib
+import math
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import jax
 
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import check_replicas, matmul_peak
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.finetuning.source import place_base
 from haiku_template.reporting import plots
 from haiku_template.reporting.display import Display, first_lines, memory_text
@@ -24,10 +26,21 @@ from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.storage.workdir import has_checkpoints, locked, open_workdir
 from haiku_template.training import fingerprint
-from haiku_template.training.guards import StopSignals, check_loss, check_params
-from haiku_template.training.memory import budget_table, check_budget
+from haiku_template.training.guards import (
+    StopSignals,
+    blame,
+    check_state,
+    faulty_leaves,
+    faulty_steps,
+    non_finite,
+)
+from haiku_template.training.memory import budget_table
+from haiku_template.training.preflight import check_before_start
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Program, batch_maker, compile_ahead
+
+EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
+UNCHECKED = 1000  # Steps whose scalars are kept until one of them is looked at.
 
 
 class Intervals(NamedTuple):
@@ -83,13 +96,15 @@ def train(
       ConfigError: `workdir` belongs to another run.
       StorageError: a checkpoint cannot be written or read.
       ConfigError: what the run starts from cannot be read, or is another base.
-      PlacementError: a part of the state differs between devices.
-      NonFiniteError: the loss or a parameter is infinite or NaN; it is not saved.
+      PlacementError: a part of the state is not averaged over devices.
+      ReplicaError: a part of the state that was the same on all devices differs.
+      NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
     directory, devices = Path(workdir), program.devices
     check_workdir(directory, config or {})  # Before anything is compiled.
-    budget = check_budget(program, memory_limit, starts=not has_checkpoints(directory))
+    starts = not has_checkpoints(directory)
+    budget = check_before_start(program, best_metric, memory_limit, starts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, program, config or {})
@@ -170,13 +185,24 @@ class _Run:
         self.signals = signals
         self.profiler = profiler
         self.every = every
-        self.evaluated = False
+        self.evaluated = self.agreed = False
+        self.infinite_from_start: dict[str, str] = {}
+        self.unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
         self.peak = peak
         self.clock = Clock(program.devices)
+
+    def _catch_up(self, state: TrainState, start: int, last: int) -> None:
+        """Evaluates step `start`, where a fault kept the run before from doing so."""
+        self.infinite_from_start = faulty_leaves(self.devices, state)
+        owed = start and start not in self.checkpoints.evaluated
+        data = self.program.data.evaluation
+        if owed and data and _due(start, self.every.evaluate, last):
+            self._evaluate(start, state)
 
     def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
         """Runs the updates `start` to `stop - 1`."""
         ledger = self.devices.ledger
+        self._catch_up(state, start, stop)
 
         with Prefetcher(batch_maker(self.program), start, stop) as batches:
             self._say(self.profiler.begin(start))
@@ -184,6 +210,7 @@ class _Run:
             for step, batch in enumerate(ledger.waits(batches), start + 1):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, scalars = self.program.train_step(state, batch)
+                self.unchecked.append((step, scalars))
                 self.display.step(step)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
@@ -202,21 +229,16 @@ class _Run:
         """Reports, evaluates and saves, whatever is due after `step`."""
         if step == first:
             check_replicas(state)
+            self.agreed = True
         if _due(step, self.every.log, last):
             self._log(step, scalars)
         with self.clock.paused(), self.profiler.clock.paused():
             evaluated = None
             if self.program.data.evaluation and _due(step, self.every.evaluate, last):
-                evaluated = self._evaluate(step, state)
+                evaluated = self._evaluate_or_save(step, state, scalars)
             stopping = self.signals.received is not None and step < last
             if stopping or _due(step, self.every.save, last):
-                self._fetch_finite(step, scalars)
-                latest = self.checkpoints.latest
-                check_params(self.devices, state.params, step, latest)
-                check_replicas(state)
-                with self.devices.implicit_transfers():  # Orbax's own copies.
-                    self.checkpoints.save(step, state, evaluated)
-                names.mark_saved(self.directory, step)
+                self._save(step, state, scalars, evaluated)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
@@ -236,6 +258,44 @@ class _Run:
         self.writer.write(step, metrics)
         self.display.train(step, metrics, memory_text(self.devices))
 
+    def _evaluate_or_save(
+        self, step: int, state: TrainState, scalars: Any
+    ) -> dict[str, float]:
+        """Evaluates; what was trained is saved though a fault comes up there."""
+        try:
+            return self._evaluate(step, state)
+        except NonFiniteError:
+            raise
+        except Exception:
+            self._save(step, state, scalars, None)
+            self.checkpoints.wait()
+            raise
+
+    def _save(
+        self,
+        step: int,
+        state: TrainState,
+        scalars: Any,
+        evaluated: dict[str, float] | None,
+    ) -> None:
+        self._fetch_finite(step, scalars)
+        self._check_state(step, state)
+        self.unchecked.clear()
+        with self.devices.implicit_transfers():  # Orbax's own copies.
+            self.checkpoints.save(step, state, evaluated)
+        names.mark_saved(self.directory, step)
+
+    def _check_state(self, step: int, state: TrainState) -> None:
+        check_replicas(state, agreed=self.agreed)
+        known = self.infinite_from_start, step, self.checkpoints.latest
+        check_state(self.devices, state, *known, self._blame)
+
+    def _blame(self) -> str:
+        """The first batch since the last save that explains what is not finite."""
+        steps = faulty_steps(self.devices, self.unchecked, "loss", "grad_norm")
+        words = (blame(self.devices, self.program.data.train, step) for step in steps)
+        return next(filter(None, words), "")
+
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         with contextlib.ExitStack() as stack:
             if not self.evaluated:
@@ -243,6 +303,10 @@ class _Run:
                 stack.enter_context(self.devices.implicit_transfers())
             metrics = self.program.evaluate(state)
         self.evaluated = True
+        if not math.isfinite(metrics["eval/loss"]):
+            self._check_state(step, state)
+            what = f"the evaluation's loss after step {step} is infinite or NaN"
+            raise non_finite(what, self.checkpoints.latest, EVALUATION)
         self.checkpoints.check_metric(metrics)
         self.writer.write(step, metrics)
         self.display.evaluation(step, metrics)
@@ -251,7 +315,10 @@ class _Run:
     def _fetch_finite(self, step: int, scalars: Any) -> dict[str, float]:
         """Fetches a step's scalars; raises `NonFiniteError` for its loss."""
         values = {k: float(v) for k, v in self.devices.fetch(scalars).items()}
-        check_loss(values, step, self.checkpoints.latest)
+        if not math.isfinite(values["loss"]):
+            step = next(faulty_steps(self.devices, self.unchecked, "loss"), step)
+            what = f"the loss of step {step} is infinite or NaN"
+            raise non_finite(what, self.checkpoints.latest, self._blame())
         return values
 
     def _say(self, line: str | None) -> None:
