@@ -23,7 +23,7 @@ from benchmarks import overhead
 from configs import cifar10_resnet, digits, digits_resnet
 from haiku_template.data import BatchSpec, Data, Split, from_split, images
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, Program
+from haiku_template.training import Trainer
 
 NOT_ON_CPU = "not measured on cpu"
 LEAST_COPY_SPEED = 0.5  # Of shard and fetch, as a share of device_put and device_get.
@@ -81,9 +81,9 @@ def digits_training(devices: DeviceManager, scale: Scale, figures: Figures) -> b
         ("resnet", digits_resnet, scale.resnet_steps),
     ):
         programs = {
-            f"{name} {precision}": Experiment.from_config(
+            f"{name} {precision}": build(
                 devices, scale, config_file, num_steps, precision
-            ).trainer(scale)
+            )
             for precision in scale.precisions
         }
         for label, run in race(programs, num_steps, scale, figures).items():
@@ -100,9 +100,9 @@ def throughput(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     num_steps = scale.throughput_steps
     for size in scale.batch_sizes:
         programs = {
-            f"batch {size} {precision}": Experiment.from_config(
+            f"batch {size} {precision}": build(
                 devices, scale, cifar10_resnet, num_steps, precision, size
-            ).trainer(scale)
+            )
             for precision in scale.precisions
         }
         race(programs, num_steps, scale, figures)
@@ -144,16 +144,14 @@ def _timed(function: Callable[[Any], Any], x: Any) -> tuple[Any, float]:
 def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | None:
     """What the compiler says that a step takes, and what it takes."""
     programs = {
-        "mlp": Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
-            scale
-        ),
-        "resnet20": Experiment.from_config(
+        "mlp": build(devices, scale, digits, scale.mlp_steps),
+        "resnet20": build(
             devices,
             scale,
             cifar10_resnet,
             scale.throughput_steps,
             batch_size=scale.batch_sizes[0],
-        ).trainer(scale),
+        ),
     }
     ratios = []
     for name, trainer in programs.items():
@@ -221,7 +219,7 @@ def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
 class Run:
     """A trainer that is under way: its state, and its losses on the device."""
 
-    def __init__(self, trainer: Program) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.state = trainer.init()
         self.step = 0
@@ -242,7 +240,7 @@ class Run:
 
 
 def race(
-    programs: dict[str, Program], num_steps: int, scale: Scale, figures: Figures
+    programs: dict[str, Trainer], num_steps: int, scale: Scale, figures: Figures
 ) -> dict[str, Run]:
     """Runs programs in turns, a chunk of steps each, and adds a column for each."""
     runs = {label: Run(trainer) for label, trainer in programs.items()}
@@ -282,7 +280,7 @@ def build(
     num_steps: int,
     precision: str = "float32",
     batch_size: int | None = None,
-) -> Program:
+) -> Trainer:
     """The trainer of a config file; compiled once for all checks that ask for it."""
     config = config_file.get_config()
     config.num_steps, config.precision = num_steps, precision

@@ -1,8 +1,9 @@
 """What the commands share: device flags, and one sentence for a user's mistake.
 
 Exit codes: 0 done, 64 bad configuration or data, 69 device required but unavailable,
-70 loss not finite, 74 checkpoint storage, 75 told to stop and saved, 130 interrupted
-and saved. Imports no JAX, so that `--help` and a mistyped flag answer at once.
+70 loss not finite, 71 a device disagrees, 74 checkpoint storage, 75 told to stop and
+saved, 130 interrupted and saved. Imports no JAX, so that `--help` and a mistyped flag
+answer at once.
 """
 
 import functools

@@ -5,7 +5,9 @@ from haiku_template.devices.checks import (
     audit_table,
     check_replicas,
     describe,
+    device_name,
 )
+from haiku_template.devices.errors import ReplicaError
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
@@ -23,10 +25,12 @@ __all__ = [
     "Ledger",
     "Placement",
     "PlacementError",
+    "ReplicaError",
     "audit_table",
     "check_host_batch",
     "check_replicas",
     "describe",
+    "device_name",
     "device_put_replicated",
     "device_put_sharded",
     "host_buffer",

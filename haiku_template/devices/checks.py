@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from haiku_template.devices.errors import ReplicaError
 from haiku_template.errors import PlacementError
 
 DELETED = (
@@ -26,6 +28,11 @@ def device_index(device: jax.Device) -> int:
     """The number that `--device` counts by: among this host's devices of its kind."""
     local = device.local_hardware_id
     return device.id if local is None else local
+
+
+def device_name(device: jax.Device) -> str:
+    """`cpu:0`, as `--device` names it."""
+    return f"{device.platform}:{device_index(device)}"
 
 
 def describe(leaf: Any) -> str:
@@ -243,13 +250,19 @@ def _tables(group: list[Placement]) -> tuple[Table, Table]:
     return shared, leaves
 
 
-def check_replicas(tree: Any) -> None:
+def check_replicas(tree: Any, agreed: bool = False) -> None:
     """Asserts that every replicated leaf is bitwise the same on all its devices.
 
     Each device reduces its own copy of each leaf to one 32-bit number; only those
     travel to the host, so the cost is one pass over the tree in device memory.
 
+    Args:
+      tree: whole on each device.
+      agreed: whether the same step left all copies equal before, so that what differs
+        now is a device's doing and not the step's.
+
     Raises:
+      ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.
       PlacementError: a leaf differs, or was deleted; the message names it and its
         devices.
     """
@@ -273,10 +286,17 @@ def check_replicas(tree: Any) -> None:
         for place, value in zip(places, found, strict=True):
             sums[place] = value
     differing = [
-        f"{path} ({describe(leaf)})"
+        f"{path} ({describe(leaf)}{_odd_ones(leaf, values.tolist())})"
         for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
         if len(set(values.tolist())) > 1
     ]
+    if differing and agreed:
+        raise ReplicaError(
+            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
+            f"hold copies, and agreed before: {', '.join(differing[:3])}; a device "
+            "computed or kept something wrong, and nothing of it was saved: run the "
+            "same command again, without that device if it comes back"
+        )
     if differing:
         raise PlacementError(
             f"{len(differing)} of {len(shared)} leaves differ between the devices that "
@@ -285,6 +305,16 @@ def check_replicas(tree: Any) -> None:
             "cross_replica_axis=devices.axis_name), or gives results of each example "
             "without devices.compile(..., out='split')"
         )
+
+
+def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
+    """The devices whose copy is not what most have; "" where no copy is of most."""
+    devices = sorted(leaf.devices(), key=lambda device: device.id)
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return ""
+    odd = [d for d, value in zip(devices, values, strict=True) if value != most]
+    return f", another on {', '.join(map(device_name, odd))}"
 
 
 @functools.cache

@@ -1,1 +1,7 @@
-"""TODO."""
+"""Reporting: what a run shows, draws and measures of itself."""
+
+from haiku_template.reporting.display import first_lines
+from haiku_template.reporting.perf import Work, matmul_bytes, matmul_peak
+from haiku_template.reporting.report import Report
+
+__all__ = ["Report", "Work", "first_lines", "matmul_bytes", "matmul_peak"]

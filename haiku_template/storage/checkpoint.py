@@ -115,6 +115,11 @@ class Checkpoints:
         return [found.step for found in self._checkpointer.checkpoints]
 
     @property
+    def evaluated(self) -> list[int]:
+        """The steps that were evaluated before they were saved, upwards."""
+        return [x.step for x in self._checkpointer.checkpoints if x.metrics]
+
+    @property
     def latest(self) -> int | None:
         """The newest step; None without checkpoints."""
         return self.steps[-1] if self.steps else None

@@ -1,51 +1,214 @@
-"""What happens when a number is no longer finite."""
+"""Guards of a run: numbers that are no longer finite, and signals to stop."""
 
 import math
 import os
 import signal
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import jax
-import jmp
+import jax.numpy as jnp
+import numpy as np
 
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, check_replicas, device_name
 from haiku_template.errors import Interrupted, NonFiniteError
 
-_all_finite = jax.jit(jmp.all_finite)
+# What has a square that float32 has no number for: a gradient's is in Adam's state.
+LARGEST = float(np.sqrt(np.finfo(np.float32).max))
+SHOWN = 3  # Leaves in a message.
+UNCHECKED = 1000  # Steps whose scalars are kept until one of them is looked at.
+EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
 
 
-def check_loss(values: dict[str, float], step: int, latest: int | None) -> None:
-    """Asserts that the loss is finite.
+@jax.jit
+def _faults(leaves: list[jax.Array]) -> jax.Array:
+    """Whether each leaf holds NaN, and whether it holds infinity: bool [n, 2]."""
+    pairs = [[jnp.any(jnp.isnan(x)), jnp.any(jnp.isinf(x))] for x in leaves]
+    return jnp.array(pairs, bool).reshape(-1, 2)
+
+
+def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
+    """The leaves that are not finite, looked at on their devices: `NaN` or `infinite`.
 
     Args:
-      values: scalars of the step, `loss` among them.
+      devices: where the tree is.
+      tree: whole on each of them; only floating-point leaves count.
+    """
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    faults = devices.fetch(_faults(list(leaves.values())))
+    return {
+        name: "NaN" if is_nan else "infinite"
+        for name, (is_nan, is_infinite) in zip(leaves, faults.tolist(), strict=True)
+        if is_nan or is_infinite
+    }
+
+
+def check_state(
+    devices: DeviceManager,
+    state: Any,
+    from_start: dict[str, str],
+    step: int,
+    latest: int | None,
+    blamed: Callable[[], str],
+) -> None:
+    """Asserts that the whole train state is finite, before it is saved.
+
+    Args:
+      devices: where the state is.
+      state: all of it: what is not a parameter can freeze or spoil them.
+      from_start: leaves that were infinite when the run began, and may stay so.
       step: named in the message.
       latest: the newest step that is saved; None without any.
+      blamed: says what may have done it, "" for nothing known.
 
     Raises:
-      NonFiniteError: it is not.
+      NonFiniteError: it is not; names the leaves.
     """
-    if not math.isfinite(values["loss"]):
-        raise _error("the loss of", step, latest)
+    faults = {
+        name: fault
+        for name, fault in faulty_leaves(devices, state).items()
+        if fault == "NaN" or from_start.get(name) != fault
+    }
+    if faults:
+        some = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
+        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        what = f"the state after step {step} is infinite or NaN in {some}{more}"
+        raise non_finite(what, latest, blamed())
 
 
-def check_params(
-    devices: DeviceManager, params: Any, step: int, latest: int | None
-) -> None:
-    """The same of the parameters, which are looked at on their devices."""
-    if not devices.fetch(_all_finite(params)):
-        raise _error("a parameter after", step, latest)
+def faulty_steps(
+    devices: DeviceManager, scalars: Iterable[tuple[int, Any]], *names: str
+) -> Iterator[int]:
+    """Those of some steps that gave a scalar of these names that is not finite.
+
+    Args:
+      devices: where the scalars are.
+      scalars: (step, what the step returned).
+      *names: of scalars.
+    """
+    for step, values in scalars:
+        fetched = devices.fetch([values[name] for name in names])
+        if not all(math.isfinite(value) for value in fetched):
+            yield step
 
 
-def _error(what: str, step: int, latest: int | None) -> NonFiniteError:
+def blame(devices: DeviceManager, train: Any, step: int) -> str:
+    """What in the batch of a step is not finite or too large, and where; "" if nothing.
+
+    Args:
+      devices: that the batch is split over.
+      train: the training data.
+      step: counted from 1.
+    """
+    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        flat = np.abs(np.asarray(leaf, np.float64)).reshape(len(leaf), -1)
+        rows = np.flatnonzero(~(flat <= LARGEST).all(axis=1))
+        if len(rows):
+            row = int(rows[0])
+            value = flat[row][~(flat[row] <= LARGEST)][0]
+            device = devices.devices[row * devices.num_devices // len(leaf)]
+            return (
+                f"the batch of step {step} has a value of magnitude {value:.3g} in its "
+                f"{jax.tree_util.keystr(path)}, row {row}, which is on "
+                f"{device_name(device)}"
+            )
+    return ""
+
+
+def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteError:
+    """The error that says so."""
     kept = f"the newest is of step {latest}" if latest else "there is none"
-    return NonFiniteError(
-        f"{what} step {step} is infinite or NaN and was not saved as a checkpoint; "
-        f"{kept}. Values in the data that are not finite do this, and learning "
-        "rates too high for want of a warm-up or clip_norm"
+    reason = blamed or (
+        "values in the data that are not finite do this, and learning rates too high "
+        "for want of a warm-up or clip_norm"
     )
+    return NonFiniteError(
+        f"{what}; it was not saved as a checkpoint, and {kept}: {reason}"
+    )
+
+
+class Guards:
+    """Watches over a run's numbers; nothing that is not finite is saved.
+
+    Args:
+      devices: those of the run.
+      train: the training data, to look for what a batch holds.
+      state: at the start; leaves of it that are infinite may stay so.
+    """
+
+    def __init__(self, devices: DeviceManager, train: Any, state: Any) -> None:
+        self._devices, self._train = devices, train
+        self._from_start = faulty_leaves(devices, state)
+        self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
+        self._agreed = False
+
+    def note(self, step: int, scalars: Any) -> None:
+        """Keeps the scalars of a step until one is looked at."""
+        self._unchecked.append((step, scalars))
+
+    def agree(self, state: Any) -> None:
+        """Asserts after the first step that all devices hold the same state.
+
+        Raises:
+          PlacementError: a part is not averaged over devices.
+        """
+        check_replicas(state)
+        self._agreed = True
+
+    def finite(self, step: int, scalars: Any, latest: int | None) -> dict[str, float]:
+        """Fetches a step's scalars.
+
+        Raises:
+          NonFiniteError: its loss is not finite; names the first step.
+        """
+        values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
+        if not math.isfinite(values["loss"]):
+            step = next(faulty_steps(self._devices, self._unchecked, "loss"), step)
+            what = f"the loss of step {step} is infinite or NaN"
+            raise non_finite(what, latest, self._blame())
+        return values
+
+    def evaluated(
+        self, step: int, metrics: dict[str, float], state: Any, latest: int | None
+    ) -> None:
+        """Raises `NonFiniteError` if the loss of an evaluation is not finite."""
+        if not math.isfinite(metrics["eval/loss"]):
+            self._check(step, state, latest)
+            what = f"the evaluation's loss after step {step} is infinite or NaN"
+            raise non_finite(what, latest, EVALUATION)
+
+    def before_save(
+        self, step: int, scalars: Any, state: Any, latest: int | None
+    ) -> None:
+        """Asserts that all that is saved is finite, and the same on all devices.
+
+        Raises:
+          NonFiniteError: it is not finite.
+          ReplicaError: a part differs between devices.
+        """
+        self.finite(step, scalars, latest)
+        self._check(step, state, latest)
+        self._unchecked.clear()
+
+    def _check(self, step: int, state: Any, latest: int | None) -> None:
+        check_replicas(state, agreed=self._agreed)
+        check_state(self._devices, state, self._from_start, step, latest, self._blame)
+
+    def _blame(self) -> str:
+        """The first batch since the last save that explains what is not finite."""
+        steps = faulty_steps(self._devices, self._unchecked, "loss", "grad_norm")
+        words = (blame(self._devices, self._train, step) for step in steps)
+        return next(filter(None, words), "")
 
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}

@@ -97,7 +97,7 @@ class Trainer:
         self.abstract = devices.abstract(self._init, {})._replace(
             frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
         )
-        self._train, self._blocks = data.train, None
+        self._train, self._blocks, self._evaluated = data.train, None, False
         self.abstract_staged = None
         if experiment.placement == "device":
             self._train = self._blocks = RowBlocks(data.train, self.batch_size)
@@ -219,7 +219,12 @@ class Trainer:
         """As `evaluate`, and the counts of the task over the whole set."""
         dataset = self.experiment.data.evaluation if dataset is None else dataset
         eval_step = functools.partial(self.eval_step, state)
-        sums = add_up(self.devices, eval_step, dataset)
+        with contextlib.ExitStack() as stack:
+            if not self._evaluated:
+                # Compiling may read arrays that a task or a model closes over.
+                stack.enter_context(self.devices.implicit_transfers())
+            sums = add_up(self.devices, eval_step, dataset)
+        self._evaluated = True
         return summarize(sums, self.task.derive)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
@@ -265,6 +270,10 @@ class Trainer:
         shapes = self.devices.abstract_batch(batch)
         more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
         return self._step.lower(self.abstract.trained(), self.abstract.frozen, *more)
+
+    def trace_init(self) -> None:
+        """Traces the function that makes the first state, for interceptors to see."""
+        self.devices.abstract(self._init, {})
 
     def lower_init(self) -> Any:
         """The function that makes the first state from the seed, lowered by JAX."""

@@ -15,7 +15,7 @@ from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.perf import Work
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, loop, train
+from haiku_template.training import experiment, loop, train
 from haiku_template.training import memory as budgets
 from haiku_template.training.memory import (
     budget_table,
@@ -30,15 +30,15 @@ def build(module, num_devices=1, **changes):
     config = module.get_config()
     for key, value in changes.items():
         config[key] = value
-    return Experiment.from_config(
+    return experiment.build(
         config, DeviceManager.create("cpu", num_devices=num_devices)
-    ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
+    )
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("module", [digits, digits_resnet])
 def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
-    trainer = Experiment.from_config(module, num_devices).trainer(num_devices)
+    trainer = build(module, num_devices)
     devices = trainer.devices
     before = len(jax.live_arrays())
     budget = memory_budget(trainer)
@@ -160,7 +160,7 @@ def test_making_the_first_state_is_counted_and_refused_where_it_does_not_fit():
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_all_batches_that_can_be_alive_are_counted(num_devices):
     """Those in the queue, in the hands of its thread, and of each step in flight."""
-    trainer = Experiment.from_config(digits, num_devices).trainer(num_devices)
+    trainer = build(digits, num_devices)
     budget = memory_budget(trainer)
     queue = Prefetcher(lambda step: None, 0, 1)._ready.maxsize
     flight = trainer.devices.steps_in_flight
@@ -198,7 +198,7 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
 def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
     num_devices, monkeypatch, caplog
 ):
-    trainer = Experiment.from_config(digits, num_devices).trainer(num_devices)
+    trainer = build(digits, num_devices)
     table = jax.numpy.ones((1024, 512))
     astray = jax.device_put(jax.numpy.ones((512, 1024)), jax.devices()[5])
     of_host = np.ones((1024, 513), np.float32)
@@ -235,7 +235,7 @@ def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
 
 
 def test_on_the_cpu_the_process_s_own_share_is_said():
-    budget = memory_budget(Experiment.from_config(digits, 4).trainer(4))
+    budget = memory_budget(build(digits, 4))
     assert 2**25 < budget.process < 2**40
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(budget_table(budget))

@@ -14,13 +14,12 @@ import pytest
 
 from configs import digits, digits_resnet
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, ReplicaError
 from haiku_template.errors import (
     ConfigError,
     Interrupted,
     NonFiniteError,
     PlacementError,
-    StorageError,
 )
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read
@@ -188,7 +187,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     bad = INPUTS.copy()
     bad[:] = np.nan
     with pytest.raises(
-        NonFiniteError, match="the loss of step 5 is infinite or NaN"
+        NonFiniteError,
+        match=r"loss of step 1 is .*batch of step 1 .*\['inputs'\], row 0",
     ) as caught:
         train(made(train_inputs=bad), num_steps=20, workdir=tmp_path, log_every=5)
     assert caught.value.exit_code == 70
@@ -196,11 +196,168 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     assert read(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_norm_without_the_axis_stops_the_run_at_its_first_step(tmp_path):
+def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
     model = resnet(3, axis_name=None, channels=(4,), blocks=1)
-    with pytest.raises(PlacementError, match="net_state"):
+    with pytest.raises(PlacementError, match="BatchNorm stem_norm.*cross_replica_axis"):
         train(made(4, model=model), num_steps=20, workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+    train(made(1, model=model), num_steps=1, workdir=tmp_path)
+
+
+def mean_keeper(inputs, is_training):
+    """Keeps a mean of its own rows, in a state that no name tells."""
+    x = hk.Flatten()(inputs)
+    hk.set_state("mean", jnp.mean(x) + hk.get_state("mean", [], init=jnp.zeros))
+    return hk.Linear(3)(x)
+
+
+def test_a_state_that_is_not_averaged_stops_the_run_at_its_first_step(tmp_path):
+    model = hk.transform_with_state(mean_keeper)
+    with pytest.raises(PlacementError, match="net_state") as caught:
+        train(made(4, model=model), num_steps=20, workdir=tmp_path)
+    assert caught.value.exit_code == 64
     assert read(tmp_path / "metrics.jsonl") == []
+
+
+def with_state_after(trainer, step, change):
+    """The trainer, but `change` makes another state of that of a step."""
+    calls = iter(range(1, 10_000))
+
+    def train_step(state, batch):
+        state, scalars = trainer.step(state, batch)
+        return (change(state) if next(calls) == step else state), scalars
+
+    return with_step(trainer, train_step)
+
+
+def on_one_device(state, index, value):
+    """The state with another value in one device's copy of one leaf."""
+    leaf = state.params["mlp/~/linear_1"]["b"]
+    copies = [x.data for x in leaf.addressable_shards]
+    copies[index] = copies[index].at[0].set(value)
+    wrong = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, copies)
+    params = {k: dict(v) for k, v in state.params.items()}
+    params["mlp/~/linear_1"]["b"] = wrong
+    return state._replace(params=params)
+
+
+@pytest.mark.parametrize("value", [7.0, np.nan])
+def test_a_device_that_diverges_is_named_and_has_its_own_exit_code(tmp_path, value):
+    def change(state):
+        with jax.transfer_guard("allow"):
+            return on_one_device(state, 2, value)
+
+    trainer = with_state_after(made(4), 4, change)
+    with pytest.raises(
+        ReplicaError, match=r"linear_1'\]\['b'\].*another on cpu:2"
+    ) as caught:
+        train(trainer, num_steps=4, workdir=tmp_path, log_every=100)
+    assert caught.value.exit_code == 71
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_huge_finite_value_is_found_before_a_save(tmp_path, num_devices):
+    """Its gradient is finite, and its square freezes Adam for good."""
+    inputs = np.array(INPUTS[:8])
+    inputs[3, 3, 3, 0] = 1e25
+
+    class Once:
+        def batch(self, step):
+            rows = inputs if step == 6 else INPUTS[:8]
+            return {"inputs": rows.copy(), "labels": LABELS[:8].copy()}
+
+    trainer = made(num_devices)
+    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Once()))
+    device = f"cpu:{3 * num_devices // 8}"
+    words = r"opt_state.*nu.*infinite.*batch of step 7 .*1e\+25 .*\['inputs'\], row 3.*"
+    with pytest.raises(NonFiniteError, match=words + device) as caught:
+        train(trainer, num_steps=30, workdir=tmp_path, log_every=10, save_every=5)
+    assert caught.value.exit_code == 70
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["5"]
+
+
+def test_a_network_state_that_is_nan_is_not_saved(tmp_path):
+    def forward(inputs, is_training):
+        hk.set_state("log", jnp.log(hk.get_state("log", [], init=jnp.zeros) - 1))
+        return hk.Linear(3)(hk.Flatten()(inputs))
+
+    with pytest.raises(
+        NonFiniteError, match=r"step 1 .*net_state\['~'\]\['log'\] \(NaN"
+    ):
+        train(
+            made(model=hk.transform_with_state(forward)), num_steps=1, workdir=tmp_path
+        )
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_leaves_that_are_infinite_from_the_start_may_stay_so(tmp_path):
+    def forward(inputs, is_training):
+        hk.get_state("lowest", [], init=lambda *_: jnp.asarray(jnp.inf))
+        return hk.Linear(3)(hk.Flatten()(inputs))
+
+    model = hk.transform_with_state(forward)
+    train(made(model=model), num_steps=2, workdir=tmp_path)
+    train(made(model=model), num_steps=4, workdir=tmp_path, save_every=1)
+
+
+class HeldOut:
+    """The evaluation set of these tests, in the hands of a user."""
+
+    num_batches = 4
+
+    def __init__(self, inputs=INPUTS, fails=False):
+        self.set = EvaluationSet(inputs, LABELS, 16)
+        self.fails = fails
+
+    def batch(self, index):
+        if self.fails and index == 2:
+            raise OSError("the disk is gone")
+        return self.set.batch(index)
+
+
+def evaluated_on(dataset, **options):
+    trainer = made(**options)
+    return trainer._replace(data=trainer.experiment.data._replace(evaluation=dataset))
+
+
+def test_an_evaluation_that_is_not_finite_is_not_saved(tmp_path):
+    inputs = np.array(INPUTS)
+    inputs[20] = np.nan
+    with pytest.raises(NonFiniteError, match="evaluation's loss after step 2 is"):
+        train(evaluated_on(HeldOut(inputs)), num_steps=2, workdir=tmp_path)
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_fault_in_evaluation_costs_no_step(tmp_path):
+    """It is saved, and the next start evaluates it and does nothing else."""
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(evaluated_on(HeldOut(fails=True)), num_steps=4, workdir=tmp_path / "a")
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["4"]
+    train(evaluated_on(HeldOut()), num_steps=4, workdir=tmp_path / "a")
+    train(evaluated_on(HeldOut()), num_steps=4, workdir=tmp_path / "b")
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+
+
+def test_evaluation_is_traced_before_step_0(tmp_path):
+    def task(outputs, batch):
+        if len(batch["labels"]) == 16:
+            raise TypeError("only in evaluation")
+        return classification(outputs, batch)
+
+    trainer = made(task=task)
+    with pytest.raises(TypeError, match="only in evaluation"):
+        train(trainer, num_steps=2, workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_that_draws_in_its_forward_pass_is_evaluated(tmp_path):
+    def forward(inputs, is_training):
+        x = hk.Flatten()(inputs)
+        return hk.Linear(3)(x + jax.random.normal(hk.next_rng_key(), x.shape))
+
+    result = train(made(4, model=hk.transform(forward)), num_steps=2, workdir=tmp_path)
+    assert np.isfinite(result.metrics["eval/loss"])
 
 
 def test_data_that_fails_in_the_background_stops_the_run_with_its_error(tmp_path):
@@ -319,7 +476,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
         x = hk.Linear(3, w_init=jnp.zeros)(hk.Flatten()(inputs))
         return jnp.sqrt(x)  # Finite at zero, where its gradient is not.
 
-    with pytest.raises(NonFiniteError, match="parameter after step 1 is infinite"):
+    with pytest.raises(NonFiniteError, match=r"after step 1 is .*\.params\[.*NaN"):
         train(
             made(model=hk.transform(forward)),
             num_steps=1,
@@ -342,9 +499,10 @@ def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, wor
     assert not any(tmp_path.iterdir())
 
 
-def test_a_best_metric_that_is_not_measured_is_named(tmp_path):
-    with pytest.raises(StorageError, match="eval/acuracy.*eval/accuracy, eval/loss"):
+def test_a_best_metric_that_is_not_measured_is_named_before_step_0(tmp_path):
+    with pytest.raises(ConfigError, match="eval/acuracy.*eval/loss") as caught:
         train(made(), num_steps=2, workdir=tmp_path, best_metric="eval/acuracy")
+    assert caught.value.exit_code == 64 and not any(tmp_path.iterdir())
 
 
 def test_a_run_does_not_go_back(tmp_path):

@@ -1,0 +1,116 @@
+"""Report of a live run: screen, log, metrics on disk, profile, speed."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from haiku_template.devices import DeviceManager
+from haiku_template.reporting import plots
+from haiku_template.reporting.display import Display, memory_text
+from haiku_template.reporting.perf import Clock, Work, rates
+from haiku_template.reporting.profile import Profiler
+from haiku_template.storage.files import dispensable
+from haiku_template.storage.metrics import MetricsWriter, read
+from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
+
+
+class Report:
+    """Observer of a training loop; no error in writing ends the run. A context manager.
+
+    Args:
+      workdir: of the run.
+      devices: those of the run.
+      num_steps: updates in all.
+      batch_size: examples in each.
+      work: tokens and arithmetic of an example.
+
+    Attributes:
+      peak: FLOP/s of matrix products on all devices; None where not measured.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        devices: DeviceManager,
+        *,
+        num_steps: int,
+        batch_size: int,
+        work: Work,
+    ) -> None:
+        self._workdir, self._devices = workdir, devices
+        self._batch_size, self._work = batch_size, work
+        self._display = Display(workdir, num_steps)
+        self._clock = Clock(devices)
+        self._stack = contextlib.ExitStack()
+        self.peak: float | None = None
+
+    def __enter__(self) -> "Report":
+        self._stack.enter_context(self._display)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def print(self, *things: Any) -> None:
+        """Prints text or tables on the screen and in the log."""
+        self._display.print(*things)
+
+    def begin(self, step: int, profile: tuple[int, int] | None) -> None:
+        """Starts writing metrics, measuring and profiling at `step`."""
+        writer = MetricsWriter(self._workdir, step)
+        profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
+        self._writer = self._stack.enter_context(writer)
+        self._profiler = self._stack.enter_context(profiler)
+        self._say(self._profiler.begin(step))
+        self._clock.start(step)
+
+    def step(self, step: int) -> None:
+        """Notes a step that was dispatched; cheap enough for every step."""
+        self._display.step(step)
+
+    def restart(self, step: int) -> None:
+        """Measures speed from `step` on: what was before was compilation."""
+        self._clock.start(step)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves evaluation and saving out of the measured speed."""
+        with self._clock.paused(), self._profiler.clock.paused():
+            yield
+
+    def due(self, step: int) -> bool:
+        """Whether `profile` has something to do at `step`."""
+        return self._profiler.due(step)
+
+    def profile(self, step: int) -> None:
+        """Starts or stops the trace at `step`, with no step in flight."""
+        with self._clock.paused():
+            self._say(self._profiler.at(step))
+
+    def training(self, step: int, values: dict[str, float]) -> None:
+        """Reports a step's scalars, and the speed since the last report."""
+        speed = self._clock.read(step)
+        rate = speed["perf/steps_per_second"] * self._batch_size
+        metrics = {f"train/{name}": value for name, value in values.items()}
+        metrics |= speed | rates(self._work, rate, self.peak)
+        self._writer.write(step, metrics)
+        self._display.train(step, metrics, memory_text(self._devices))
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Reports the metrics of an evaluation."""
+        self._writer.write(step, metrics)
+        self._display.evaluation(step, metrics)
+
+    def finish(self, step: int) -> dict[str, float]:
+        """Draws report.png and says where it is; returns the last metrics."""
+        shown = self._workdir
+        with dispensable(self._workdir / REPORT):
+            shown = plots.write(self._workdir) or self._workdir
+        self.print(f"done      step {step}; {shown}")
+        rows = read(self._workdir / METRICS)
+        return {k: v for row in rows for k, v in row.items() if k != "step"}
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.print(line)
