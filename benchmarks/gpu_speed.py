@@ -23,7 +23,7 @@ from benchmarks import overhead
 from configs import cifar10_resnet, digits, digits_resnet
 from haiku_template.data import BatchSpec, Data, Split, from_split, images
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Trainer
+from haiku_template.training import Experiment, Trainer
 
 NOT_ON_CPU = "not measured on cpu"
 LEAST_COPY_SPEED = 0.5  # Of shard and fetch, as a share of device_put and device_get.

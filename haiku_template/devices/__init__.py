@@ -7,7 +7,6 @@ from haiku_template.devices.checks import (
     describe,
     device_name,
 )
-from haiku_template.devices.errors import ReplicaError
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
@@ -17,7 +16,7 @@ from haiku_template.devices.transfer import (
     device_put_sharded,
     host_buffer,
 )
-from haiku_template.errors import DeviceError, PlacementError
+from haiku_template.errors import DeviceError, PlacementError, ReplicaError
 
 __all__ = [
     "DeviceError",

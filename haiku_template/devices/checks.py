@@ -15,8 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from haiku_template.devices.errors import ReplicaError
-from haiku_template.errors import PlacementError
+from haiku_template.errors import PlacementError, ReplicaError
 
 DELETED = (
     "deleted: a compiled step has taken over its memory, or that of the array that it "
