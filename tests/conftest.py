@@ -25,15 +25,14 @@ QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 jax.config.update("jax_disable_most_optimizations", QUICK)
 
 from haiku_template.devices import DeviceManager  # noqa: E402
-from haiku_template.reporting import plots  # noqa: E402
-from haiku_template.training import loop  # noqa: E402
+from haiku_template.reporting import plots, report  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_report():
     """Drawing report.png takes longer than most runs of tests: commands still do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "plots", SimpleNamespace(write=lambda workdir: None))
+        patch.setattr(report, "plots", SimpleNamespace(write=lambda workdir: None))
         yield
 
 
@@ -48,7 +47,7 @@ def optimized():
 @pytest.fixture
 def with_report(monkeypatch):
     """For a test that looks at report.png."""
-    monkeypatch.setattr(loop, "plots", plots)
+    monkeypatch.setattr(report, "plots", plots)
 
 
 @pytest.fixture(params=[1, 4], ids=["one device", "four devices"])
