@@ -3,11 +3,11 @@
 from haiku_template.devices.checks import (
     Placement,
     audit_table,
-    check_replicas,
     describe,
     device_name,
 )
 from haiku_template.devices.manager import DeviceManager
+from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import checks, selection, transfer
-from haiku_template.devices.checks import check_alive, check_replicas, leaks_named
+from haiku_template.devices.checks import check_alive, leaks_named
+from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.step import CompiledStep, with_axis
 from haiku_template.devices.transfer import (
     AXIS_NAME,

@@ -1,4 +1,4 @@
-"""Guards of a run: numbers that are no longer finite, and signals to stop."""
+"""Guards of a run: faults told before step 0, numbers not finite, signals to stop."""
 
 import math
 import os
@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager, check_replicas, device_name
-from haiku_template.errors import Interrupted, NonFiniteError
+from haiku_template.errors import (
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    PlacementError,
+)
+from haiku_template.training.evaluation import pad, padded_size, summarize
+from haiku_template.training.memory import Budget, check_budget
+from haiku_template.training.trainer import Trainer
 
 # What has a square that float32 has no number for: a gradient's is in Adam's state.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
@@ -261,4 +270,85 @@ class StopSignals:
             f"{self.received.name} received: step {step} is saved, and the same "
             "command goes on from there",
             EXIT_CODES[self.received],
+        )
+
+
+def check_before_start(
+    trainer: Trainer, best_metric: str, memory_limit: int | None, starts: bool
+) -> Budget:
+    """The memory budget of a run that has none of the faults that tracing tells.
+
+    Args:
+      trainer: what runs.
+      best_metric: what is best, a metric of the evaluation.
+      memory_limit: bytes that each device has; None asks JAX.
+      starts: whether the run starts, and does not go on.
+
+    Raises:
+      PlacementError: a norm is not averaged over the devices.
+      ConfigError: the run would not fit.
+      ConfigError: `best_metric` is not measured.
+    """
+    check_norms(trainer)
+    budget = check_budget(trainer, memory_limit, starts=starts)
+    check_evaluation(trainer, best_metric)
+    return budget
+
+
+def check_norms(trainer: Trainer) -> None:
+    """Asserts that modules that can average over the devices do, where there are some.
+
+    Raises:
+      PlacementError: one does not; names it.
+    """
+    devices = trainer.devices
+    if devices.axis_name is None:
+        return
+    alone: list[str] = []
+
+    def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+        module = context.module
+        training = kwargs.get("is_training", args[1] if len(args) > 1 else False)
+        if (
+            context.method_name == "__call__"
+            and training is True
+            and getattr(module, "cross_replica_axis", "not a norm") is None
+        ):
+            alone.append(f"{type(module).__name__} {module.module_name}")
+        return call(*args, **kwargs)
+
+    with hk.intercept_methods(look):
+        trainer.trace_init()
+    if alone:
+        raise PlacementError(
+            f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
+            f"{devices.num_devices} devices: give it "
+            "cross_replica_axis=devices.axis_name (in a function of your own that a "
+            "config names: axis_name)"
+        )
+
+
+def check_evaluation(trainer: Trainer, best_metric: str) -> None:
+    """Traces the evaluation, so that a fault in it is found before step 0.
+
+    Raises:
+      ConfigError: `best_metric` is not among what it gives.
+    """
+    devices, dataset = trainer.devices, trainer.experiment.data.evaluation
+    if dataset is None:
+        return
+    batch = pad(dataset.batch(0), padded_size(devices, dataset))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    state, eval_step = trainer.abstract, trainer.functions().eval_step
+    variables = state.averaged(), state.net_state
+    sums = devices.abstract(eval_step, variables, state.frozen, shapes)
+    numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
+    try:
+        names, _ = summarize(numbers, trainer.task.derive)
+    except Exception:  # What is derived may not take such numbers.
+        return
+    if best_metric not in names:
+        raise ConfigError(
+            f"best_metric={best_metric} is not measured; possible are "
+            f"{', '.join(names)}"
         )

@@ -12,9 +12,8 @@ from haiku_template.reporting import Report, first_lines, matmul_peak
 from haiku_template.storage import Checkpoints
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
-from haiku_template.training.guards import Guards, StopSignals
+from haiku_template.training.guards import Guards, StopSignals, check_before_start
 from haiku_template.training.memory import budget_table
-from haiku_template.training.preflight import check_before_start
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 

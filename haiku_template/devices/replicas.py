@@ -1,0 +1,123 @@
+"""Replicas of a state: equal on all devices, compared by their bits."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from haiku_template.devices.checks import describe, device_name
+from haiku_template.errors import PlacementError, ReplicaError
+
+
+def check_replicas(tree: Any, agreed: bool = False) -> None:
+    """Asserts that every replicated leaf is bitwise the same on all its devices.
+
+    Each device reduces its own copy of each leaf to one 32-bit number; only those
+    travel to the host, so the cost is one pass over the tree in device memory.
+
+    Args:
+      tree: whole on each device.
+      agreed: whether the same step left all copies equal before, so that what differs
+        now is a device's doing and not the step's.
+
+    Raises:
+      ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.
+      PlacementError: a leaf differs, or was deleted; the message names it and its
+        devices.
+    """
+    check_alive(tree)
+    shared = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
+        if leaf.is_fully_replicated
+    ]
+    if not shared:
+        return
+    # One program runs on one set of devices; a tree may have leaves on several.
+    groups: dict[frozenset, list[int]] = {}
+    for place, (_, leaf) in enumerate(shared):
+        groups.setdefault(frozenset(leaf.devices()), []).append(place)
+    sums: list[Any] = [None] * len(shared)
+    for where, places in groups.items():
+        devices = tuple(sorted(where, key=lambda device: device.id))
+        found = _fingerprints(devices)([shared[place][1] for place in places])
+        for place, value in zip(places, found, strict=True):
+            sums[place] = value
+    differing = [
+        f"{path} ({describe(leaf)}{_odd_ones(leaf, values.tolist())})"
+        for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
+        if len(set(values.tolist())) > 1
+    ]
+    if differing and agreed:
+        raise ReplicaError(
+            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
+            f"hold copies, and agreed before: {', '.join(differing[:3])}; a device "
+            "computed or kept something wrong, and nothing of it was saved: run the "
+            "same command again, without that device if it comes back"
+        )
+    if differing:
+        raise PlacementError(
+            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
+            f"should hold copies: {', '.join(differing[:3])}; something in the step is "
+            "not averaged over devices (hk.BatchNorm needs "
+            "cross_replica_axis=devices.axis_name), or gives results of each example "
+            "without devices.compile(..., out='split')"
+        )
+
+
+def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
+    """The devices whose copy is not what most have; "" where no copy is of most."""
+    devices = sorted(leaf.devices(), key=lambda device: device.id)
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return ""
+    odd = [d for d, value in zip(devices, values, strict=True) if value != most]
+    return f", another on {', '.join(map(device_name, odd))}"
+
+
+@functools.cache
+def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
+    """Maps a list of n leaves to n uint32 [devices]: one number from each copy."""
+    mesh = Mesh(np.array(devices), "copy")
+    return jax.jit(
+        jax.shard_map(
+            lambda leaves: [_fingerprint(x)[None] for x in leaves],
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec("copy"),
+            check_vma=False,
+        )
+    )
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """A 32-bit sum of the array's bits, each word mixed with its place: uint32 [].
+
+    Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
+    """
+    words = _words(x)
+    words = words + jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
+    # murmur3's finalizer: each bit of the result depends on each bit of the word.
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array: uint32 [n], one word an element and two for 64 bits."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    width = min(info(x.dtype).bits, 32)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    return bits.astype(jnp.uint32).reshape(-1)
