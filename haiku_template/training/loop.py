@@ -38,7 +38,7 @@ from haiku_template.training.starting import place_base
 from haiku_template.training.state import TrainState
 from haiku_template.training.throughput import rates
 from haiku_template.training.workdir import check as check_workdir
-from haiku_template.training.workdir import has_checkpoints, locked, open_workdir
+from haiku_template.training.workdir import locked, open_workdir
 
 EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
 UNCHECKED = 1000  # Steps whose scalars are kept until one of them is looked at.
@@ -104,8 +104,7 @@ def train(
     """
     directory, devices = Path(workdir), program.devices
     check_workdir(directory, config or {})  # Before anything is compiled.
-    starts = not has_checkpoints(directory)
-    budget = check_before_start(program, best_metric, memory_limit, starts)
+    budget = check_before_start(program, directory, best_metric, memory_limit)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, program, config or {})

@@ -1,5 +1,6 @@
 """What tracing tells before step 0, and would otherwise end a run later."""
 
+from pathlib import Path
 from typing import Any
 
 import haiku as hk
@@ -11,18 +12,19 @@ from haiku_template.devices import PlacementError
 from haiku_template.training.budget import Budget, check_budget
 from haiku_template.training.evaluation import pad, padded_size, summarise, variables
 from haiku_template.training.program import Program
+from haiku_template.training.workdir import has_checkpoints
 
 
 def check_before_start(
-    program: Program, best_metric: str, memory_limit: int | None, starts: bool
+    program: Program, workdir: Path, best_metric: str, memory_limit: int | None
 ) -> Budget:
     """The memory budget of a run that has none of the faults that tracing tells.
 
     Args:
       program: what runs.
+      workdir: where; it holds checkpoints if the run goes on.
       best_metric: what is best, a metric of the evaluation.
       memory_limit: bytes that each device has; None asks JAX.
-      starts: whether the run starts, and does not go on.
 
     Raises:
       PlacementError: a norm is not averaged over the devices.
@@ -30,7 +32,7 @@ def check_before_start(
       ConfigError: `best_metric` is not measured.
     """
     check_norms(program)
-    budget = check_budget(program, memory_limit, starts=starts)
+    budget = check_budget(program, memory_limit, starts=not has_checkpoints(workdir))
     check_evaluation(program, best_metric)
     return budget
 
