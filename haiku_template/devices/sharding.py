@@ -51,7 +51,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
     structure = jax.tree.structure(shards[0])
     for i, shard in enumerate(shards):
         if jax.tree.structure(shard) != structure:
-            is_leaf = jax.tree_util.treedef_is_leaf(structure)
+            is_leaf = structure == jax.tree.structure(0)  # And not None.
             raise (TypeError if is_leaf else PlacementError)(
                 f"the shards differ in structure: shard 0 is {structure}, shard {i} is "
                 f"{jax.tree.structure(shard)}"
