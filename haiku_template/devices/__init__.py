@@ -9,6 +9,7 @@ from haiku_template.devices.ledger import Ledger
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.peak import matmul_bytes, matmul_peak
 from haiku_template.devices.replicas import check_replicas
+from haiku_template.devices.selection import available
 from haiku_template.devices.sharding import device_put_replicated, device_put_sharded
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ReplicaError",
     "Shared",
     "audit_table",
+    "available",
     "check_host_batch",
     "check_replicas",
     "describe",
