@@ -17,6 +17,12 @@ class PlacementError(ValueError):
     exit_code = 64
 
 
+class ReplicaError(PlacementError):
+    """A device's copy of the state is no longer what the others have."""
+
+    exit_code = 71
+
+
 class DeviceError(RuntimeError):
     """A device that was asked for and cannot be had."""
 

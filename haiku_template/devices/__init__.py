@@ -7,8 +7,8 @@ from haiku_template.devices.checks import (
     describe,
     device_name,
 )
-from haiku_template.devices.errors import ReplicaError
 from haiku_template.devices.manager import DeviceManager
+from haiku_template.devices.selection import available
 from haiku_template.devices.step import Shared, mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,
@@ -17,7 +17,7 @@ from haiku_template.devices.transfer import (
     device_put_sharded,
     host_buffer,
 )
-from haiku_template.errors import DeviceError, PlacementError
+from haiku_template.errors import DeviceError, PlacementError, ReplicaError
 from haiku_template.reporting.perf import matmul_bytes, matmul_peak
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "ReplicaError",
     "Shared",
     "audit_table",
+    "available",
     "check_host_batch",
     "check_replicas",
     "describe",

@@ -15,8 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from haiku_template.devices.errors import ReplicaError
-from haiku_template.errors import PlacementError
+from haiku_template.errors import PlacementError, ReplicaError
 
 DELETED = (
     "deleted: a compiled step has taken over its memory, or that of the array that it "
@@ -205,7 +204,7 @@ def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
         if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
             dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
             return (
-                f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "
+                f"{jax.tree_util.keystr(path) or 'array'} ({dtype}{list(shape)}) is on "
                 f"{describe(leaf)}, and using it would be a copy that nobody asked "
                 "for; give it with devices.replicate or devices.shard"
             )

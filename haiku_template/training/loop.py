@@ -24,7 +24,7 @@ from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.storage.workdir import has_checkpoints, locked, open_workdir
+from haiku_template.storage.workdir import locked, open_workdir
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import (
     StopSignals,
@@ -103,8 +103,7 @@ def train(
     """
     directory, devices = Path(workdir), program.devices
     check_workdir(directory, config or {})  # Before anything is compiled.
-    starts = not has_checkpoints(directory)
-    budget = check_before_start(program, best_metric, memory_limit, starts)
+    budget = check_before_start(program, directory, best_metric, memory_limit)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(directory))
         fingerprint.keep(directory, program, config or {})

@@ -1,5 +1,6 @@
 """What tracing tells before step 0, and would otherwise end a run later."""
 
+from pathlib import Path
 from typing import Any
 
 import haiku as hk
@@ -7,21 +8,22 @@ import jax
 import numpy as np
 
 from haiku_template.errors import ConfigError, PlacementError
+from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training.evaluation import pad, padded_size, summarise, variables
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Program
 
 
 def check_before_start(
-    program: Program, best_metric: str, memory_limit: int | None, starts: bool
+    program: Program, workdir: Path, best_metric: str, memory_limit: int | None
 ) -> Budget:
     """The memory budget of a run that has none of the faults that tracing tells.
 
     Args:
       program: what runs.
+      workdir: where; it holds checkpoints if the run goes on.
       best_metric: what is best, a metric of the evaluation.
       memory_limit: bytes that each device has; None asks JAX.
-      starts: whether the run starts, and does not go on.
 
     Raises:
       PlacementError: a norm is not averaged over the devices.
@@ -29,7 +31,7 @@ def check_before_start(
       ConfigError: `best_metric` is not measured.
     """
     check_norms(program)
-    budget = check_budget(program, memory_limit, starts=starts)
+    budget = check_budget(program, memory_limit, starts=not has_checkpoints(workdir))
     check_evaluation(program, best_metric)
     return budget
 
