@@ -8,6 +8,7 @@ from haiku_template.devices.checks import (
 )
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.replicas import check_replicas
+from haiku_template.devices.selection import available
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,
@@ -26,6 +27,7 @@ __all__ = [
     "PlacementError",
     "ReplicaError",
     "audit_table",
+    "available",
     "check_host_batch",
     "check_replicas",
     "describe",

@@ -200,7 +200,7 @@ def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
         if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
             dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
             return (
-                f"{jax.tree_util.keystr(path)} ({dtype}{list(shape)}) is on "
+                f"{jax.tree_util.keystr(path) or 'array'} ({dtype}{list(shape)}) is on "
                 f"{describe(leaf)}, and using it would be a copy that nobody asked "
                 "for; give it with devices.replicate or devices.shard"
             )

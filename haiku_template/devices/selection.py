@@ -17,6 +17,8 @@ from haiku_template.devices.checks import device_index
 from haiku_template.doctor import GPU_NAMES, Machine, check_environment, diagnose
 from haiku_template.errors import DeviceError
 
+logger = logging.getLogger(__name__)
+
 PLATFORMS = ("cpu", "gpu", "tpu")
 SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
 
@@ -251,6 +253,24 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
         return f"--device=auto, and this machine's GPU is not used: {unused}"
     fell = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
     return f"--device=auto, and no accelerator was found{fell}"
+
+
+def available() -> dict[str, list[jax.Device]]:
+    """The devices of each backend that JAX has here, the preferred backend first.
+
+    `jax.devices()` shows those of one backend alone, and fails for others. Starts JAX,
+    and never raises: where JAX cannot start, a warning says why, and nothing is there.
+    """
+    try:
+        preferred = jax.default_backend()
+        found = {name: backend.local_devices() for name, backend in backends().items()}
+    except (RuntimeError, AssertionError) as error:
+        words = str(error).strip().split("\n")[0] or "no backend could be started"
+        logger.warning("JAX cannot start: %s", words)
+        return {}
+    # One backend may have several names: `cuda` is `gpu` to everything else.
+    named = {devices[0].platform: devices for devices in found.values() if devices}
+    return dict(sorted(named.items(), key=lambda item: item[0] != preferred))
 
 
 logger = logging.getLogger(__name__)

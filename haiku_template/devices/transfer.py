@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -38,12 +39,14 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
     Raises:
       PlacementError: not one shard for each device, or shards that differ in
         structure, shape or dtype; the message names the leaf.
+      TypeError: `shards` is no sequence, or a leaf no number or array of numbers, nor
+        where the first shard is one.
     """
     devices = _distinct(devices)
     if not isinstance(shards, Sequence):
-        raise PlacementError(
+        raise TypeError(
             "device_put_sharded takes a sequence with one pytree for each device, and "
-            f"got {type(shards).__name__}"
+            f"got {type(shards).__name__}; of an array x [n, ...] it is list(x)"
         )
     if len(shards) != len(devices):
         raise PlacementError(
@@ -53,7 +56,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
     structure = jax.tree.structure(shards[0])
     for i, shard in enumerate(shards):
         if jax.tree.structure(shard) != structure:
-            raise PlacementError(
+            is_leaf = structure == jax.tree.structure(0)  # And not None.
+            raise (TypeError if is_leaf else PlacementError)(
                 f"the shards differ in structure: shard 0 is {structure}, shard {i} is "
                 f"{jax.tree.structure(shard)}"
             )
@@ -75,6 +79,7 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
 
     Raises:
       PlacementError: no devices, or one named twice.
+      TypeError: a leaf is no number or array of numbers.
     """
     devices = _distinct(devices)
     return jax.tree.map(lambda leaf: _join("", [leaf] * len(devices), devices), tree)
@@ -105,14 +110,22 @@ def _distinct(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
-    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
-    for i, leaf in enumerate(leaves):
-        if (leaf.shape, leaf.dtype) != (leaves[0].shape, leaves[0].dtype):
+    # As JAX sees them: int64 is int32 unless jax_enable_x64 is set, and a Python number
+    # is of a weak type, which gives way to others.
+    types = [jax.typeof(leaf) for leaf in leaves]
+    first = (types[0].shape, types[0].dtype, types[0].weak_type)
+    for i, found in enumerate(types):
+        if (found.shape, found.dtype, found.weak_type) != first:
             raise PlacementError(
                 f"the shards differ at leaf {path or 'root'}: shard 0 has "
-                f"{leaves[0].dtype}{list(leaves[0].shape)}, shard {i} has "
-                f"{leaf.dtype}{list(leaf.shape)}"
+                f"{_named(types[0])}, shard {i} has {_named(found)}"
             )
+    sharding = NamedSharding(Mesh(np.array(devices), AXIS_NAME), PartitionSpec("data"))
+    if types[0].weak_type:
+        # Only numbers are: joining arrays of single devices would make the type strong.
+        numbers = jax.device_put(list(leaves), devices[0])
+        return jax.device_put(jnp.stack(numbers), sharding)
+    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
     # NumPy gains its new axis as a view; a JAX array only once on its own device.
     shards = jax.device_put(
         [x if isinstance(x, jax.Array) else x[None] for x in leaves], devices
@@ -121,9 +134,12 @@ def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Ar
         shard[None] if isinstance(x, jax.Array) else shard
         for x, shard in zip(leaves, shards, strict=True)
     ]
-    sharding = NamedSharding(Mesh(np.array(devices), AXIS_NAME), PartitionSpec("data"))
-    shape = (len(devices), *leaves[0].shape)
+    shape = (len(devices), *types[0].shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _named(found: Any) -> str:
+    return f"{found.dtype}{list(found.shape)}{' of a weak type' * found.weak_type}"
 
 
 CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.

@@ -18,7 +18,15 @@ from safetensors import SafetensorError, safe_open
 from haiku_template.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# How published Haiku parameters are read, by the suffix or the first bytes of a file.
+PUBLISHED = {
+    ".npz": "dict(numpy.load({!r}))",
+    ".npy": "numpy.load({!r}, allow_pickle=True).item()",
+    ".joblib": "__import__('joblib').load({!r})",
+    ".pickle": "__import__('pickle').load(open({!r}, 'rb'))",
+}
+MAGIC = {b"PK\3\4": ".npz", b"\x93NUM": ".npy", b"\x80": ".pickle"}
 PIECE = 2**24  # Bytes mapped at a time, unless one row of a tensor has more.
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES: dict[str, Any] = {
@@ -85,6 +93,7 @@ def locate(source: Path) -> Path:
     if source.suffix in PICKLES:
         raise _is_pickle(source)
     if source.is_file():
+        _check_published(source)
         return source
     for name in (SINGLE, INDEX):
         if (source / name).is_file():
@@ -222,6 +231,34 @@ def _read_header(file: Path) -> list[Tensor]:
         )
         for name, entry in header.items()
     ]
+
+
+def _check_published(file: Path) -> None:
+    """Asserts that it is none of the files in which Haiku parameters are published.
+
+    Raises:
+      ConfigError: it is; says what, and how safetensors are made of it.
+    """
+    with file.open("rb") as opened:
+        begin = opened.read(9)
+    kind = {".pkl": ".pickle"}.get(file.suffix, file.suffix)
+    if kind not in (*PUBLISHED, ".safetensors"):
+        found = (kind for magic, kind in MAGIC.items() if begin.startswith(magic))
+        kind = next(found, None)
+    if kind is None or kind == ".safetensors" or begin[8:] == b"{":
+        return  # Safetensors begin with eight bytes of a length, and JSON.
+    names = "{f'{m}/{k}': x for m, p in params.items() for k, x in p.items()}"
+    if kind == ".npz":
+        names = "{k.replace('//', '/'): x for k, x in params.items()}"
+    raise ConfigError(
+        f"{file} is a {kind} file, as Haiku parameters are published, and what may be "
+        "a pickle is not read here: it can run any code. If you trust it, these two "
+        "lines of Python make safetensors of it:\n"
+        "    import numpy, safetensors.numpy; params = "
+        f"{PUBLISHED[kind].format(str(file))}\n"
+        f"    safetensors.numpy.save_file({{k: numpy.array(x, order='C') for k, x in "
+        f"{names}.items()}}, 'converted.safetensors')"
+    )
 
 
 def _is_pickle(file: Path) -> ConfigError:

@@ -2,18 +2,20 @@
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
@@ -24,6 +26,7 @@ from haiku_template.storage.files import Note
 STATUS = "/proc/self/status"
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
+ROWS = 20  # Of parameters on the screen.
 WIDTH = 120  # Columns of tables in files and pipes.
 
 
@@ -32,6 +35,23 @@ class _Screen(Console):
 
     def on_broken_pipe(self) -> None:
         raise  # What rich is handling.
+
+
+class _Bar(Progress):
+    """A bar with a line below it: one line of 80 columns is too short for both."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.below, no_wrap=True, overflow="ellipsis")
+
+
+class Tables(NamedTuple):
+    """The same in few rows, for the screen, and whole, for the log."""
+
+    brief: Table
+    whole: Table
 
 
 class Display:
@@ -53,10 +73,10 @@ class Display:
         self._log = Console(
             **plain, file=self._log_file, width=WIDTH, force_terminal=False
         )
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("step {task.completed}/{task.total}", table_column=WHOLE),
-            BarColumn(bar_width=12),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             console=self._screen,
             disable=not self._screen.is_terminal,
             auto_refresh=False,
@@ -76,8 +96,8 @@ class Display:
     def print(self, *things: Any) -> None:
         """Prints text or tables on the screen and in the log."""
         for thing in things:
-            self._show(self._screen.print, thing)
-            self._log.print(thing)
+            self._show(self._screen.print, getattr(thing, "brief", thing))
+            self._log.print(getattr(thing, "whole", thing))
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Draws on the screen while there is one."""
@@ -109,9 +129,8 @@ class Display:
         full = f"step {step:>6}/{self.num_steps}  {line}"
         if self._bar.disable:
             self._show(self._screen.print, full)
-        # What 80 columns have room for comes first.
-        loss = f"loss {metrics['train/loss']:.4g}"
-        brief = "  ".join((loss, speed_text(metrics), time_left, memory, bound))
+        brief = f"loss {metrics['train/loss']:.4g}  {time_left}"
+        self._bar.below = "  ".join((speed_text(metrics), bound, memory))
         drawn = {"completed": step, "description": brief, "refresh": True}
         self._show(self._bar.update, self._task, **drawn)
         self._log.print(full)
@@ -136,7 +155,7 @@ def first_lines(
     resumed = f", resumed at step {start}" if start else ""
     return [
         f"devices   {devices.describe()}",
-        parameter_table(params),
+        parameter_tables(params),
         *frozen_tables(params, frozen),
         f"batch     {batch_size} examples, {batch_size // devices.num_devices} on each "
         "device",
@@ -145,9 +164,39 @@ def first_lines(
     ]
 
 
-def parameter_table(params: Any) -> Table:
-    """One row for each parameter: name, shape, dtype, bytes, where it lives."""
-    table = Table(title="Parameters", title_justify="left")
+def parameter_tables(params: Any) -> Tables:
+    """A row for each parameter: name, shape, dtype, bytes, where it lives.
+
+    Where they are many, the screen has a row for each module, or for each kind of them.
+    """
+    leaves = dict(_named(params))
+    by_module = next(
+        fold
+        for fold in (
+            lambda name: name,
+            lambda name: name.rpartition("/")[0],
+            lambda name: re.sub(r"\d+", "*", name.rpartition("/")[0]),
+            lambda name: re.sub(r"\d+", "*", "/".join(name.split("/")[:2])),
+            lambda name: "all",
+        )
+        if len(set(map(fold, leaves))) <= ROWS
+    )
+    groups: dict[str, list[jax.Array]] = {}
+    for name, leaf in leaves.items():
+        groups.setdefault(by_module(name), []).append(leaf)
+    whole = _parameter_table({name: [leaf] for name, leaf in leaves.items()})
+    return Tables(_parameter_table(groups), whole)
+
+
+def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
+    folded = any(len(leaves) > 1 for leaves in groups.values())
+    caption = f"each of them is in {names.LOG}" if folded else None
+    table = Table(
+        title="Parameters",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
     for column in ("name", "shape", "dtype", "bytes", "where"):
         table.add_column(
             column,
@@ -155,14 +204,21 @@ def parameter_table(params: Any) -> Table:
             overflow="fold",
             no_wrap=column != "name",
         )
-    total = 0
-    for name, leaf in _named(params):
-        total += leaf.nbytes
-        shape = "x".join(map(str, leaf.shape)) or "scalar"
-        table.add_row(name, shape, str(leaf.dtype), f"{leaf.nbytes:,}", describe(leaf))
-    count = sum(int(np.prod(leaf.shape)) for _, leaf in _named(params))
+    for name, leaves in groups.items():
+        shape = "x".join(map(str, leaves[0].shape)) or "scalar"
+        size = sum(leaf.nbytes for leaf in leaves)
+        table.add_row(
+            name,
+            shape if len(leaves) == 1 else f"{len(leaves)} leaves",
+            ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
+            f"{size:,}",
+            ", ".join(sorted({describe(leaf) for leaf in leaves})),
+        )
+    everything = sum(groups.values(), [])
+    number = sum(int(np.prod(leaf.shape)) for leaf in everything)
+    total = sum(leaf.nbytes for leaf in everything)
     table.add_section()
-    table.add_row(f"{count:,} parameters", "", "", f"{total:,}", "on each device")
+    table.add_row(f"{number:,} parameters", "", "", f"{total:,}", "on each device")
     return table
 
 

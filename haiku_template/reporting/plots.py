@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,36 +17,60 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 NAMED_CLASSES = 50  # More names and numbers cannot be read.
 
-PANELS = (
-    ("loss", ("train/loss", "eval/loss"), "log"),
-    ("learning rate", ("train/learning_rate",), "linear"),
-    ("accuracy", ("train/accuracy", "eval/accuracy"), "linear"),
-    ("examples / s", ("perf/examples_per_second",), "linear"),
-)
+SPEED = "perf/examples_per_second"
+
+
+class Panel(NamedTuple):
+    """One metric: as `train/NAME`, `eval/NAME` or both.
+
+    Attributes:
+      title: its name.
+      lines: steps and values by key.
+      scale: `log` for losses above zero, else `linear`.
+    """
+
+    title: str
+    lines: dict[str, list[tuple[int, float]]]
+    scale: str
+
+
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """What metrics.jsonl has to show: the loss first, the speed last."""
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {"loss": {}}
+    keys = dict.fromkeys(key for row in rows for key in row)
+    for key in sorted(keys, key=lambda key: key == SPEED):
+        kind, _, name = key.partition("/")
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points and (kind in ("train", "eval") or key == SPEED):
+            name = "examples / s" if key == SPEED else name
+            lines.setdefault(name.replace("_", " "), {})[key] = points
+    return [
+        Panel(title, found, _scale(title, found))
+        for title, found in lines.items()
+        if found
+    ]
+
+
+def _scale(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
+    values = (value for points in lines.values() for _, value in points)
+    return "log" if title == "loss" and all(v > 0 for v in values) else "linear"
 
 
 def write(workdir: Path) -> Path | None:
     """Draws metrics.jsonl as report.png; None, with a warning, without matplotlib."""
-    figure = _figure(names.REPORT, 10, 7)
+    drawn = panels(metrics.read(workdir / names.METRICS))
+    height = -(-len(drawn) // 2)
+    figure = _figure(names.REPORT, 10, 1 + 3 * height)
     if figure is None:
         return None
-    rows = metrics.read(workdir / names.METRICS)
-    for axes, (title, keys, scale) in zip(
-        figure.subplots(2, 2).flat, PANELS, strict=True
-    ):
-        for key in keys:
-            points = [
-                (row["step"], row[key]) for row in rows if row.get(key) is not None
-            ]
-            if points:
-                style = "o-" if key.startswith("eval/") else "-"
-                axes.plot(*zip(*points, strict=True), style, label=key, markersize=4)
-        axes.set(title=title, xlabel="step", yscale=scale)
+    for place, panel in enumerate(drawn, 1):
+        axes = figure.add_subplot(height, 2, place)
+        for key, points in panel.lines.items():
+            style = "o-" if key.startswith("eval/") else "-"
+            axes.plot(*zip(*points, strict=True), style, label=key, markersize=4)
+        axes.set(title=panel.title, xlabel="step", yscale=panel.scale)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-        else:
-            axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+        axes.legend()
     figure.suptitle(workdir.name)
     figure.savefig(workdir / names.REPORT, dpi=110)
     return workdir / names.REPORT

@@ -215,3 +215,31 @@ def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
 def test_cpu_devices_that_are_not_there_can_be_simulated(asked, flag):
     words = error_of(f"DeviceManager.create({asked})", JAX_PLATFORMS="cpu")
     assert flag in words
+
+
+AVAILABLE = """
+from haiku_template.devices import (available)
+print({name: [str(device) for device in found] for name, found in available().items()})
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}, "['cpu:0', 'cpu:1']}"),
+        ({"JAX_PLATFORMS": "cuda"}, "{}"),
+        ({"JAX_PLATFORMS": "nonsense"}, "{}"),
+    ],
+)
+def test_available_lists_devices_and_never_raises(variables, words):
+    done = subprocess.run(
+        [sys.executable, "-c", AVAILABLE],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | variables,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.strip().endswith(words)
+    assert ("JAX cannot start" in done.stderr) == (words == "{}")

@@ -89,10 +89,10 @@ def test_replicated_is_the_same_on_each_device():
         ([{"a": np.ones(2)}] * 3 + [{"b": np.ones(2)}], "differ in structure"),
         (
             [{"a": np.ones(2)}] * 3 + [{"a": np.ones(3)}],
-            r"\['a'\].*shard 3 has float64\[3\]",
+            r"\['a'\].*shard 3 has float32\[3\]",
         ),
         ([np.ones(2, np.int32)] * 3 + [np.ones(2, np.int8)], r"int8\[2\]"),
-        (np.ones((4, 2)), "takes a sequence"),
+        ([1, 2, 3, np.int32(4)], r"int32\[\] of a weak type, shard 3 has int32\[\]$"),
     ],
 )
 def test_shards_that_do_not_fit_are_refused(shards, words):
@@ -103,3 +103,55 @@ def test_shards_that_do_not_fit_are_refused(shards, words):
 def test_a_device_named_twice_is_refused():
     with pytest.raises(PlacementError, match="distinct"):
         device_put_replicated(np.ones(2), [DEVICES[0]] * 2)
+
+
+PAIRS = [
+    (f"{kind}{bits}", f"{kind}{bits // 2}")
+    for kind, bits in (("int", 64), ("uint", 64), ("float", 64), ("complex", 128))
+]
+
+
+@pytest.mark.parametrize(("wide", "narrow"), PAIRS)
+@pytest.mark.parametrize("kinds", ["arrays", "scalars", "a JAX array among them"])
+def test_dtypes_that_are_one_to_jax_fit_together(wide, narrow, kinds):
+    make = np.full if kinds != "scalars" else lambda shape, value, dtype: dtype(value)
+    shards = [make((2,), i, np.dtype(d).type) for i, d in enumerate([wide, narrow] * 2)]
+    if kinds.startswith("a JAX"):
+        shards[3] = jnp.asarray(shards[3])
+    joined = device_put_sharded(shards, DEVICES)
+    assert joined.dtype == narrow
+    np.testing.assert_array_equal(joined.reshape(4, -1)[:, 0], range(4))
+
+
+@pytest.mark.parametrize("number", [3, 1.5, 2j, True])
+def test_python_numbers_keep_their_weak_type(number):
+    expected = jax.typeof(number)
+    for joined in (
+        device_put_sharded([number] * 4, DEVICES),
+        device_put_sharded([jnp.asarray(number)] * 4, DEVICES),
+        device_put_replicated(number, DEVICES),
+    ):
+        found = jax.typeof(joined)
+        assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
+        assert [shard.device for shard in joined.addressable_shards] == DEVICES
+        np.testing.assert_array_equal(joined, [number] * 4)
+
+
+@pytest.mark.parametrize("shards", [np.ones((4, 2)), jnp.ones((4, 2)), {0: 1}, 7])
+def test_what_is_no_sequence_is_a_type_error_as_it_was(shards):
+    with pytest.raises(TypeError, match="takes a sequence"):
+        device_put_sharded(shards, DEVICES)
+
+
+@pytest.mark.parametrize("leaf", ["word", np.array(["word"]), object()])
+def test_what_is_no_number_is_a_type_error_as_it_was(leaf):
+    with pytest.raises(TypeError, match="not a valid JAX"):
+        device_put_sharded([{"a": leaf}] * 4, DEVICES)
+    with pytest.raises(TypeError, match="not a valid JAX"):
+        device_put_replicated({"a": leaf}, DEVICES)
+
+
+@pytest.mark.parametrize("other", [None, [1, 2]])
+def test_a_tree_where_an_array_should_be_is_a_type_error_as_it_was(other):
+    with pytest.raises(TypeError, match="differ in structure"):
+        device_put_sharded([np.ones(2)] * 3 + [other], DEVICES)

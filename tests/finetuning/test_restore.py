@@ -1,15 +1,19 @@
 """What fits is read exactly, where it belongs; what does not is listed, unread."""
 
 import json
+import pickle
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import joblib
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Rule, restore
@@ -338,3 +342,43 @@ def test_a_dtype_that_numpy_lacks_matters_only_where_it_is_read(
     header["model.layer.11.bias"] = last | {"dtype": "F8_E4M3", "shape": [8]}
     with refuses("mismatch model.layer.11.bias F8_E4M3[8]"):
         restore(write_raw(path, header, data), init, RULES, one_device)
+
+
+def save_published(path, params):
+    """As Haiku parameters are published: names to arrays, or modules of them."""
+    nested = params
+    if path.suffix == ".npz":
+        ((module, leaves),) = params.items()
+        np.savez(path, **{f"{module}//{name}": x for name, x in leaves.items()})
+    elif path.suffix == ".npy":
+        np.save(path, np.array(nested, object), allow_pickle=True)
+    elif path.suffix == ".joblib":
+        joblib.dump(nested, path)
+    else:
+        path.write_bytes(pickle.dumps(nested))
+
+
+@pytest.mark.parametrize(
+    "name", ["a.npz", "a.npy", "a.joblib", "a.pickle", "a.pkl", "a"]
+)
+def test_published_haiku_parameters_are_named_with_two_lines_that_convert_them(
+    tmp_path, one_device, name
+):
+    rng = np.random.default_rng(0)
+    params = {
+        "net/~/linear": {
+            "w": rng.normal(size=(3, 2)).astype(np.float32).T.copy().T,
+            "b": rng.normal(size=2).astype(np.float32),
+        }
+    }
+    save_published(tmp_path / name, params)
+    with refuses(name, "Haiku") as caught:
+        restore(tmp_path / name, init, RULES, one_device)
+    words = str(caught.value)
+    assert "truncated" not in words and "damaged" not in words
+    lines = [line.strip() for line in words.splitlines()[1:]]
+    assert len(lines) == 2
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=tmp_path)
+    found = load_file(tmp_path / "converted.safetensors")
+    for key, x in params["net/~/linear"].items():
+        np.testing.assert_array_equal(found[f"net/~/linear/{key}"], x)

@@ -14,12 +14,13 @@ import pytest
 
 from configs import digits, digits_resnet
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import DeviceManager, ReplicaError
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import (
     ConfigError,
     Interrupted,
     NonFiniteError,
     PlacementError,
+    ReplicaError,
 )
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read

@@ -1,0 +1,106 @@
+"""What a run shows on a terminal of 80 columns, in its log, and in its report."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from haiku_template.reporting import display, plots
+
+METRICS = {
+    "train/loss": 0.0009687,
+    "perf/steps_per_second": 12.5,
+    "perf/examples_per_second": 1_296_810.0,
+    "perf/to_devices_seconds": 0.7,
+    "perf/other_seconds": 0.1,
+}
+
+
+def shown(thing, width):
+    console = Console(width=width, file=io.StringIO(), force_terminal=True)
+    console.print(thing)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("step", [3, 200_000])
+def test_eighty_columns_show_the_bar_and_what_bounds_the_run(tmp_path, step):
+    with display.Display(tmp_path, 200_000) as live:
+        live.train(step, METRICS, "12,406 MiB (host)")
+        lines = shown(live._bar.get_renderable(), 80)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80 and len(lines) == 2
+    assert "━━━━" in lines[0] and f"step {step}/200000" in lines[0]
+    for words in (
+        "loss 0.0009687",
+        "1,296,810 examples/s",
+        "ETA ",
+        "bound by host-to-device 88%",
+        "12,406 MiB (host)",
+    ):
+        assert words in text, text
+
+
+def gpt(num_blocks):
+    leaves = {"embed": {"w": np.zeros((50, 8), np.float32)}}
+    for i in range(num_blocks):
+        for name in ("attention/qkv", "attention/out", "mlp/up", "mlp/down"):
+            leaves[f"gpt/block_{i}/{name}"] = {
+                "w": np.zeros((8, 8), np.float32),
+                "b": np.zeros(8, np.float32),
+            }
+    return leaves
+
+
+@pytest.mark.parametrize("num_blocks", [4, 12, 48])
+def test_many_parameters_are_folded_by_module_and_whole_in_the_log(
+    tmp_path, monkeypatch, capsys, num_blocks
+):
+    monkeypatch.setattr(display, "describe", lambda leaf: "cpu:0")
+    params = gpt(num_blocks)
+    total = sum(x.nbytes for module in params.values() for x in module.values())
+    with display.Display(tmp_path, 1) as live:
+        live.print(display.parameter_tables(params))
+    screen, log = capsys.readouterr().out, (tmp_path / "train.log").read_text()
+    assert len(screen.splitlines()) <= display.ROWS + 8
+    assert ("gpt/block_*" if num_blocks > 4 else "gpt/block_3/mlp/up") in screen
+    assert f"{8 * num_blocks} leaves" not in log
+    assert "train.log" in screen
+    for i in range(num_blocks):
+        assert f"gpt/block_{i}/mlp/down/w" in log
+    for text in (screen, log):
+        assert f"{total:,}" in text
+
+
+def test_few_parameters_are_a_row_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(display, "describe", lambda leaf: "cpu:0")
+    with display.Display(tmp_path, 1) as live:
+        live.print(display.parameter_tables(gpt(1)))
+    assert "gpt/block_0/mlp/down/w" in capsys.readouterr().out
+
+
+def test_the_report_has_a_panel_for_each_metric_that_exists_and_no_other():
+    rows = [
+        {"step": 1, "train/loss": 1.0, "train/recall": 0.1, "perf/data_seconds": 1.0},
+        {"step": 2, "eval/loss": 0.5, "eval/recall": 0.4, "eval/bleu": None},
+    ]
+    panels = plots.panels(rows)
+    assert [panel.title for panel in panels] == ["loss", "recall"]
+    assert panels[0].lines == {"train/loss": [(1, 1.0)], "eval/loss": [(2, 0.5)]}
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"), [((1.0, 0.1), "log"), ((1.0, -0.1), "linear")]
+)
+def test_a_loss_below_zero_is_drawn(losses, scale):
+    rows = [{"step": i, "train/loss": loss} for i, loss in enumerate(losses)]
+    (panel,) = plots.panels(rows)
+    assert panel.scale == scale and len(panel.lines["train/loss"]) == 2
+
+
+def test_the_report_draws_any_number_of_panels(tmp_path):
+    for count in (0, 1, 5):
+        text = "".join(f'"train/m{i}": {-i}, ' for i in range(count))
+        (tmp_path / "metrics.jsonl").write_text(f'{{{text}"step": 1}}\n')
+        assert plots.write(tmp_path).read_bytes().startswith(b"\x89PNG")
