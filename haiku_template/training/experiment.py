@@ -16,9 +16,15 @@ from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.pretrained import flatten
 from haiku_template.finetuning.tuning import Tuning
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
+from haiku_template.training import loop, steps
 from haiku_template.training.budget import budget_table, check_budget
-from haiku_template.training.loop import train
-from haiku_template.training.named import make, make_task, resolve, task_kind
+from haiku_template.training.named import (
+    make,
+    make_task,
+    module,
+    resolve,
+    task_kind,
+)
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.placement import place_data
 from haiku_template.training.precision import POLICIES
@@ -99,6 +105,7 @@ def build(
         tally=TALLIES.get(kind, NO_TALLY),
         tuning=make_tuning(config),
         source=source,
+        step=module("step", config.step, steps),
     )
     work = _work(config, kind, program)
     program = program._replace(work=work, parts=program.parts | {"work": work})
@@ -230,6 +237,7 @@ def run(
         budget = check_budget(program, memory_limit)
         Console(markup=False).print(devices.describe(), budget_table(budget), sep="\n")
         return
-    loop = {key: config[key] for key in LOOP_KEYS}
+    keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
-    train(program, workdir=workdir, config=saved, **how, **loop)
+    train = module("loop", config.loop, loop).train
+    train(program, workdir=workdir, config=saved, **how, **keys)

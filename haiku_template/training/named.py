@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from haiku_template.config import ConfigError
@@ -45,6 +46,22 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
             f"config.{key}.name={name!r} is a {type(found).__name__}, and no function"
         )
     return found
+
+
+def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
+    """The module that a config names in place of one of the package.
+
+    Raises:
+      ConfigError: it cannot be imported.
+    """
+    if name is None:
+        return default
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"config.{key}={name!r} cannot be imported from here: {error}"
+        ) from error
 
 
 def make(

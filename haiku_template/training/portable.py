@@ -20,7 +20,6 @@ from haiku_template.training.exporting import whole_model
 from haiku_template.training.named import resolve
 from haiku_template.training.precision import Precision
 from haiku_template.training.program import with_state
-from haiku_template.training.steps import make_forward
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
 PLATFORMS = ("cpu", "cuda")
@@ -60,7 +59,7 @@ def export_stablehlo(
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    forward = make_forward(
+    forward = program.parts["step"].make_forward(
         model=with_state(_portable_model(config, program.data.num_outputs)),
         preprocess=program.data.preprocess,
         precision=Precision.create(config.precision),
