@@ -167,20 +167,22 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
     """Says what a run's config will import, and refuses what the workdir brought."""
-    for key in ("model", "data", "task"):
-        name = str(saved[key].name)
-        for file in _files_of(name.partition(":")[0]) if ":" in name else ():
+    named = {f"{key}.name": str(saved[key].name) for key in ("model", "data", "task")}
+    named = {key: name for key, name in named.items() if ":" in name}
+    named |= {key: saved[key] for key in ("loop", "step") if saved[key] is not None}
+    for key, name in named.items():
+        for file in _files_of(name.partition(":")[0]):
             if any(
                 reading(file).is_relative_to(reading(workdir))
                 for reading in (Path.absolute, Path.resolve)
             ):
                 raise ConfigError(
-                    f"config.{key}.name={name!r} of {workdir} is inside that very "
+                    f"config.{key}={name!r} of {workdir} is inside that very "
                     f"directory ({file}); a run's code is imported only from where the "
                     "command is run, never from a workdir: others may have written it"
                 )
             if file.suffix:
-                logger.warning("config.%s.name: %s from %s", key, name, file)
+                logger.warning("config.%s: %s from %s", key, name, file)
 
 
 def _files_of(module: str) -> Iterator[Path]:

@@ -29,14 +29,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
             f"{', '.join(table)}, or a function of yours as module:function"
         )
     refused = f"config.{key}.name={name!r} cannot be imported from here"
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{refused}: {module!r} is no name of a module")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, and what it imports is not.
-        raise ConfigError(f"{refused}: {error}") from error
+    imported = _import(module, refused)
     where = getattr(imported, "__file__", module)
     if not hasattr(imported, function):
         raise ConfigError(f"{refused}: {where} has no {function}")
@@ -56,12 +49,7 @@ def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
     """
     if name is None:
         return default
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"config.{key}={name!r} cannot be imported from here: {error}"
-        ) from error
+    return _import(name, f"config.{key}={name!r} cannot be imported from here")
 
 
 def make(
@@ -104,6 +92,17 @@ def make_task(values: Any) -> Task:
 def task_kind(name: str) -> str | None:
     """The kind of the task that a config names; see `tasks.kind_of`."""
     return kind_of(resolve("task", name, TASKS))
+
+
+def _import(module: str, refused: str) -> ModuleType:
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{refused}: {module!r} is no name of a module")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, and what it imports is not.
+        raise ConfigError(f"{refused}: {error}") from error
 
 
 def _check_keys(
