@@ -20,7 +20,6 @@ from haiku_template.training.evaluation import num_rows, variables
 from haiku_template.training.precision import Precision
 from haiku_template.training.program import Program, with_state
 from haiku_template.training.state import TrainState, split_seed
-from haiku_template.training.steps import make_forward
 
 Rows = dict[str, Any]
 
@@ -85,7 +84,7 @@ def predictions(program: Program, state: TrainState) -> Iterator[Rows]:
 
 
 def _forward(program: Program) -> Callable[[Any, Any, hk.Params], Any]:
-    forward = make_forward(
+    forward = program.parts["step"].make_forward(
         model=with_state(program.parts["model"]),
         preprocess=program.data.preprocess,
         precision=Precision.create(
