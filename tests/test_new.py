@@ -222,6 +222,7 @@ def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     for name, before, line in [
         ("loop.py", "    rows = read(", "    print('a loop of mine')"),
         ("steps.py", "        return new, ", "        scalars['mine'] = 7.0"),
+        ("steps.py", "    def forward(", "    print('a forward of mine')"),
     ]:
         path = ejected / NAME / name
         text = path.read_text()
@@ -232,6 +233,10 @@ def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     assert "a loop of mine" in done.stdout and "done      step 5" in done.stdout
     first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(first)["train/mine"] == 7
+    command = [sys.executable, "-m", "haiku_template.predict", "--device=cpu"]
+    command += [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out.npz'}"]
+    done = run(ejected, *command, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and "a forward of mine" in done.stdout, done.stderr
 
 
 @pytest.mark.long
