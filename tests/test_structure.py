@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1]
+PACKAGE = ROOT / "haiku_template"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import of the package; commands may import anything.
 MAY_IMPORT = {

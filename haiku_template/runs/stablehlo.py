@@ -20,7 +20,6 @@ from haiku_template.runs.export import whole_model
 from haiku_template.runs.run import restore_run
 from haiku_template.training.experiment import make_model
 from haiku_template.training.precision import Precision
-from haiku_template.training.step import make_forward
 from haiku_template.training.trainer import with_state
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
@@ -55,7 +54,7 @@ def export_stablehlo(
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    forward = make_forward(
+    forward = program.parts["step"].make_forward(
         model=with_state(_portable_model(config, program.data.num_outputs)),
         preprocess=program.data.preprocess,
         precision=Precision.create(config.precision),

@@ -18,10 +18,10 @@ from haiku_template.finetuning.plan import Tuning
 from haiku_template.finetuning.source import make_source, vocabulary_of, with_sizes
 from haiku_template.models import FLOPS_PER_TOKEN, MODELS, Model
 from haiku_template.pretrained.reading import flatten
-from haiku_template.registry import make, make_task, resolve, task_kind
+from haiku_template.registry import make, make_task, module, resolve, task_kind
 from haiku_template.reporting.perf import UNKNOWN, Work
 from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.training.loop import train
+from haiku_template.training import loop
 from haiku_template.training.memory import budget_table, check_budget, place_data
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
@@ -98,6 +98,7 @@ def build(
         tally=TALLIES.get(kind, NO_TALLY),
         tuning=make_tuning(config),
         source=source,
+        step=module("step", config.step, steps),
     )
     work = _work(config, kind, program)
     program = program._replace(work=work, parts=program.parts | {"work": work})
@@ -229,6 +230,7 @@ def run(
         budget = check_budget(program, memory_limit)
         Console(markup=False).print(devices.describe(), budget_table(budget), sep="\n")
         return
-    loop = {key: config[key] for key in LOOP_KEYS}
+    keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
-    train(program, workdir=workdir, config=saved, **how, **loop)
+    train = module("loop", config.loop, loop).train
+    train(program, workdir=workdir, config=saved, **how, **keys)

@@ -19,7 +19,6 @@ from haiku_template.runs.run import restore_run
 from haiku_template.training.evaluation import num_rows, variables
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, split_seed
-from haiku_template.training.step import make_forward
 from haiku_template.training.trainer import Program, with_state
 
 Rows = dict[str, Any]
@@ -85,7 +84,7 @@ def predictions(program: Program, state: TrainState) -> Iterator[Rows]:
 
 
 def _forward(program: Program) -> Callable[[Any, Any, hk.Params], Any]:
-    forward = make_forward(
+    forward = program.parts["step"].make_forward(
         model=with_state(program.parts["model"]),
         preprocess=program.data.preprocess,
         precision=Precision.create(

@@ -1,9 +1,9 @@
 """A model, a task and data, compiled for devices."""
 
-import functools
 import inspect
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -20,7 +20,6 @@ from haiku_template.finetuning.source import Source, Start, make_start
 from haiku_template.models import Model
 from haiku_template.models.attention import for_devices
 from haiku_template.reporting.perf import UNKNOWN, Work
-from haiku_template.training import step
 from haiku_template.training.evaluation import add_up, summarise
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.precision import Precision
@@ -116,6 +115,7 @@ def make_program(
     work: Work = UNKNOWN,
     tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
     source: Source | None = None,
+    step: ModuleType = steps,
 ) -> Program:
     """Puts the parts of a run together; nothing is compiled or allocated yet.
 
@@ -138,6 +138,7 @@ def make_program(
       tuning: what trains; by default everything.
       source: of parameters that do not start from the seed; None for none. The base is
         read again at each start.
+      step: a module with the functions of `steps`.
 
     Raises:
       ConfigError: the data cannot be staged.
@@ -173,8 +174,8 @@ def make_program(
     }
     once = {"schedule": schedule, "accumulate_steps": accumulate_steps}
     evaluating = computing | {"tally": tally, "seed": seed}
-    make_steps = functools.partial(_make_steps, once | training | computing, evaluating)
-    train_step, eval_step = make_steps(devices.axis_name)
+    made_of = step, once | training | computing, evaluating
+    train_step, eval_step = _make_steps(devices.axis_name, *made_of)
     shared = [start.base]
     staged, words = None, "on the host, from where each batch travels"
     if placement == "device":
@@ -193,7 +194,7 @@ def make_program(
         tally=tally,
         placement=words,
         work=work,
-        uncompiled=make_steps(None),
+        uncompiled=_make_steps(None, *made_of),
         parts=parts,
     )
 
@@ -301,7 +302,10 @@ def _stage(
 
 
 def _make_steps(
-    training: dict[str, Any], evaluating: dict[str, Any], axis_name: str | None
+    axis_name: str | None,
+    step: ModuleType,
+    training: dict[str, Any],
+    evaluating: dict[str, Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return (
         step.make_train_step(axis_name=axis_name, **training),
