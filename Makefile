@@ -7,7 +7,8 @@
 # make bench            what the loop costs next to a bare one
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make gpu-check        what only a GPU can show; says so when there is none
-# make new NAME=my_project DEST=DIR    a copy of this template under a new name
+# make new NAME=my_project DEST=DIR    a project that depends on this commit; with
+#                       VENDOR=1 on a wheel in it, with EJECT=loop with its own loop
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +30,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not long and not pretrained and not cuda_wheels" \
 		--numprocesses=$(WORKERS) --dist=loadfile
 
-# As users' programs are compiled, also in the copy whose `make test` it runs.
+# As users' programs are compiled.
 test-long: $(VENV)/.test
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m long --timeout=1800
 
@@ -57,7 +58,8 @@ gpu-check: $(VENV)/.train
 	$(BIN)/python -m benchmarks.gpu_check
 
 new:
-	@$(PYTHON) -m haiku_template.new --name="$(NAME)" --dest="$(DEST)"
+	@$(PYTHON) -m haiku_template.new --name="$(NAME)" --dest="$(DEST)" \
+		--eject="$(EJECT)" $(if $(filter-out 0,$(VENDOR)),--vendor)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -42,6 +42,11 @@ def default_config() -> config_dict.ConfigDict:
     config.best_metric = "eval/loss"  # What is best.
     config.best_mode = "min"  # Or max.
 
+    # Modules of yours in place of training/loop.py and training/step.py, of which
+    # `make new EJECT=loop` gives copies to change.
+    config.loop = config_dict.placeholder(str)
+    config.step = config_dict.placeholder(str)
+
     config.task = {"name": "classification"}  # Or regression.
     # Training data on the host; or staged on each device; or auto: staged if it fits.
     config.data = {"name": "digits", "placement": "host"}
@@ -63,19 +68,24 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning.lora.dropout = 0.0  # Share of the adapters' inputs.
     config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
 
-    config.optimizer = config_dict.ConfigDict()
-    config.optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: any of optax's.
-    config.optimizer.learning_rate = 1e-3  # The highest value of the schedule.
-    config.optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
-    config.optimizer.warmup_steps = 0  # Linear, from 0.
-    config.optimizer.final_fraction = 0.0  # Of learning_rate, at the end.
-    config.optimizer.weight_decay = 0.0  # For leaves of two or more dimensions.
-    config.optimizer.clip_norm = config_dict.placeholder(float)  # Global norm.
-    config.optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.
-    config.optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.
-    config.optimizer.momentum = config_dict.placeholder(float)  # sgd, adafactor.
-    config.optimizer.nesterov = config_dict.placeholder(bool)  # sgd.
+    config.optimizer = _default_optimizer()
     return config
+
+
+def _default_optimizer() -> config_dict.ConfigDict:
+    optimizer = config_dict.ConfigDict()
+    optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: any of optax's.
+    optimizer.learning_rate = 1e-3  # The highest value of the schedule.
+    optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
+    optimizer.warmup_steps = 0  # Linear, from 0.
+    optimizer.final_fraction = 0.0  # Of learning_rate, at the end.
+    optimizer.weight_decay = 0.0  # For leaves of two or more dimensions.
+    optimizer.clip_norm = config_dict.placeholder(float)  # Global norm.
+    optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.
+    optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.
+    optimizer.momentum = config_dict.placeholder(float)  # sgd, adafactor.
+    optimizer.nesterov = config_dict.placeholder(bool)  # sgd.
+    return optimizer
 
 
 # Keys that hold keys of their own, the same in every run.
@@ -152,10 +162,15 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
     """Says what a run's config will import, and refuses what the workdir brought."""
-    names = {f"{key}.name": saved[key].name for key in ("model", "data", "task")}
-    names |= {f"optimizer.{k}": saved.optimizer.get(k) for k in ("name", "schedule")}
-    for key, name in ((key, str(name)) for key, name in names.items()):
-        for file in _files_of(name.partition(":")[0]) if ":" in name else ():
+    named = {f"{key}.name": str(saved[key].name) for key in ("model", "data", "task")}
+    named |= {
+        f"optimizer.{key}": str(saved.optimizer.get(key))
+        for key in ("name", "schedule")
+    }
+    named = {key: name for key, name in named.items() if ":" in name}
+    named |= {key: saved[key] for key in ("loop", "step") if saved[key] is not None}
+    for key, name in named.items():
+        for file in _files_of(name.partition(":")[0]):
             if any(
                 reading(file).is_relative_to(reading(workdir))
                 for reading in (Path.absolute, Path.resolve)
@@ -191,7 +206,8 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     defaults = to_dict(default_config())
     tuning = defaults["finetuning"] | values.get("finetuning", {})
-    return {"init_from": None} | values | {"finetuning": tuning}
+    later = dict.fromkeys(("init_from", "loop", "step"))
+    return later | values | {"finetuning": tuning}
 
 
 def check(config: config_dict.ConfigDict) -> None:

@@ -1,11 +1,16 @@
-"""Starts a project: a copy of this template under a package name of yours.
+"""Starts a project of yours, which depends on this package at the commit it is at.
 
     python3 -m haiku_template.new --name=my_project --dest=DIR
 
-Needs the standard library alone, so that it runs before anything is installed. Exit
-codes: 0 done, 64 the name or the directory cannot be used, and nothing was written.
+The project is `skeleton/` with your name in it. `--vendor` puts a wheel of the package
+into it, in place of a Git URL; `--eject=loop` copies the loop and the mathematics of a
+step, for who came to change them. Needs the standard library alone, so that it runs
+before anything is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or
+the directory cannot be used, or there is nothing to pin; then nothing was written.
 """
 
+import hashlib
+import importlib.machinery
 import keyword
 import os
 import re
@@ -13,12 +18,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
-TEMPLATE = "haiku_template"  # In a copy, this line too has the new name.
-# What tools make; left out where git cannot be asked.
-MADE = ".git .venv* runs build dist *.egg-info __pycache__ .*_cache"
+PACKAGE = "haiku_template"
+SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
+PACKAGED = (PACKAGE, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+EXTRAS = "[plots]"  # Of the package, in a project.
+LOCAL = "file://localhost"
+# What --eject copies: keys of the config that name the copies, and their originals.
+EJECT = {"loop": {"loop": "training/loop.py", "step": "training/step.py"}}
+# What tools make, and what a project makes of itself.
+MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
 # As they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
 jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
@@ -28,7 +40,7 @@ scikit_learn setuptools sklearn tensorboardx tokenizers xdist
 
 
 def check_name(name: str, root: Path) -> None:
-    """Asserts that `name` can be the package of a project like the one in `root`.
+    """Asserts that `name` can be the package of a project.
 
     Raises:
       ArgumentError: not a lower-case identifier, or the name of something else.
@@ -36,8 +48,13 @@ def check_name(name: str, root: Path) -> None:
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
         given = f"--name={name} cannot be a package" if name else "--name is needed"
         raise ArgumentError(None, f"{given}; use lower-case letters, as in my_project")
-    if name in {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}:
-        owners = "a module of Python's, a dependency or a folder of the template"
+    elsewhere = [path for path in sys.path if Path(path).resolve() != root]
+    taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
+    taken |= {"configs", "runs", "tests", "vendor"}
+    if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):
+        owners = (
+            "a module of Python's, an installed package or a folder of the template"
+        )
         raise ArgumentError(None, f"--name={name} is {owners}; choose another name")
 
 
@@ -57,40 +74,167 @@ def check_dest(dest: str, root: Path) -> Path:
     raise ArgumentError(None, f"{found}; name a new one, as in --dest=../my_project")
 
 
-def project_files(root: Path) -> list[Path]:
-    """The files of the project in `root`: what git tracks or does not ignore."""
-    names = []
-    if (root / ".git").exists() and shutil.which("git"):
-        command = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
-        done = subprocess.run(command, cwd=root, capture_output=True, check=False)
-        names = os.fsdecode(done.stdout).split("\0")[:-1]
-    if not names:
-        made = shutil.ignore_patterns(*MADE.split())
-        for folder, folders, files in os.walk(root):
-            folders[:] = set(folders) - made(folder, folders)
-            names += [os.path.relpath(os.path.join(folder, f), root) for f in files]
-    return [Path(name) for name in sorted(set(names)) if (root / name).is_file()]
-
-
-def copy_project(root: Path, dest: Path, name: str) -> None:
-    """Copies the project in `root` to `dest`, where its package is called `name`.
+def git(root: Path, *arguments: str) -> str:
+    """What git says in `root`.
 
     Raises:
-      OSError: something cannot be read or written; nothing is left at `dest`.
+      ArgumentError: it fails there, or is not installed.
     """
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        words = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
+        raise ArgumentError(
+            None,
+            f"git knows no commit of {root} that a project could depend on ({words}); "
+            "--vendor (make new VENDOR=1) puts a wheel of it into the project",
+        ) from error
+    return done.stdout.strip()
+
+
+def commit_of(root: Path) -> str:
+    """The commit that `root` is at, and differs from in nothing that is installed.
+
+    Raises:
+      ArgumentError: there is none, or files differ from it.
+    """
+    commit = git(root, "rev-parse", "HEAD")
+    changed = git(root, "status", "--porcelain", "--", *PACKAGED)
+    if changed:
+        raise ArgumentError(
+            None,
+            f"{root} has changes that no commit holds, and a project depends on a "
+            f"commit; commit or stash them first: {', '.join(changed.split()[1::2])}",
+        )
+    return commit
+
+
+def git_requirement(root: Path) -> tuple[str, str]:
+    """The package at this commit, as pip fetches it with git; and a caution, or "".
+
+    Raises:
+      ArgumentError: see `commit_of`.
+    """
+    commit, caution = commit_of(root), ""
+    branches = git(root, "branch", "-r", "--contains", commit, "--format=%(refname)")
+    if branches:
+        remote = branches.split("/")[2]
+        url = address(git(root, "config", "--get", f"remote.{remote}.url"), root)
+    else:
+        url = local(Path(git(root, "rev-parse", "--show-toplevel")))
+        caution = f"commit {commit[:12]} is on no remote of {root}, so the project is "
+        caution += "pinned to this folder: it installs on this machine alone"
+    folder = git(root, "rev-parse", "--show-prefix").rstrip("/")
+    part = f"#subdirectory={folder}" if folder else ""
+    return f"{PACKAGE}{EXTRAS} @ git+{url}@{commit}{part}", caution
+
+
+def address(url: str, root: Path) -> str:
+    """A remote's URL as pip takes it, and without a password that is in it."""
+    if url.startswith("file:///"):
+        return url.replace("file://", LOCAL, 1)
+    if "://" in url:
+        return re.sub(r"^(https?://)[^/@]*@", r"\1", url)
+    host, colon, path = url.partition(":")
+    if colon and "/" not in host:  # user@host:path
+        return f"ssh://{host}/{path.lstrip('/')}"
+    return local((root / url).resolve())
+
+
+def local(path: Path) -> str:
+    """A file's URL that names the host: pip 23 takes a requirement without for none."""
+    return path.as_uri().replace("file://", LOCAL, 1)
+
+
+def vendor(root: Path, folder: Path) -> str:
+    """Builds a wheel of the package in `folder`; returns the requirement that means it.
+
+    The commit, or without one what the files hold, is part of its version: no index
+    has such a version, and pip tells two of them apart.
+
+    Raises:
+      ArgumentError: see `commit_of`; or pip fails.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "source")
+        source.mkdir()
+        for name in PACKAGED:
+            if (root / name).is_dir():
+                ignored = shutil.ignore_patterns(*MADE)
+                shutil.copytree(root / name, source / name, ignore=ignored)
+            else:
+                shutil.copy(root / name, source / name)
+        if (root / ".git").exists():
+            local = f"g{commit_of(root)[:12]}"
+        else:
+            files = sorted(path for path in source.rglob("*") if path.is_file())
+            content = b"".join(path.read_bytes() for path in files)
+            local = f"h{hashlib.sha256(content).hexdigest()[:12]}"
+        setup = (source / "setup.cfg").read_text()
+        version = re.search(r"(?m)^version = (.+)$", setup)[1]
+        setup = setup.replace(f"version = {version}", f"version = {version}+{local}", 1)
+        (source / "setup.cfg").write_text(setup)
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        command += [f"--wheel-dir={folder}", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        words = done.stderr.strip() or "no words"
+        raise ArgumentError(None, f"`{sys.executable} -m pip wheel` failed: {words}")
+    return f"{PACKAGE}{EXTRAS}=={version}+{local}"
+
+
+def write_project(root: Path, folder: Path, name: str, requirement: str) -> None:
+    """Writes `skeleton/` of `root` to `folder`, with these for its placeholders."""
+    source = root / SKELETON
+    ignored = shutil.ignore_patterns(*MADE)
+    shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+    (folder / PLACEHOLDER).rename(folder / name)
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".whl":
+            text = path.read_text().replace(PLACEHOLDER, name)
+            path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
+
+
+def eject(root: Path, folder: Path, name: str, what: str) -> None:
+    """Copies modules of the package into a project, whose config names the copies."""
+    config = folder / "configs" / "first.py"
+    files = EJECT[what].items()
+    lines = "".join(
+        f'    config.{key} = "{name}.{Path(file).stem}"\n' for key, file in files
+    )
+    config.write_text(config.read_text().replace("    return", f"{lines}    return"))
+    for _, file in files:
+        text = (root / PACKAGE / file).read_text()
+        for _, other in files:
+            module = f"{PACKAGE}/{other}".removesuffix(".py").replace("/", ".")
+            text = re.sub(rf"\b{module}\b", f"{name}.{Path(other).stem}", text)
+        (folder / name / Path(file).name).write_text(text)
+
+
+def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
+    """Makes the project at `dest`, whole or not at all; returns what to say of it.
+
+    Raises:
+      ArgumentError: there is nothing to pin.
+      OSError: something cannot be read or written.
+    """
+    dest.parent.mkdir(parents=True, exist_ok=True)
     partial = dest.with_name(f".{dest.name}.{os.getpid()}")
     try:
-        for path in project_files(root):
-            target = partial / str(path).replace(TEMPLATE, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            content = (root / path).read_bytes()
-            if b"\0" not in content:  # A text file, as git tells them.
-                content = content.replace(TEMPLATE.encode(), name.encode())
-            target.write_bytes(content)
-            shutil.copymode(root / path, target)
+        caution = ""
+        if vendored:
+            requirement = vendor(root, partial / "vendor")
+        else:
+            requirement, caution = git_requirement(root)
+        write_project(root, partial, name, requirement)
+        if what:
+            eject(root, partial, name, what)
         partial.rename(dest)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return [f"{name} depends on {requirement}", *filter(None, [caution])]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,20 +242,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--name", default="", help="of the package, as in my_project")
     parser.add_argument("--dest", default="", help="a new directory for the project")
+    parser.add_argument("--vendor", action="store_true", help="a wheel and no Git URL")
+    parser.add_argument("--eject", default="", help=f"copies {', '.join(EJECT)}")
     root = Path(__file__).resolve().parents[1]
     try:
         values, unknown = parser.parse_known_args(arguments)
         if unknown:
             raise ArgumentError(None, f"unexpected argument {unknown[0]}")
-        if not (root / "setup.cfg").is_file():
+        if not (root / SKELETON).is_dir():
             raise ArgumentError(None, f"{root} is not a checkout; run this in one")
         check_name(values.name, root)
         dest = check_dest(values.dest, root)
-        copy_project(root, dest, values.name)
+        if values.eject and values.eject not in EJECT:
+            possible = ", ".join(EJECT)
+            raise ArgumentError(
+                None, f"--eject={values.eject}; possible is {possible}, or nothing"
+            )
+        said = make(root, dest, values.name, values.vendor, values.eject)
     except (ArgumentError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 64
-    print(f"{values.name} is made; go on with\n  cd {shlex.quote(str(dest))}")
+    print(*said, "go on with", f"  cd {shlex.quote(str(dest))}", sep="\n")
     print("  make train\n  make test")
     return 0
 

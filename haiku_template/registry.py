@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from haiku_template.errors import ConfigError
@@ -27,14 +28,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
             f"{', '.join(table)}, or a function of yours as module:function"
         )
     refused = f"config.{key}={name!r} cannot be imported from here"
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{refused}: {module!r} is no name of a module")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, and what it imports is not.
-        raise ConfigError(f"{refused}: {error}") from error
+    imported = _import(module, refused)
     where = getattr(imported, "__file__", module)
     if not hasattr(imported, function):
         raise ConfigError(f"{refused}: {where} has no {function}")
@@ -44,6 +38,17 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
             f"config.{key}={name!r} is a {type(found).__name__}, and no function"
         )
     return found
+
+
+def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
+    """The module that a config names in place of one of the package.
+
+    Raises:
+      ConfigError: it cannot be imported.
+    """
+    if name is None:
+        return default
+    return _import(name, f"config.{key}={name!r} cannot be imported from here")
 
 
 def make(
@@ -72,6 +77,17 @@ def make(
         if hasattr(error, "exit_code"):
             raise
         raise ConfigError(f"config.{key}: {error}") from error
+
+
+def _import(module: str, refused: str) -> ModuleType:
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{refused}: {module!r} is no name of a module")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, and what it imports is not.
+        raise ConfigError(f"{refused}: {error}") from error
 
 
 def check_keys(

@@ -69,11 +69,10 @@ def four_devices():
 def command():
     """Runs a command of the package, `command(name, *flags)`, on one CPU."""
     root = Path(__file__).parents[1]
-    package = next(root.glob("*/devices/manager.py")).parents[1].name
 
     def run(name, *flags):
         return subprocess.run(
-            [sys.executable, "-m", f"{package}.{name}", *flags],
+            [sys.executable, "-m", f"haiku_template.{name}", *flags],
             capture_output=True,
             text=True,
             cwd=root,

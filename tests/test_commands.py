@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
 SHORT = ("--config.num_steps=40", "--config.optimizer.warmup_steps=10")
 
 
 def command(name, *flags):
-    return [sys.executable, "-m", f"{PACKAGE}.{name}", *flags]
+    return [sys.executable, "-m", f"haiku_template.{name}", *flags]
 
 
 def run(name, *flags, cwd=ROOT, **variables):
@@ -395,16 +394,16 @@ def test_a_fallback_is_loud_and_runs(tmp_path):
 def test_a_mistake_in_a_config_file_is_one_sentence(tmp_path, body, words):
     file = tmp_path / "mine.py"
     file.write_text(
-        f"from {PACKAGE}.config import default_config\n"
+        "from haiku_template.config import default_config\n"
         f"def get_config():\n    c = default_config()\n    {body}\n    return c\n"
     )
     done = train(tmp_path / "run", config=file)
     assert_refused(done, 64, *words)
 
 
-CONFIG_WITH_A_MODEL = f"""
+CONFIG_WITH_A_MODEL = """
 import haiku as hk
-from {PACKAGE}.config import default_config
+from haiku_template.config import (default_config)
 
 
 def model(num_outputs, axis_name, width):
@@ -420,7 +419,7 @@ def get_config():
     config = default_config()
     config.num_steps = 60
     config.optimizer.learning_rate = 1e-2
-    config.model = {{"name": "mine:model", "width": 32}}
+    config.model = {"name": "mine:model", "width": 32}
     return config
 """
 

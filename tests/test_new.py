@@ -1,11 +1,12 @@
+import ast
 import configparser
+import json
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
-import zlib
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,105 +14,270 @@ import pytest
 from haiku_template import new
 
 ROOT = Path(__file__).resolve().parents[1]
-# In no file, so that a copy of this file, in which names have changed, passes too.
-NAME = f"n{zlib.crc32(new.TEMPLATE.encode()):08x}"
+NAME = "my_thing"
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of the real tree."""
-    dest = tmp_path_factory.mktemp("made") / "project"
-    assert new.main([f"--name={NAME}", f"--dest={dest}"]) == 0
+def run(folder, *command, **variables):
+    # Make's own variables would reach a `make` in here, a hook's a `git`.
+    ours = ("MAKEFLAGS", "MAKELEVEL", "GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE")
+    env = {k: v for k, v in os.environ.items() if k not in ours} | variables
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    done = run(folder, "git", *who, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory):
+    """The files of this tree that a project is made of, without git."""
+    root = tmp_path_factory.mktemp("a tree") / "haiku_template"
+    ignored = shutil.ignore_patterns(*new.MADE)
+    for name in (*new.PACKAGED, new.SKELETON):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        else:
+            root.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def checkout(tree, tmp_path_factory):
+    """The same as a git checkout without a remote."""
+    root = tmp_path_factory.mktemp("a checkout") / "haiku_template"
+    shutil.copytree(tree, root)
+    git(root, "init", "--quiet", "--initial-branch=main")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message=all")
+    return root
+
+
+def make(root, dest, *arguments):
+    """Makes a project with the copy of this package that is in `root`."""
+    command = [sys.executable, "-m", "haiku_template.new", f"--name={NAME}"]
+    return run(root, *command, f"--dest={dest}", *arguments)
+
+
+def made(root, dest, *arguments):
+    done = make(root, dest, *arguments)
+    assert done.returncode == 0, done.stderr
     return dest
 
 
-def run(project, *command):
-    # Make's own variables would reach a `make` in here.
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
-    return subprocess.run(
-        command, cwd=project, env=env, capture_output=True, text=True, check=False
-    )
+@pytest.fixture(scope="module")
+def project(checkout, tmp_path_factory):
+    return made(checkout, tmp_path_factory.mktemp("made") / "project")
 
 
-def test_project_has_the_new_name_everywhere(project):
-    old = new.TEMPLATE.encode()
-    files = new.project_files(ROOT)
-    assert Path(new.TEMPLATE, "training", "loop.py") in files
-    for path in files:
-        copy = project / str(path).replace(new.TEMPLATE, NAME)
-        content = (ROOT / path).read_bytes()
-        assert copy.read_bytes() == content.replace(old, NAME.encode()), path
-        assert stat.S_IMODE(copy.stat().st_mode) == stat.S_IMODE(
-            (ROOT / path).stat().st_mode
-        ), path
-    assert os.access(project / ".ci" / "run", os.X_OK)
-    copies = new.project_files(project)
-    assert len(copies) == len(files)
-    assert not [path for path in copies if new.TEMPLATE in str(path)]
-    assert not [path for path in copies if old in (project / path).read_bytes()]
+@pytest.fixture(scope="module")
+def ejected(checkout, tmp_path_factory):
+    return made(checkout, tmp_path_factory.mktemp("made") / "project", "--eject=loop")
 
 
-def test_project_trains(project, tmp_path):
-    train = [sys.executable, "-m", f"{NAME}.train"]
-    done = run(project, *train, "--help")
-    assert f"python -m {NAME}.train --config=" in done.stdout, done.stderr
+def files(project):
+    return sorted(path for path in project.rglob("*") if path.is_file())
+
+
+def requirement(project):
+    values = tomllib.loads((project / "pyproject.toml").read_text())
+    return values["project"]["dependencies"][0]
+
+
+# What is written.
+
+
+def test_a_project_is_at_most_300_lines_that_speak_of_its_own_name(project):
+    names = {str(path.relative_to(project)) for path in files(project)}
+    own = {f"{NAME}/{name}.py" for name in ("__init__", "model", "task", "data")}
+    rest = {".gitignore", "Makefile", "README.md", "pyproject.toml", "configs/first.py"}
+    assert names == own | rest | {"tests/conftest.py", "tests/test_properties.py"}
+    texts = [path.read_text() for path in files(project)]
+    assert sum(text.count("\n") for text in texts) <= 300
+    for text in texts:
+        assert not re.search(rf"\b({new.PLACEHOLDER}|{new.PIN}|LATER)\b", text)
+
+
+def test_a_project_pins_the_commit_it_was_made_at(project, checkout):
+    commit = git(checkout, "rev-parse", "HEAD")
+    expected = f"haiku_template[plots] @ git+{new.local(checkout)}@{commit}"
+    assert requirement(project) == expected and "%20" in expected
+
+
+def test_it_says_how_to_go_on_and_what_is_pinned(tree, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(tree, root)
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message=all")
+    dest = tmp_path / "a project"
+    dest.mkdir()  # An empty directory will do.
+    lines = make(root, dest).stdout.splitlines()
+    assert lines[0].startswith(f"{NAME} depends on haiku_template[plots] @ git+file:")
+    assert "on no remote" in lines[1] and "on this machine alone" in lines[1]
+    rest = ["go on with", f"cd '{dest}'", "make train", "make test"]
+    assert [line.strip() for line in lines[2:]] == rest
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "a project"}
+
+
+@pytest.mark.parametrize(
+    ("remote", "expected"),
+    [
+        ("https://github.com/a/b.git", "https://github.com/a/b.git"),
+        ("https://someone:secret@github.com/a/b", "https://github.com/a/b"),
+        ("git@github.com:a/b.git", "ssh://git@github.com/a/b.git"),
+        ("ssh://git@host:22/a/b.git", "ssh://git@host:22/a/b.git"),
+        ("/srv/b.git", "file://localhost/srv/b.git"),
+        ("file:///srv/b.git", "file://localhost/srv/b.git"),
+        ("../b c", "file://localhost/there/b%20c"),
+    ],
+)
+def test_a_remote_is_pinned_as_pip_takes_it_and_without_a_password(remote, expected):
+    assert new.address(remote, Path("/there/here")) == expected
+
+
+def test_a_remote_is_pinned_only_for_commits_that_it_has(checkout, tmp_path):
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "--quiet", str(checkout), str(clone))
+    commit = git(clone, "rev-parse", "HEAD")
+    expected = f"haiku_template[plots] @ git+{new.local(checkout)}@{commit}"
+    assert new.git_requirement(clone) == (expected, "")
+    git(clone, "commit", "--quiet", "--allow-empty", "--message=not pushed")
+    pinned, caution = new.git_requirement(clone)
+    assert new.local(clone) in pinned and "is on no remote" in caution
+
+
+def test_a_checkout_inside_another_repository_is_pinned_by_its_folder(tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "a" / "b")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message=all")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    pinned, _ = new.git_requirement(tmp_path / "a" / "b")
+    assert pinned.endswith(f"{new.local(tmp_path)}@{commit}#subdirectory=a/b")
+
+
+def test_what_no_commit_holds_is_no_pin(checkout, tmp_path):
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "--quiet", str(checkout), str(clone))
+    (clone / "runs").mkdir()
+    (clone / "notes.txt").write_text("not installed")
+    made(clone, tmp_path / "fine")
+    (clone / "haiku_template" / "more.py").write_text("")
+    for arguments in ([], ["--vendor"]):
+        done = make(clone, tmp_path / "project", *arguments)
+        assert_refused(done, "changes that no commit holds", "haiku_template/more.py")
+    assert not (tmp_path / "project").exists()
+
+
+def test_without_git_a_wheel_is_what_is_possible(tree, tmp_path):
+    done = make(tree, tmp_path / "project")
+    assert_refused(done, "git knows no commit", "VENDOR=1")
+    assert not list(tmp_path.iterdir())
+
+
+# What a project does.
+
+
+def test_its_own_tests_pass(project):
     done = run(
         project,
-        *train,
-        "--config=configs/digits.py",
-        f"--workdir={tmp_path / 'run'}",
-        "--device=cpu",
-        "--config.num_steps=20",
-        "--config.optimizer.warmup_steps=5",
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        PYTHONPATH=str(ROOT),
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # It takes half as long.
     )
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+
+
+def train(project, workdir, *flags):
+    return run(
+        project,
+        *(sys.executable, "-m", "haiku_template.train", "--config=configs/first.py"),
+        *(f"--workdir={workdir}", "--device=cpu", *flags),
+        *("--config.num_steps=5", "--config.optimizer.warmup_steps=1"),
+        PYTHONPATH=str(ROOT),
+    )
+
+
+def test_nothing_that_was_ejected_is_still_imported_from_the_package(ejected, project):
+    originals = new.EJECT["loop"].values()
+    theirs = {f"haiku_template/{file}"[:-3].replace("/", ".") for file in originals}
+    own = {f"{NAME}/{Path(file).name}" for file in originals}
+    assert {str(p.relative_to(ejected)) for p in files(ejected)} == own | {
+        str(p.relative_to(project)) for p in files(project)
+    }
+    for name in own:
+        for node in ast.walk(ast.parse((ejected / name).read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert not theirs & (names | {node.module}), name
+
+
+def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
+    for name, before, line in [
+        ("loop.py", "    rows = read(", "    print('a loop of mine')"),
+        ("steps.py", "        return new, ", "        scalars['mine'] = 7.0"),
+        ("steps.py", "    def forward(", "    print('a forward of mine')"),
+    ]:
+        path = ejected / NAME / name
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, f"{line}\n{before}"))
+    done = train(ejected, tmp_path / "run", "--config.log_every=1")
     assert done.returncode == 0, done.stderr
-    assert "done      step 20" in done.stdout
+    assert "a loop of mine" in done.stdout and "done      step 5" in done.stdout
+    first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["train/mine"] == 7
+    command = [sys.executable, "-m", "haiku_template.predict", "--device=cpu"]
+    command += [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out.npz'}"]
+    done = run(ejected, *command, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and "a forward of mine" in done.stdout, done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_project_passes_its_own_tests(project, tmp_path):
-    venv = tmp_path / "venv"
-    done = run(project, "make", "test", f"PYTHON={sys.executable}", f"VENV={venv}")
+@pytest.mark.parametrize("arguments", [[], ["--vendor"]], ids=["git", "wheel"])
+def test_make_train_and_make_test_work_in_a_new_project(checkout, tmp_path, arguments):
+    project = made(checkout, tmp_path / "project", *arguments)
+    if arguments:
+        local = git(checkout, "rev-parse", "HEAD")[:12]
+        assert requirement(project).endswith(f"+g{local}")
+        (wheel,) = (project / "vendor").iterdir()
+        assert f"+g{local}-" in wheel.name
+    done = run(project, "make", "train", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stdout + done.stderr
+    rows = (project / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["eval/accuracy"] >= 0.97
+    done = run(project, "make", "test", f"PYTHON={sys.executable}")
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
-def test_says_how_to_go_on(tmp_path, capsys):
-    dest = tmp_path / "a project"
-    dest.mkdir()  # An empty directory will do.
-    assert new.main([f"--name={NAME}", f"--dest={dest}"]) == 0
-    lines = [f"{NAME} is made; go on with", f"cd '{dest}'", "make train", "make test"]
-    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == lines
-    assert list(tmp_path.iterdir()) == [dest]
+# What is refused.
 
 
-@pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
-def test_leaves_out_what_tools_make(tmp_path, with_git):
-    mine = [".gitignore", "Makefile", "a/b.py", "new file.txt"]
-    made = [".venv/x.py", "runs/1/log", "x.egg-info/y", "a/__pycache__/b", ".x_cache/y"]
-    for name in mine + made:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "gone").symlink_to("nowhere")
-    ignored = {Path(name).parts[-2] for name in made} | {"runs"}
-    (tmp_path / ".gitignore").write_text("".join(f"{name}/\n" for name in ignored))
-    if with_git:
-        if not shutil.which("git"):
-            pytest.skip("git is not installed")
-        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-        subprocess.run(["git", "add", "a"], cwd=tmp_path, check=True)
-    assert new.project_files(tmp_path) == sorted(map(Path, mine))
+def assert_refused(done, *words):
+    assert done.returncode == 64 and not done.stdout, done.stdout
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
 
 
-def test_copies_binary_files_unchanged(tmp_path):
-    source, dest = tmp_path / "source", tmp_path / "dest"
-    source.mkdir()
-    binary = b"\x89PNG\0" + new.TEMPLATE.encode()
-    (source / "picture").write_bytes(binary)
-    (source / "latin").write_bytes(b"\xe4 " + new.TEMPLATE.encode() + b"\r\n")
-    new.copy_project(source, dest, NAME)
-    assert (dest / "picture").read_bytes() == binary
-    assert (dest / "latin").read_bytes() == b"\xe4 " + NAME.encode() + b"\r\n"
+@pytest.fixture
+def refused(checkout, capsys, monkeypatch):
+    """Asserts that arguments are refused in a sentence with these words."""
+    monkeypatch.setattr(new, "__file__", str(checkout / "haiku_template" / "new.py"))
+
+    def check(arguments, *words):
+        code = new.main(arguments)
+        done = subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+        assert_refused(done, *words)
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -131,21 +297,20 @@ def test_copies_binary_files_unchanged(tmp_path):
         ("sklearn", "choose another name"),
         ("configs", "choose another name"),
         ("tests", "choose another name"),
-        (new.TEMPLATE, "choose another name"),
+        ("skeleton", "choose another name"),
+        ("haiku_template", "choose another name"),
+        ("installed_here", "choose another name"),
     ],
 )
-def test_refuses_name(tmp_path, capsys, name, message):
+def test_refuses_name(refused, tmp_path, monkeypatch, name, message):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "installed_here.py").touch()
+    monkeypatch.syspath_prepend(str(site))
     arguments = [f"--dest={tmp_path / 'project'}"]
     arguments += [] if name is None else [f"--name={name}"]
-    assert refused(arguments, capsys, message)
-    assert not list(tmp_path.iterdir())
-
-
-def refused(arguments, capsys, message):
-    code = new.main(arguments)
-    out, err = capsys.readouterr()
-    assert re.fullmatch(r"error: [^\n]+\n", err) and message in err
-    return code == 64 and not out
+    refused(arguments, message)
+    assert list(tmp_path.iterdir()) == [site]
 
 
 def test_refuses_names_of_dependencies():
@@ -167,47 +332,50 @@ def test_refuses_names_of_dependencies():
         ("", "--dest is needed"),
         ("{tmp}/full", "is not an empty directory"),
         ("{tmp}/full/file", "is not an empty directory"),
-        ("{tmp}/full/file/project", "Not a directory"),
+        ("{tmp}/full/file/project", "File exists"),
         ("{root}", "inside the template"),
         ("{root}/runs/project", "inside the template"),
     ],
 )
-def test_refuses_dest(tmp_path, capsys, dest, message):
+def test_refuses_dest(refused, checkout, tmp_path, dest, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     arguments = [f"--name={NAME}"]
     if dest is not None:
-        arguments.append(f"--dest={dest.format(tmp=tmp_path, root=ROOT)}")
-    assert refused(arguments, capsys, message)
+        arguments.append(f"--dest={dest.format(tmp=tmp_path, root=checkout)}")
+    refused(arguments, message)
     assert {p.name for p in tmp_path.rglob("*")} == {"full", "file"}
-    assert not (ROOT / "runs" / "project").exists()
+    assert not (checkout / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--name"], ["--dest"], ["--nam=a"], ["a"]])
-def test_refuses_unknown_arguments(capsys, arguments):
-    assert refused(arguments, capsys, "argument")
+def test_refuses_unknown_arguments(refused, arguments):
+    refused(arguments, "argument")
 
 
-def test_failure_leaves_nothing(tmp_path, capsys, monkeypatch):
-    def full(source, target):
+def test_refuses_to_eject_what_is_no_part(refused, tmp_path):
+    dest = tmp_path / "project"
+    refused([f"--name={NAME}", f"--dest={dest}", "--eject=all"], "possible is loop")
+
+
+def test_failure_leaves_nothing(refused, tmp_path, monkeypatch):
+    def full(source, target, **_):
+        Path(target).mkdir()
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(shutil, "copymode", full)
-    dest = tmp_path / "project"
-    assert refused([f"--name={NAME}", f"--dest={dest}"], capsys, "No space left")
+    monkeypatch.setattr(shutil, "copytree", full)
+    refused([f"--name={NAME}", f"--dest={tmp_path / 'project'}"], "No space left")
     assert not list(tmp_path.iterdir())
 
 
-def test_needs_a_checkout(tmp_path, capsys, monkeypatch):
-    installed = tmp_path / new.TEMPLATE / "new.py"
+def test_needs_a_checkout(refused, tmp_path, monkeypatch):
+    installed = tmp_path / "haiku_template" / "new.py"
     monkeypatch.setattr(new, "__file__", str(installed))
-    arguments = [f"--name={NAME}", f"--dest={tmp_path / 'project'}"]
-    assert refused(arguments, capsys, "is not a checkout")
+    dest = tmp_path / "project"
+    refused([f"--name={NAME}", f"--dest={dest}"], "is not a checkout")
 
 
-def test_runs_with_nothing_installed(tmp_path):
+def test_runs_with_nothing_installed():
     # -S: no site-packages; -I would also hide the working directory.
-    command = [sys.executable, "-S", "-m", f"{new.TEMPLATE}.new", "--name=1"]
-    done = run(ROOT, *command)
-    assert done.returncode == 64, done.stderr
-    assert "cannot be a package" in done.stderr
+    done = run(ROOT, sys.executable, "-S", "-m", "haiku_template.new", "--name=1")
+    assert_refused(done, "cannot be a package")

@@ -16,6 +16,7 @@ from haiku_template.data import DATASETS
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS
 from haiku_template.registry import make, resolve
+from haiku_template.training import Experiment
 
 ROOT = Path(__file__).parents[1]
 HEAD = "from haiku_template.config import default_config\n"
@@ -234,9 +235,9 @@ def test_a_defect_in_a_users_task_shows_its_traceback(theirs):
     assert 'raise ValueError("theirs")' in done.stderr and "mine.py" in done.stderr
 
 
-def saved_config(workdir, name):
+def saved_config(workdir, name, key="model"):
     values = configs.to_dict(default_config())
-    values["model"] = {"name": name}
+    values[key] = {"name": name} if key == "model" else name
     workdir.mkdir(exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(values))
 
@@ -267,6 +268,23 @@ def test_a_link_from_or_into_a_workdir_does_not_hide_where_a_module_is(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="is inside"):
         configs.of_run(workdir)
+
+
+@pytest.mark.parametrize("key", ["loop", "step"])
+def test_a_loop_or_step_inside_a_workdir_is_refused(tmp_path, monkeypatch, key):
+    workdir = tmp_path / "run"
+    saved_config(workdir, "payload", key)
+    (workdir / "payload.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(workdir)
+    with pytest.raises(ConfigError, match=f"config.{key}='payload'.* is inside"):
+        configs.of_run(workdir)
+
+
+def test_a_step_that_cannot_be_imported_is_named(one_device):
+    values = default_config()
+    values.step = "nowhere.steps"
+    with pytest.raises(ConfigError, match=r"config\.step='nowhere\.steps' cannot be"):
+        Experiment.from_config(values, one_device).trainer(one_device)
 
 
 def test_the_file_that_a_saved_config_imports_is_told(tmp_path, monkeypatch, caplog):

@@ -17,7 +17,6 @@ from haiku_template.registry import resolve
 from haiku_template.runs.run import Run
 from haiku_template.training.experiment import make_model
 from haiku_template.training.precision import Precision
-from haiku_template.training.step import make_forward
 from haiku_template.training.trainer import with_state
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
@@ -46,7 +45,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    forward = make_forward(
+    forward = run.trainer.experiment.step.make_forward(
         model=with_state(_portable_model(run)),
         preprocess=data.preprocess,
         precision=Precision.create(config.precision),

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from haiku_template.finetuning import (
     with_sizes,
 )
 from haiku_template.models import MODELS, Family, Model
-from haiku_template.registry import check_keys, make, resolve
+from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.training.loop import train
+from haiku_template.training import loop, step
 from haiku_template.training.memory import budget_table, check_budget, place_data
 from haiku_template.training.optimizers import Schedule, make_optimizer, make_schedule
 from haiku_template.training.precision import POLICIES
@@ -74,6 +75,7 @@ class Experiment:
       finetuning: which parameters train; by default all.
       init_from: pretrained parameters; None for those of the seed. Frozen ones are
         read again at each start.
+      step: a module with the functions of `training.step`, to change its mathematics.
     """
 
     model: Model
@@ -91,6 +93,7 @@ class Experiment:
     flops_per_token: Callable[..., float] | None = None
     finetuning: Finetuning = Finetuning()
     init_from: Source | None = None
+    step: ModuleType = step
 
     @classmethod
     def from_config(
@@ -138,6 +141,7 @@ class Experiment:
             flops_per_token=_flops_per_token(config, task, data),
             finetuning=make_finetuning(config),
             init_from=source,
+            step=module("step", config.step, step),
         )
         placement = config.data.get("placement", "host")
         return place_data(experiment, devices, placement, memory_limit)
@@ -301,6 +305,7 @@ def run(
         budget = check_budget(trainer, memory_limit)
         Console(markup=False).print(devices.describe(), budget_table(budget), sep="\n")
         return
-    loop = {key: config[key] for key in LOOP_KEYS}
+    keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
-    train(trainer, workdir=workdir, config=saved, **how, **loop)
+    train = module("loop", config.loop, loop).train
+    train(trainer, workdir=workdir, config=saved, **how, **keys)

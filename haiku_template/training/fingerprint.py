@@ -39,7 +39,8 @@ BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 def needed(config: dict[str, Any]) -> bool:
     """Whether a run's config leaves open what it computes: names code of its user."""
     names = [(config.get(key) or {}).get("name") for key in NAMED]
-    return any(name is None or ":" in name for name in names)
+    own = bool(config.get("step"))
+    return own or any(name is None or ":" in name for name in names)
 
 
 def of(trainer: Trainer) -> dict[str, str]:

@@ -191,12 +191,12 @@ def make_eval_step(
 
 
 def make_predict_step(
-    *, seed: int, **computing: Any
+    *, make_forward: Callable[..., Any], seed: int, **computing: Any
 ) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], Any]:
     """Makes `predict_step((params, net_state), frozen, (inputs, places))`: outputs.
 
     As in evaluation, `places` (int32 [B]) and the seed are the source of randomness.
-    Takes what `make_forward` takes.
+    `make_forward` is this module's, or one like it; it takes the other arguments.
     """
     forward = make_forward(**computing)
 

@@ -24,11 +24,7 @@ from haiku_template.reporting.perf import Work
 from haiku_template.training.evaluation import add_up, placed_inputs, summarize
 from haiku_template.training.precision import Precision
 from haiku_template.training.state import TrainState, make_init, make_model_init
-from haiku_template.training.step import (
-    make_eval_step,
-    make_predict_step,
-    make_train_step,
-)
+from haiku_template.training.step import make_predict_step
 from haiku_template.training.tasks import as_task, with_outputs
 
 if TYPE_CHECKING:
@@ -113,7 +109,7 @@ class Trainer:
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """What is compiled, before any staging; by default as on one device."""
-        experiment = self.experiment
+        experiment, steps = self.experiment, self.experiment.step
         optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
         if multipliers:
             optimizer = optax.chain(optimizer, scale_updates(multipliers))
@@ -131,14 +127,16 @@ class Trainer:
         measuring = {"task": self.task, "axis_name": axis_name, **forward}
         return Functions(
             init=make_init(self._model_init, self.plan, self.precision, **training),
-            step=make_train_step(
+            step=steps.make_train_step(
                 schedule=experiment.schedule,
                 accumulate_steps=experiment.accumulate_steps,
                 **training,
                 **measuring,
             ),
-            eval_step=make_eval_step(seed=experiment.seed, **measuring),
-            predict_step=make_predict_step(seed=experiment.seed, **forward),
+            eval_step=steps.make_eval_step(seed=experiment.seed, **measuring),
+            predict_step=make_predict_step(
+                make_forward=steps.make_forward, seed=experiment.seed, **forward
+            ),
         )
 
     @property

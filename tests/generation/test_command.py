@@ -12,8 +12,7 @@ import pytest
 from words import TEXT
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
-COMMAND = [sys.executable, "-m", f"{PACKAGE}.generate"]
+COMMAND = [sys.executable, "-m", "haiku_template.generate"]
 ENVIRON = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
 
 

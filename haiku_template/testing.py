@@ -1,0 +1,224 @@
+"""Assertions for the tests of a project: four properties that each of its runs has.
+
+They run a config on CPU devices, on a machine with GPUs too, for a few steps. Import
+this module in tests alone; `make new` makes a project whose tests show how.
+"""
+
+import atexit
+import dataclasses
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import config_dict
+
+from haiku_template import config as configs
+from haiku_template.data import Data
+from haiku_template.devices import DeviceManager
+from haiku_template.storage.metrics import read
+from haiku_template.storage.workdir import METRICS
+from haiku_template.training import Experiment, Trainer, train
+from haiku_template.training.guards import check_evaluation
+
+NUM_DEVICES = 4
+
+
+def simulate_devices() -> None:
+    """Makes the CPU appear as four devices; call it in conftest.py, before JAX starts.
+
+    What one test has compiled the next one need not, until the process ends.
+
+    Raises:
+      DeviceError: JAX had started, and with fewer.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = tempfile.mkdtemp(prefix="compiled-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    _devices(NUM_DEVICES)
+
+
+def load_config(path: str | Path) -> config_dict.ConfigDict:
+    """The config that `get_config()` of a Python file gives, checked.
+
+    Raises:
+      ConfigError: a key is missing, unknown, of the wrong type or out of range.
+    """
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    configs.check(config)
+    return config
+
+
+def assert_builds(config: config_dict.ConfigDict) -> None:
+    """Asserts that the parts of a run fit: reads its data, and traces both its steps.
+
+    Nothing is compiled, and no parameter is allocated.
+
+    Args:
+      config: of the run.
+
+    Raises:
+      ConfigError: an unknown name or key, a value that does not fit, data that cannot
+        be read, or a task that does not fit the model's outputs.
+    """
+    devices = _devices(1)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    trainer.lower(trainer.shapes()[0])
+    check_evaluation(trainer, config.best_metric)
+
+
+def assert_loss_falls(
+    config: config_dict.ConfigDict, workdir: Path, num_steps: int = 20
+) -> None:
+    """Asserts that training lowers the loss of one batch, shown again at each step.
+
+    Args:
+      config: of the run.
+      workdir: an empty directory.
+      num_steps: how often the batch is shown.
+
+    Raises:
+      AssertionError: the loss at the last step is not below that at the first.
+    """
+    trainer = _build(config, 1, num_steps)
+    data = trainer.experiment.data
+    data = data._replace(train=_First(data.train, 1))
+    _, rows = _train(_with_data(trainer, data), num_steps, workdir)
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    first, last = losses[0], losses[-1]
+    assert last < first, (
+        f"the loss of a batch that was shown {num_steps} times went from {first:.6g} "
+        f"to {last:.6g}: does it depend on the outputs, and they on the inputs? Is "
+        "config.optimizer.learning_rate 0, or too large?"
+    )
+
+
+def assert_devices_agree(
+    config: config_dict.ConfigDict,
+    workdir: Path,
+    num_steps: int = 5,
+    tolerance: float = 1e-3,
+) -> None:
+    """Asserts that four devices compute what one does: losses and gradients' norms.
+
+    In float32. Dropout differs between devices, so its rate must be 0 here. What counts
+    examples, such as accuracy, may differ by one whose logits are nearly equal.
+
+    Args:
+      config: of the run.
+      workdir: an empty directory.
+      num_steps: to compare.
+      tolerance: relative and absolute. Sums are made in another order, and a ReLU
+        whose input is zero but for that amplifies it.
+
+    Raises:
+      AssertionError: the first value that differs.
+    """
+    runs = []
+    for count in (1, NUM_DEVICES):
+        trainer = _build(config, count, num_steps, precision="float32")
+        runs.append(_train(trainer, num_steps, workdir / str(count))[1])
+    for one, four in zip(*runs, strict=True):
+        for name in one.keys() & {"train/loss", "train/grad_norm", "eval/loss"}:
+            assert np.allclose(one[name], four[name], tolerance, tolerance), (
+                f"{name} of step {one['step']} is {one[name]:.6g} on one device and "
+                f"{four[name]:.6g} on {NUM_DEVICES}: does a layer that averages over "
+                "the batch do so over axis_name (cross_replica_axis of hk.BatchNorm)? "
+                "Is the rate of dropout 0?"
+            )
+
+
+def assert_resumes_bitwise(
+    config: config_dict.ConfigDict, workdir: Path, num_steps: int = 6
+) -> None:
+    """Asserts that a run that was stopped half-way ends as if it had not been.
+
+    Args:
+      config: of the run.
+      workdir: an empty directory.
+      num_steps: of the whole run.
+
+    Raises:
+      AssertionError: the first leaf of the state, or the first metric, that differs.
+    """
+    runs, half = [], num_steps // 2
+    for name, stop in (("whole", num_steps), ("parts", half), ("parts", num_steps)):
+        # Built anew, as by another process: a checkpoint is all that is handed on.
+        trainer = _build(config, 1, num_steps)
+        runs.append(_train(trainer, stop, workdir / name, eval_every=half))
+    (whole, rows), _, (resumed, again) = runs
+    words = (
+        "differs after a run that was stopped and resumed: is batch(step) a function "
+        "of the step alone?"
+    )
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(whole), jax.tree.leaves(resumed), strict=True
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert np.array_equal(one, other, equal_nan=True), f"{name} {words}"
+    for row, other in zip(rows, again, strict=True):
+        for name, value in row.items():
+            assert other[name] == value, f"{name} of step {row['step']} {words}"
+
+
+class _First(NamedTuple):
+    """The first batches of a data set alone."""
+
+    dataset: Any
+    num_batches: int
+
+    def batch(self, step: int) -> Any:
+        return self.dataset.batch(step % self.num_batches)
+
+
+def _devices(count: int) -> DeviceManager:
+    return DeviceManager.create("cpu", num_devices=count, simulate_devices=NUM_DEVICES)
+
+
+def _build(
+    config: config_dict.ConfigDict, count: int, num_steps: int, **changes: Any
+) -> Trainer:
+    """The trainer of a short run, which evaluates on two batches at most."""
+    config = config.copy_and_resolve_references()
+    warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
+    config.update({"num_steps": num_steps, **changes})
+    config.optimizer.warmup_steps = warmup_steps
+    config.data.placement = "host"
+    devices = _devices(count)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    data = trainer.experiment.data
+    few = data.evaluation
+    if few is not None:
+        few = _First(few, min(few.num_batches, 2))
+    return _with_data(trainer, data._replace(evaluation=few))
+
+
+def _with_data(trainer: Trainer, data: Data) -> Trainer:
+    experiment = dataclasses.replace(trainer.experiment, data=data)
+    return experiment.trainer(trainer.devices)
+
+
+def _train(
+    trainer: Trainer, num_steps: int, workdir: Path, eval_every: int | None = None
+) -> tuple[Any, list[dict[str, float]]]:
+    """The last state, on the host, and what each step reported, less its speed."""
+    result = train(
+        trainer,
+        num_steps=num_steps,
+        workdir=workdir,
+        log_every=1,
+        eval_every=eval_every,
+    )
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith("perf/")}
+        for row in read(workdir / METRICS)
+    ]
+    return trainer.devices.fetch(result.state), rows

@@ -1,0 +1,1 @@
+"""A model, a task and data for haiku_template."""
