@@ -288,6 +288,23 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
     )
 
 
+# A resumed run may say otherwise: they change when things happen, not what is computed,
+# but for a schedule that ends with the last step.
+MAY_CHANGE = (
+    "num_steps",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep_last",
+    "keep_best",
+)
+
+
+def fixed(values: dict[str, Any]) -> dict[str, Any]:
+    """A saved config without the keys that may change when a run resumes."""
+    return {key: value for key, value in values.items() if key not in MAY_CHANGE}
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What changed between two saved configs, a line for each key."""
     before, after = flatten(old), flatten(new)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from haiku_template.config import completed, differences
+from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.storage.files import dispensable
@@ -67,7 +67,8 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         _check_saved_nothing(workdir)
         return  # A run that failed before it had anything to lose.
     if saved.exists():
-        changed = differences(completed(read_json(saved)), completed(config))
+        there, here = fixed(completed(read_json(saved))), fixed(completed(config))
+        changed = differences(there, here)
         if changed:
             raise ConfigError(
                 f"{workdir} belongs to a run with another config, and nothing was "
@@ -142,6 +143,25 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
     with dispensable(workdir / ENV):
         _tell_changes(workdir / ENV, env)
         write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
+
+
+def update_config(workdir: Path, now: dict[str, Any]) -> None:
+    """Saves the config of a resumed run, and logs what changed; see `MAY_CHANGE`."""
+    before = read_json(workdir / CONFIG)
+    changed = differences(completed(before), completed(now))
+    for line in changed:
+        logger.warning("this run resumes with another config: %s", line)
+    schedule = now.get("optimizer", {}).get("schedule", "constant")
+    if before.get("num_steps") != now.get("num_steps") and schedule != "constant":
+        logger.warning(
+            "the schedule %s of the learning rate now ends at step %s, and is another "
+            "than before from here on",
+            schedule,
+            now.get("num_steps"),
+        )
+    if changed:
+        with usable(workdir):
+            write_atomically(workdir / CONFIG, json.dumps(now, indent=2) + "\n")
 
 
 def _tell_changes(file: Path, env: dict[str, Any]) -> None:

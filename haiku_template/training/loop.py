@@ -100,6 +100,8 @@ def train(
             dtype = trainer.precision.policy.compute_dtype
             report.peak = matmul_peak(devices, dtype, budget.matmul)
         start, state = _first_state(trainer, checkpoints, directory, num_steps)
+        if start:
+            workdirs.update_config(directory, config or {})
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
         report.print(budget_table(budget))
