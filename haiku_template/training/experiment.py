@@ -38,6 +38,7 @@ from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+MOST_LAYERS = 10_000
 LOOP_KEYS = (
     "num_steps",
     "log_every",
@@ -213,6 +214,12 @@ def make_model(
     Raises:
       ConfigError: an unknown name or key, or a value that does not fit.
     """
+    for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
+        if (config.model.get(key) or 0) > MOST_LAYERS:
+            raise ConfigError(
+                f"config.model.{key}={config.model[key]}; possible is up to "
+                f"{MOST_LAYERS:,}"
+            )
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
     return make("model", model_keys(config), MODELS, **facts)
 
