@@ -1,5 +1,6 @@
 """Runs that tests share: what a finished run's directory gives on some devices."""
 
+import copy
 import dataclasses
 
 from haiku_template.runs import Run
@@ -16,6 +17,18 @@ def placed(trainer, placement, limit=None):
     """The trainer with its training data on the host, on the devices, or `auto`."""
     experiment = place_data(trainer.experiment, trainer.devices, placement, limit)
     return experiment.trainer(trainer.devices)
+
+
+def with_step(trainer, step):
+    """The trainer with another function of (state, batch) for a step of the run."""
+    other = copy.copy(trainer)
+    other.step = step
+    return other
+
+
+def with_data(trainer, **sets):
+    """The trainer of the same experiment with another `train` or `evaluation` set."""
+    return changed(trainer, data=trainer.experiment.data._replace(**sets))
 
 
 def changed(trainer, **parts):

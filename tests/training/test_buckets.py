@@ -68,10 +68,10 @@ def test_each_length_is_compiled_once(one_device, tmp_path):
     made = trainer(one_device, tmp_path, "language_model")
     result = train(made, num_steps=6, workdir=tmp_path / "run", log_every=3)
     steps = compiled.count("jit(train_step)")
-    assert steps == len(each_shape(made.data.train)) > 1
+    assert steps == len(each_shape(made.experiment.data.train)) > 1
     lengths = {
-        jax.tree.leaves(made.data.evaluation.batch(i)["inputs"])[0].shape
-        for i in range(made.data.evaluation.num_batches)
+        jax.tree.leaves(made.experiment.data.evaluation.batch(i)["inputs"])[0].shape
+        for i in range(made.experiment.data.evaluation.num_batches)
     }
     assert compiled.count("jit(eval_step)") == len({n for _, n in lengths})
     assert result.metrics["train/loss"] < np.log(256)
@@ -79,11 +79,9 @@ def test_each_length_is_compiled_once(one_device, tmp_path):
 
 def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
     made = trainer(one_device, tmp_path, "classification")
-    state = one_device.abstract(made.init)
     peaks = []
-    for batch in each_shape(made.data.train):
-        shapes = one_device.abstract_batch(batch)
-        analysis = made.train_step.lower(state, shapes).compile().memory_analysis()
+    for batch in each_shape(made.experiment.data.train):
+        analysis = made.lower(batch).compile().memory_analysis()
         peaks.append(analysis.temp_size_in_bytes)
     assert memory_budget(made).temporaries == max(peaks) > min(peaks)
 
@@ -91,10 +89,10 @@ def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
 @pytest.mark.parametrize("task", ["classification", "language_model"])
 def test_evaluation_is_that_of_each_example_alone(devices, tmp_path, task):
     made = trainer(devices, tmp_path, task)
-    state = devices.init(made.init)
+    state = made.init()
     metrics = made.evaluate(state)
     alone = trainer(devices, tmp_path, task, batch_size=devices.num_devices)
-    assert len(each_shape(made.data.train)) > 1
+    assert len(each_shape(made.experiment.data.train)) > 1
     for name, value in alone.evaluate(state).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
 

@@ -1,4 +1,4 @@
-import dataclasses
+import functools
 import io
 
 import haiku as hk
@@ -15,7 +15,7 @@ from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.perf import Work
 from haiku_template.storage.metrics import read
-from haiku_template.training import experiment, loop, train
+from haiku_template.training import Experiment, loop, train
 from haiku_template.training import memory as budgets
 from haiku_template.training.memory import (
     budget_table,
@@ -24,15 +24,15 @@ from haiku_template.training.memory import (
     memory_budget,
     parse_bytes,
 )
+from tests.runs import changed
 
 
 def build(module, num_devices=1, **changes):
     config = module.get_config()
     for key, value in changes.items():
         config[key] = value
-    return experiment.build(
-        config, DeviceManager.create("cpu", num_devices=num_devices)
-    )
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    return Experiment.from_config(config, devices).trainer(devices)
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
@@ -44,8 +44,9 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     budget = memory_budget(trainer)
     assert len(jax.live_arrays()) <= before  # From shapes alone.
     state = trainer.init()
-    batch = devices.shard(trainer.experiment.data.train.batch(0))
-    used = trainer.train_step.lower(state, batch).compile().memory_analysis()
+    host_batch = trainer.experiment.data.train.batch(0)
+    batch = devices.shard(host_batch)
+    used = trainer.lower(host_batch).compile().memory_analysis()
     peak = (
         used.argument_size_in_bytes
         + used.temp_size_in_bytes
@@ -68,9 +69,7 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
 
 def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_path):
     trainer = build(digits_resnet, model=small())
-    parted = dataclasses.replace(trainer.experiment, accumulate_steps=4).trainer(
-        trainer.devices
-    )
+    parted = changed(trainer, accumulate_steps=4)
     limit = memory_budget(parted).peak
     with pytest.raises(ConfigError) as caught:
         train(trainer, num_steps=10, workdir=tmp_path / "a", memory_limit=limit)
@@ -79,9 +78,7 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_pa
     assert "the largest arrays of the state are .params['head']" in words
     parts = int(words.split("--config.accumulate_steps=")[1].split()[0])
     assert 2 <= parts <= 4
-    suggested = dataclasses.replace(trainer.experiment, accumulate_steps=parts).trainer(
-        trainer.devices
-    )
+    suggested = changed(trainer, accumulate_steps=parts)
     options = {"num_steps": 10, "log_every": 1}
     train(suggested, workdir=tmp_path / "b", memory_limit=limit, **options)
     train(trainer, workdir=tmp_path / "c", **options)
@@ -114,12 +111,7 @@ def models(tmp_path, monkeypatch):
 def test_what_can_never_fit_says_the_least(monkeypatch):
     monkeypatch.setattr(budgets, "_init_peak", lambda *_: 0)
     trainer = build(digits, batch_size=4)
-    parted = [
-        dataclasses.replace(trainer.experiment, accumulate_steps=parts).trainer(
-            trainer.devices
-        )
-        for parts in (1, 2, 4)
-    ]
+    parted = [changed(trainer, accumulate_steps=parts) for parts in (1, 2, 4)]
     least = min(memory_budget(each).peak for each in parted)
     words = f"no accumulate_steps is enough: the least is {in_units(least)}"
     with pytest.raises(ConfigError, match=words):
@@ -130,7 +122,7 @@ def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
     trainer = build(digits)
     budget = memory_budget(trainer)
     kept = budget.params + budget.opt_state + budget.batch + budget.waiting
-    monkeypatch.setattr(type(trainer), "with_parts", None)  # Nothing is tried.
+    monkeypatch.setattr(Experiment, "trainer", None)  # Nothing is tried.
     words = rf"is enough: {in_units(kept)} are what the run keeps, its state"
     with pytest.raises(ConfigError, match=words):
         check_budget(trainer, kept - 1)
@@ -139,10 +131,9 @@ def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
 def test_making_the_first_state_is_counted_and_refused_where_it_does_not_fit():
     """SGD of a large layer: its random bits are more than a step's temporaries."""
     trainer = build(digits, batch_size=4, model={"name": "mlp", "width": 2048})
-    trainer = dataclasses.replace(
-        trainer.experiment, optimizer=optax.sgd(1e-3)
-    ).trainer(trainer.devices)
-    once = jax.jit(trainer.init, compiler_options=COMPILE_ONCE)
+    trainer = changed(trainer, optimizer=optax.sgd(1e-3))
+    init = functools.partial(trainer.functions().init, {})
+    once = jax.jit(init, compiler_options=COMPILE_ONCE)
     used = once.lower().compile().memory_analysis()
     budget = memory_budget(trainer)
     assert budget.init_peak == (
@@ -173,7 +164,8 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
 ):
     trainer = build(digits)
     assert memory_budget(trainer).matmul == 0
-    trainer = trainer._replace(work=Work(1, 1e6))
+    trainer = changed(trainer, tokens_per_example=1, flops_per_token=lambda: 1e6)
+    assert trainer.work == Work(1, 1e6)
     budget = memory_budget(trainer)
     assert budget.matmul == 2 * 4 * 2048**2 and budget.peak >= budget.matmul
     limit = max(budget.step_peak + budget.waiting, budget.init_peak)
@@ -185,10 +177,10 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
         before.append((most, len(states)))
         return 1e9
 
-    first = type(trainer).first_state
+    first = type(trainer).init
     monkeypatch.setattr(loop, "matmul_peak", measured)
     monkeypatch.setattr(
-        type(trainer), "first_state", lambda self: states.append(1) or first(self)
+        type(trainer), "init", lambda self: states.append(1) or first(self)
     )
     train(trainer, num_steps=1, workdir=tmp_path / "run", memory_limit=limit)
     assert before == [(bounded.matmul, 0)]
@@ -213,16 +205,14 @@ def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
         return hk.Linear(10)(x) + nothing
 
     def task(outputs, batch):
-        values = trainer.parts["task"](outputs, batch)
+        values = trainer.experiment.task(outputs, batch)
         more = (outputs[:, :1] * astray[0, 0]) @ astray[:1] @ of_host
         return values | {"more": more.mean(axis=1)}
 
     check_budget(trainer)
     assert not caplog.text
-    changed = dataclasses.replace(
-        trainer.experiment, model=hk.transform(forward), task=task
-    ).trainer(trainer.devices)
-    budget = check_budget(changed)
+    closing = changed(trainer, model=hk.transform(forward), task=task)
+    budget = check_budget(closing)
     sizes = [x.nbytes for x in (table, astray, of_host)]
     assert budget.closed_over == sum(sizes) + nothing.nbytes
     assert budget.peak > sum(sizes)
@@ -231,7 +221,7 @@ def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
     assert "float32[1024, 513] (2.00 MiB, on host (NumPy))" in caplog.text
     assert "[10]" not in caplog.text
     with pytest.raises(ConfigError):
-        check_budget(changed, sum(sizes))
+        check_budget(closing, sum(sizes))
 
 
 def test_on_the_cpu_the_process_s_own_share_is_said():

@@ -10,6 +10,7 @@ from haiku_template.errors import StorageError
 from haiku_template.models import mlp
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import Experiment, classification
+from haiku_template.training.state import TrainState
 
 INPUTS = np.ones((8, 5), np.float32)
 DATA = Data(ArrayDataset(INPUTS, np.zeros(8, np.int32), BatchSpec(8)), None, 3)
@@ -37,18 +38,19 @@ def test_a_state_comes_back_bitwise_on_any_devices(tmp_path, before, after, opti
     batch = trainer.devices.shard(DATA.train.batch(0))
     state, _ = trainer.step(state, batch)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, None)
-    program_after = made(after, **options)
-    devices = program_after.devices
+        checkpoints.save(1, state.saved(), None)
+    other = made(after, **options)
+    devices = other.devices
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, program_after.abstract)
+        saved = checkpoints.restore(1, other.abstract.saved())
+    restored = TrainState(**saved, frozen={})
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert a.dtype == b.dtype
         assert b.devices() == set(devices.devices)
         np.testing.assert_array_equal(a, b)
     # It is as good as the state of a new run.
-    program_after.step(restored, devices.shard(DATA.train.batch(1)))
+    other.step(restored, devices.shard(DATA.train.batch(1)))
 
 
 def test_a_save_compiles_nothing(tmp_path, four_devices, caplog):
@@ -68,10 +70,10 @@ def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
             batch = devices.shard(DATA.train.batch(step))
             state, _ = trainer.step(state, batch)
             expected[step] = devices.fetch(state.params)
-            checkpoints.save(step, state, None)
-        abstract = trainer.abstract
+            checkpoints.save(step, state.saved(), None)
+        abstract = trainer.abstract.saved()
         for step, params in expected.items():
-            restored = checkpoints.restore(step, abstract).params
+            restored = checkpoints.restore(step, abstract)["params"]
             jax.tree.map(np.testing.assert_array_equal, params, restored)
 
 
@@ -98,18 +100,18 @@ def test_best_can_be_the_highest(tmp_path):
 def test_another_model_is_refused_with_every_difference(tmp_path):
     trainer = made(ema_decay=0.9)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, trainer.init(), None)
+        checkpoints.save(3, trainer.init().saved(), None)
     other = made(width=7)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(StorageError) as caught:
-            checkpoints.restore(3, other.devices.abstract(other.init))
+            checkpoints.restore(3, other.abstract.saved())
         words = str(caught.value)
         assert "nothing was loaded" in words
         assert "unexpected ema_params/mlp/~/linear_0/w" in words
         shapes = "params/mlp/~/linear_0/w is float32[5, 4] there and float32[5, 7] here"
         assert shapes in made_long(checkpoints, other)
         with pytest.raises(StorageError, match=r"no checkpoint of step 9.*\[3\]"):
-            checkpoints.restore(9, other.devices.abstract(other.init))
+            checkpoints.restore(9, other.abstract.saved())
 
 
 def made_long(checkpoints, trainer):
@@ -117,7 +119,7 @@ def made_long(checkpoints, trainer):
     abstract = trainer.abstract
     abstract = abstract._replace(ema_params=abstract.params)
     with pytest.raises(StorageError) as caught:
-        checkpoints.restore(3, abstract)
+        checkpoints.restore(3, abstract.saved())
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import resnet
-from haiku_template.training import experiment, fingerprint, make_program, train
+from haiku_template.training import Experiment, experiment, fingerprint, train
 from haiku_template.training.tasks import classification
 
 INPUTS = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
@@ -26,7 +26,7 @@ def split_of(inputs, labels):
     return Split(inputs[:64], labels[:64], inputs[64:], labels[64:])
 
 
-def parts(num_devices=1):
+def parts():
     """What a script hands over, made anew: no function or array is the same object."""
 
     def forward(inputs, is_training):
@@ -35,9 +35,7 @@ def parts(num_devices=1):
             x = hk.dropout(hk.next_rng_key(), 0.1, x)
         return hk.Linear(2)(x)
 
-    devices = DeviceManager.create("cpu", num_devices=num_devices)
     return {
-        "devices": devices,
         "model": hk.transform(forward),
         "task": lambda outputs, batch: classification(outputs, batch),
         "data": from_split(split_of(INPUTS, LABELS), BatchSpec(16)),
@@ -45,13 +43,18 @@ def parts(num_devices=1):
     }
 
 
-def of(**changes):
-    return fingerprint.of(make_program(**parts() | changes))
+def made(num_devices=1, **changes):
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    return Experiment(**parts() | changes).trainer(devices)
+
+
+def of(num_devices=1, **changes):
+    return fingerprint.of(made(num_devices, **changes))
 
 
 def run(workdir, num_steps=4, num_devices=1, **changes):
-    program = make_program(**parts(num_devices) | changes)
-    return train(program, num_steps=num_steps, workdir=workdir, log_every=None)
+    trainer = made(num_devices, **changes)
+    return train(trainer, num_steps=num_steps, workdir=workdir, log_every=None)
 
 
 def other_model(**changes):
@@ -99,15 +102,14 @@ def test_an_edit_of_the_mathematics_or_the_data_changes_the_fingerprint(edit):
 
 def test_the_fingerprint_is_that_of_any_number_of_devices():
     def batch_norm(num_devices):
-        own = parts(num_devices)
         images = INPUTS.reshape(-1, 8, 1, 1)
-        own["data"] = from_split(split_of(images, LABELS), BatchSpec(16))
-        axis_name = own["devices"].axis_name
-        own["model"] = resnet(2, axis_name, channels=(4,), blocks=1)
-        return fingerprint.of(make_program(**own, precision="bfloat16"))
+        data = from_split(split_of(images, LABELS), BatchSpec(16))
+        axis_name = "data" if num_devices > 1 else None
+        model = resnet(2, axis_name, channels=(4,), blocks=1)
+        return of(num_devices, model=model, data=data, precision="bfloat16")
 
     assert batch_norm(1) == batch_norm(4)
-    assert fingerprint.of(make_program(**parts(4))) == of()
+    assert of(4) == of()
 
 
 def test_staging_the_data_and_printing_are_not_mathematics():

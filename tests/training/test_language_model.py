@@ -20,10 +20,10 @@ from haiku_template.training import (
     Experiment,
     experiment,
     language_model,
-    make_program,
     perplexity,
     train,
 )
+from tests.runs import changed
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(3, 10, 8)).astype(np.float32)
@@ -280,8 +280,7 @@ def test_half_precision_reaches_the_loss_and_stays_near_float32(runs, one_device
         seen.append([x.dtype for x in outputs])
         return language_model(outputs, batch, chunk=5)
 
-    trainer = made(one_device, precision="bfloat16")
-    trainer = make_program(**trainer.parts | {"task": spy})
+    trainer = changed(made(one_device, precision="bfloat16"), task=spy)
     state = trainer.init()
     losses = []
     for step in range(10):

@@ -25,6 +25,7 @@ from haiku_template.errors import (
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
+from tests.runs import with_data, with_step
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
@@ -55,12 +56,6 @@ def numbers(workdir, prefixes=("train/", "eval/")):
 def assert_same(a, b, atol=0.0):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
-
-
-def with_step(trainer, train_step):
-    """The trainer with another train step, which compiles to the same."""
-    train_step.lower = trainer.train_step.lower
-    return trainer._replace(train_step=train_step)
 
 
 def stop_at(trainer, step):
@@ -269,7 +264,7 @@ def test_a_huge_finite_value_is_found_before_a_save(tmp_path, num_devices):
             return {"inputs": rows.copy(), "labels": LABELS[:8].copy()}
 
     trainer = made(num_devices)
-    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Once()))
+    trainer = with_data(trainer, train=Once())
     device = f"cpu:{3 * num_devices // 8}"
     words = r"opt_state.*nu.*infinite.*batch of step 7 .*1e\+25 .*\['inputs'\], row 3.*"
     with pytest.raises(NonFiniteError, match=words + device) as caught:
@@ -318,8 +313,7 @@ class HeldOut:
 
 
 def evaluated_on(dataset, **options):
-    trainer = made(**options)
-    return trainer._replace(data=trainer.experiment.data._replace(evaluation=dataset))
+    return with_data(made(**options), evaluation=dataset)
 
 
 def test_an_evaluation_that_is_not_finite_is_not_saved(tmp_path):
@@ -368,8 +362,7 @@ def test_data_that_fails_in_the_background_stops_the_run_with_its_error(tmp_path
                 raise OSError("the disk is gone")
             return {"inputs": INPUTS[:8].copy(), "labels": LABELS[:8].copy()}
 
-    trainer = made()
-    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Failing()))
+    trainer = with_data(made(), train=Failing())
     with pytest.raises(OSError, match="the disk is gone"):
         train(trainer, num_steps=20, workdir=tmp_path, log_every=1)
     assert numbers(tmp_path)[-1]["step"] == 7
@@ -377,7 +370,7 @@ def test_data_that_fails_in_the_background_stops_the_run_with_its_error(tmp_path
 
 def test_an_implicit_copy_in_the_loop_is_an_error(tmp_path):
     trainer = made()
-    step = trainer.train_step
+    step = trainer.step
     trainer = with_step(
         trainer, lambda state, batch: step(state, jax.device_get(batch))
     )
@@ -388,7 +381,7 @@ def test_an_implicit_copy_in_the_loop_is_an_error(tmp_path):
 
 def test_a_numpy_leaf_in_the_state_is_an_error_that_names_it(tmp_path, devices):
     trainer = made(devices.num_devices)
-    step = trainer.train_step
+    step = trainer.step
 
     def train_step(state, batch):
         state, scalars = step(state, batch)
@@ -407,12 +400,17 @@ def test_a_numpy_leaf_in_the_state_is_an_error_that_names_it(tmp_path, devices):
 
 def test_a_batch_committed_elsewhere_is_an_error_that_names_it(tmp_path, devices):
     class Committed:
-        def batch(self, step):
-            return {"inputs": jnp.from_dlpack(INPUTS[:8]), "labels": LABELS[:8]}
+        def __init__(self, first):
+            self.first = first
 
-    trainer = made(devices.num_devices)
-    trainer = trainer._replace(data=trainer.experiment.data._replace(train=Committed()))
+        def batch(self, step):
+            array = np.array if step < self.first else jnp.from_dlpack
+            return {"inputs": array(INPUTS[:8]), "labels": LABELS[:8].copy()}
+
     words = r"\['inputs'\] is a JAX array on cpu:0 and committed there"
+    with pytest.raises(PlacementError, match=words):
+        with_data(made(devices.num_devices), train=Committed(0))
+    trainer = with_data(made(devices.num_devices), train=Committed(2))
     with pytest.raises(PlacementError, match=words):
         train(trainer, num_steps=3, workdir=tmp_path)
 
@@ -435,7 +433,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     before = (tmp_path / "metrics.jsonl").read_text()
     train(made(), num_steps=5, workdir=tmp_path, **EVERY)
     assert (tmp_path / "metrics.jsonl").read_text() == before
-    assert "going on from step 5" in capsys.readouterr().out
+    assert "resumed at step 5" in capsys.readouterr().out
 
 
 def test_another_config_is_refused_with_the_differences(tmp_path):

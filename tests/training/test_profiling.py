@@ -15,6 +15,7 @@ from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.reporting.profile import operations
 from haiku_template.training import Experiment, classification, train
+from tests.runs import with_data
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3
@@ -89,7 +90,7 @@ def test_a_run_that_is_stopped_inside_can_be_traced_again(tmp_path, trainer):
                 raise Interrupted("SIGTERM", 75)
             return trainer.experiment.data.train.batch(step)
 
-    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
+    stopping = with_data(trainer, train=Stops())
     with pytest.raises(Interrupted):
         train(stopping, num_steps=6, workdir=tmp_path, profile=(2, 6), save_every=2)
     train(trainer, num_steps=6, workdir=tmp_path, profile=(2, 6), save_every=2)

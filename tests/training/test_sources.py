@@ -1,6 +1,5 @@
 """Runs that start from what others trained, through their configs."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,10 +14,11 @@ from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.source import open_source, with_sizes
+from haiku_template.models import bert, gpt
 from haiku_template.params import flatten
 from haiku_template.runs import Run
 from haiku_template.training import Experiment, experiment
-from tests.runs import evaluated
+from tests.runs import changed, evaluated
 
 REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
 HEAD = "mlp/~/linear_2/*"
@@ -58,7 +58,7 @@ def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_base_of_a_run_in_bfloat16(cpu, pretrained):
+def test_frozen_parameters_of_a_run_in_bfloat16(cpu, pretrained):
     values = {"finetuning.lora.rank": 2, "finetuning.base_dtype": "bfloat16"}
     trainer = Experiment.from_config(
         config(init_from=str(pretrained), **values), cpu
@@ -78,15 +78,13 @@ def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
     values = {"finetuning.train": (HEAD,), "finetuning.fresh": (HEAD,)}
     start = {"init_from": str(pretrained), "model.num_layers": 2}
     trainer = Experiment.from_config(config(**start, **values), cpu).trainer(cpu)
-    other = dataclasses.replace(
-        trainer.experiment, model=experiment.make_model(config(**start), 4)
-    ).trainer(trainer.devices)
+    other = changed(trainer, model=experiment.make_model(config(**start), 4))
     state = other.init()
     assert state.params["mlp/~/linear_2"]["w"].shape == (8, 4)
     body = Experiment.from_config(config(**start), cpu).trainer(cpu).init().params
-    base = other.frozen()
-    assert set(base) == {"mlp/~/linear_0", "mlp/~/linear_1"}
-    for module, leaves in base.items():
+    frozen = other.frozen()
+    assert set(frozen) == {"mlp/~/linear_0", "mlp/~/linear_1"}
+    for module, leaves in frozen.items():
         for name, leaf in leaves.items():
             np.testing.assert_array_equal(leaf, body[module][name])
 
@@ -146,14 +144,15 @@ def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained):
 def test_a_folder_says_the_sizes_of_its_model(tmp_path):
     folder = str(REFERENCES / "gpt2")
     sizes = json.loads((REFERENCES / "gpt2" / "config.json").read_text())
-    values = with_sizes({"name": "gpt", "remat": True, "width": None}, folder)
+    given = {"name": "gpt", "remat": True, "width": None}
+    values = with_sizes(given, folder, gpt.family)
     assert values["width"] == sizes["n_embd"] and values["remat"]
     assert values["num_heads"] == sizes["n_head"]
     with pytest.raises(ConfigError, match=r"config\.model\.num_heads=99, and the mod"):
-        with_sizes({"name": "gpt", "num_heads": 99}, folder)
+        with_sizes({"name": "gpt", "num_heads": 99}, folder, gpt.family)
     with pytest.raises(ConfigError, match="of type 'gpt2'"):
-        with_sizes({"name": "bert"}, folder)
-    assert with_sizes({"name": "gpt"}, None) == {"name": "gpt"}
+        with_sizes({"name": "bert"}, folder, bert.family)
+    assert with_sizes({"name": "gpt"}, None, gpt.family) == {"name": "gpt"}
 
 
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
@@ -162,17 +161,18 @@ def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     from haiku_template.models import MODELS
 
     folder = REFERENCES / "gpt2"
-    values = with_sizes({"name": "gpt"}, str(folder))
+    values = with_sizes({"name": "gpt"}, str(folder), gpt.family)
     values.pop("name")
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     model = MODELS["gpt"](vocabulary, **values)
     tokens = np.zeros((1, 4), np.int32)
     shapes = cpu.abstract(lambda: model.init(jax.random.key(0), tokens, False))
     plan = make_plan(Finetuning(lora=Lora(2, patterns=("*/qkv/w",))), shapes)
-    source = open_source(str(folder), "gpt", cpu)
-    assert set(source.read(shapes, ())) == plan.frozen
+    source = open_source(str(folder), gpt.family, cpu)
+    leaves, net_state = source(shapes, plan.trained, None)
+    assert set(leaves) == plan.frozen and net_state is None
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     (copied / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        open_source(str(copied), "gpt", cpu)
+        open_source(str(copied), gpt.family, cpu)

@@ -117,8 +117,7 @@ def test_accumulation_needs_less_memory(one_device):
     def temporary_bytes(parts):
         model = resnet(3, channels=(64,), blocks=1)
         made = trainer(one_device, model, accumulate_steps=parts)
-        batch = one_device.shard(DATA.train.batch(0))
-        lowered = made.train_step.lower(one_device.abstract(made.init), batch)
+        lowered = made.lower(DATA.train.batch(0))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # Mostly activations, of which a sixth is alive at a time.
@@ -131,7 +130,7 @@ def test_dropout_differs_by_step_and_by_device_and_repeats(devices):
     again = run(made, 3)[1]
     assert first == again
     same_batch = [
-        run(made, 1, devices.init(made.init)._replace(step=devices.replicate(step)))[1]
+        run(made, 1, made.init()._replace(step=devices.replicate(step)))[1]
         for step in (np.int32(0), np.int32(1))
     ]
     assert same_batch[0] != same_batch[1]
@@ -181,7 +180,7 @@ def test_dropout_masks_differ_between_devices(four_devices):
     made = Experiment(
         model=hk.transform(forward), task=values, data=data, optimizer=optax.sgd(0.1)
     ).trainer(four_devices)
-    state = four_devices.init(made.init)
+    state = made.init()
     _, scalars = made.step(state, four_devices.shard(data.train.batch(0)))
     scalars = four_devices.fetch(scalars)
     # One row a device: equal noise would have no variance.
@@ -190,7 +189,7 @@ def test_dropout_masks_differ_between_devices(four_devices):
 
 def test_ema_is_the_average_of_the_parameters(devices):
     made = trainer(devices, ema_decay=0.5)
-    start = devices.fetch(devices.init(made.init)).params
+    start = devices.fetch(made.init()).params
     state, _ = run(made, 1)
     expected = jax.tree.map(lambda a, b: (a + b) / 2, start, params_of(state))
     assert_close(devices.fetch(state.ema_params), expected, 1e-6)
@@ -210,7 +209,7 @@ def test_regression_reports_its_errors(devices):
     made = Experiment(
         model=mlp(3, width=8), task=regression, data=data, optimizer=optax.sgd(0.0)
     ).trainer(devices)
-    state = devices.init(made.init)
+    state = made.init()
     params = devices.fetch(state).params
     _, scalars = made.step(state, devices.shard(data.train.batch(0)))
     batch = data.train.batch(0)
@@ -238,7 +237,7 @@ def test_one_compilation_and_no_implicit_transfer(devices, monkeypatch):
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else 0
     )
     made = trainer(devices, ema_decay=0.9)
-    state = devices.init(made.init)
+    state = made.init()
     batches = [devices.shard(DATA.train.batch(step)) for step in range(20)]
     compiled.clear()
     with devices.explicit_transfers():

@@ -12,6 +12,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, train
+from tests.runs import with_data, with_step
 
 NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.
 MIDDLE = NUM_TOKENS // 2
@@ -68,8 +69,7 @@ def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_f
         largest.append(max(others))
         return trainer.step(state, batch)
 
-    train_step.lower = trainer.train_step.lower
-    train(trainer._replace(train_step=train_step), num_steps=6, workdir=tmp_path)
+    train(with_step(trainer, train_step), num_steps=6, workdir=tmp_path)
     assert len(largest) == 6 and set(largest) == {8 * 16 * 2}  # The batch, as uint16.
     ends = [
         trainer.experiment.data.train.tokens.windows(np.array([n]), 3)[0]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
                 raise Interrupted("stopped", 75)
             return dataset.batch(step)
 
-    stopping = trainer._replace(data=trainer.experiment.data._replace(train=Stops()))
+    stopping = with_data(trainer, train=Stops())
     with pytest.raises(Interrupted):
         train(stopping, workdir=tmp_path / "parts", **times)
     seen[:] = [10]

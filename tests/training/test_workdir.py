@@ -18,6 +18,7 @@ import pytest
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
+from haiku_template.finetuning import check_same_frozen
 from haiku_template.models import mlp
 from haiku_template.reporting import display
 from haiku_template.storage import workdir
@@ -131,7 +132,7 @@ def test_four_hundred_saves_leak_no_descriptor_and_no_thread(tmp_path):
 import os, threading
 from pathlib import Path
 import jax.numpy as jnp
-from {workdir.__name__.split(".")[0]}.training.checkpoint import Checkpoints
+from {workdir.__name__.split(".")[0]}.storage.checkpoint import Checkpoints
 counts = set()
 with Checkpoints(Path({str(tmp_path)!r})) as checkpoints:
     for step in range(1, 401):
@@ -199,18 +200,11 @@ def test_a_disk_that_fills_up_ends_no_notes_and_the_rest_is_written_later(
 
 
 def test_a_damaged_base_json_is_told_and_ends_no_run(tmp_path, caplog):
-    from types import SimpleNamespace
-
-    from haiku_template.finetuning.source import place_base
-
     run(tmp_path)
     (tmp_path / "base.json").write_text("")
-    start = SimpleNamespace(
-        plan=SimpleNamespace(frozen={"w"}),
-        base=SimpleNamespace(arrays=dict),
-        read=True,
-    )
-    place_base(made().devices, start, tmp_path)
+    devices = made().devices
+    frozen = devices.replicate({"mlp": {"w": np.ones(3, np.float32)}})
+    check_same_frozen(devices, frozen, tmp_path)
     assert "base.json cannot be read" in caplog.text
 
 
@@ -313,7 +307,8 @@ def test_a_second_run_is_refused_before_anything_is_compiled(tmp_path, monkeypat
     def lower(*_):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(trainer.train_step, "lower", lower, raising=False)
+    monkeypatch.setattr(trainer, "lower", lower)
+    monkeypatch.setattr(trainer, "lower_init", lower)
     with (
         workdir.locked(tmp_path),
         pytest.raises(ConfigError, match="another run is writing"),
@@ -325,8 +320,8 @@ WORKER = """
 import os, signal, time
 from pathlib import Path
 import sys
-from PACKAGE.training.interrupts import StopSignals
-from PACKAGE.training.workdir import locked
+from PACKAGE.training.guards import StopSignals
+from PACKAGE.storage.workdir import locked
 with locked(Path(sys.argv[1])), StopSignals():
     worker = os.fork()
     if worker == 0:
