@@ -1,4 +1,4 @@
-"""Devices: which ones a run uses, and every copy to and from them."""
+"""Device selection, placement, and every copy between host and devices."""
 
 from haiku_template.devices.checks import (
     Placement,

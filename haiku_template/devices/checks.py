@@ -1,4 +1,4 @@
-"""Checks of placement: where every array is, donated memory, leaked tracers."""
+"""Checks of placement: location of every array, donated memory, leaked tracers."""
 
 import contextlib
 import re
@@ -20,18 +20,18 @@ DELETED = (
 
 
 def device_index(device: jax.Device) -> int:
-    """The number that `--device` counts by: among this host's devices of its kind."""
+    """Index that `--device` counts by: among this host's devices of the platform."""
     local = device.local_hardware_id
     return device.id if local is None else local
 
 
 def device_name(device: jax.Device) -> str:
-    """`cpu:0`, as `--device` names it."""
+    """Name of a device as `--device` writes it: `cpu:0`."""
     return f"{device.platform}:{device_index(device)}"
 
 
 def describe(leaf: Any) -> str:
-    """Where an array lives: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
+    """Location of an array: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
     if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
@@ -47,18 +47,17 @@ def describe(leaf: Any) -> str:
 
 
 class Placement(NamedTuple):
-    """One leaf of a tree: what it is, where it lives, and what is wrong with that.
+    """Placement of one leaf of a tree, with a verdict.
 
     Attributes:
       path: as `jax.tree_util.keystr` writes it.
       shape: of the whole array.
       dtype: its name.
       bytes: on each device that holds a part.
-      where: devices and layout, as `describe` says it.
-      committed: whether computations must follow it; False for arrays that nobody
-        placed.
-      memory_kind: `device`, `pinned_host`, ...; empty for what is no JAX array.
-      verdict: empty when it is whole on each of the devices in use; else the fault
+      where: devices and layout, as `describe` gives them.
+      committed: False for arrays that nobody placed; computations need not follow them.
+      memory_kind: `device`, `pinned_host`, ...; empty unless it is a JAX array.
+      verdict: empty when the leaf is replicated on the devices in use; else the fault
         and its remedy.
     """
 
@@ -73,12 +72,7 @@ class Placement(NamedTuple):
 
 
 def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
-    """Where each leaf of a state lives, and what is wrong with it.
-
-    Args:
-      tree: pytree that should be whole on each of `devices`.
-      devices: those in use.
-    """
+    """Lists each leaf's placement in a tree that should be replicated on `devices`."""
     return [
         _placement(jax.tree_util.keystr(path), leaf, devices)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -102,7 +96,7 @@ def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement
 
 
 def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
-    """The fault of a leaf that should be whole on each of the devices; "" for none."""
+    """Fault of a leaf that should be replicated on the devices; "" for none."""
     if isinstance(leaf, jax.core.Tracer):
         return f"a tracer left by init: {REMEDY}"
     if not isinstance(leaf, jax.Array):
@@ -137,7 +131,7 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
 
 
 def check(tree: Any, devices: Sequence[jax.Device]) -> None:
-    """Asserts that every leaf is whole on each of the devices.
+    """Asserts that every leaf is replicated on the devices.
 
     Raises:
       PlacementError: a leaf is not; names the first ones and the remedy.
@@ -155,13 +149,13 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
 
 
 def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
-    """Asserts that no leaf was deleted: several devices would crash with it.
+    """Asserts that no leaf was deleted, as using one crashes on several devices.
 
     Args:
       tree: pytree of any leaves.
-      what: the first words of the message.
-      distinct: whether it is also asserted that no array is there twice, as for what
-        a step takes over.
+      what: first words of the message.
+      distinct: also refuse an array that is in the tree twice and cannot be donated
+        twice.
 
     Raises:
       PlacementError: names the leaf.
@@ -189,7 +183,7 @@ def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
 
 
 def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
-    """The first leaf that is not on these devices alone, and where it is; "" if none.
+    """Description of the first leaf that is not on exactly these devices; "" if none.
 
     Unlike `check` it takes any layout: a batch is split, a state is whole.
     """
@@ -208,11 +202,10 @@ def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
 
 
 def audit_table(rows: Sequence[Placement]) -> Group:
-    """What `audit` found, for `rich.print`; 80 columns are enough.
+    """Table of what `audit` found, for `rich.print`; 80 columns are enough.
 
-    Leaves that live alike share a table, and above it stand where they are, whether
-    they are committed, their memory kind and the verdict. Faults come last, where a
-    terminal still shows them.
+    Leaves with the same placement share a table under that placement. Faults come last,
+    where a terminal still shows them.
     """
     alike: dict[Any, list[Placement]] = {}
     for row in rows:
@@ -224,7 +217,7 @@ def audit_table(rows: Sequence[Placement]) -> Group:
 
 
 def _tables(group: list[Placement]) -> tuple[Table, Table]:
-    """The facts that the rows share, and a row for each leaf."""
+    """Tables of the facts that the rows share, and of the leaves."""
     first = group[0]
     facts = [first.where]
     if first.memory_kind:
@@ -257,9 +250,8 @@ def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
     """Turns JAX's page about a leaked tracer into a sentence.
 
     Args:
-      make: the function that is traced inside, to find out which of its results are
-        tracers of traces that have ended: `hk.transform`'s init returns such
-        parameters in silence.
+      make: the traced function, called again to find which of its results are leaked
+        tracers: `hk.transform`'s init returns such parameters in silence.
 
     Raises:
       PlacementError: names these results, and where the value was made.
@@ -273,7 +265,7 @@ def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
 def leak_error(
     error: jax.errors.UnexpectedTracerError, make: Callable[[], Any] | None = None
 ) -> PlacementError:
-    """What `leaks_named` raises for JAX's error."""
+    """Error for a leaked tracer, as `leaks_named` raises it."""
     places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
     kind = re.search(r"with type (\S+)", str(error))
     leaves = _leaked_leaves(make) if make is not None else []
@@ -287,7 +279,7 @@ def leak_error(
 
 
 def _leaked_leaves(make: Callable[[], Any]) -> list[str]:
-    """The results that stay tracers where nothing is traced."""
+    """Paths of the results that are tracers outside any trace."""
     try:
         tree = make()
     except Exception:  # It fails for the same reason before it has results.

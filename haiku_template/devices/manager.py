@@ -1,4 +1,4 @@
-"""The device manager: which devices a run uses, and every copy to and from them."""
+"""Device manager: the devices of a run, and every copy to and from them."""
 
 import contextlib
 import functools
@@ -32,12 +32,12 @@ COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 
 
 class DeviceManager(NamedTuple):
-    """The devices of a run, as a value: built once, passed explicitly.
+    """Devices of a run, as a value: built once, passed explicitly.
 
     Attributes:
       devices: the devices in use; never empty.
       reason: why these, in one sentence.
-      ledger: adds up what is copied and waited for.
+      ledger: adds up bytes copied and seconds waited.
     """
 
     devices: tuple[jax.Device, ...]
@@ -64,7 +64,7 @@ class DeviceManager(NamedTuple):
           simulate_devices: make the CPU appear as so many devices.
           fallback: `error`, or `cpu` to run there when `spec` cannot be had.
           gpu_memory_fraction: share of a card's memory that JAX may take, in (0, 1].
-          gpu_preallocate: whether JAX reserves that memory at the start.
+          gpu_preallocate: reserve that memory at the start; None leaves it to JAX.
 
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
@@ -93,46 +93,45 @@ class DeviceManager(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`."""
+        """Platform of the devices: `cpu`, `gpu` or `tpu`."""
         return self.devices[0].platform
 
     @property
     def num_devices(self) -> int:
-        """How many devices each batch is split over."""
+        """Number of devices that each batch is split over."""
         return len(self.devices)
 
     @property
     def axis_name(self) -> str | None:
-        """The mesh axis that steps average over; None on one device."""
+        """Mesh axis that data-parallel steps average over; None on one device."""
         return AXIS_NAME if self.num_devices > 1 else None
 
     @property
     def steps_in_flight(self) -> int:
-        """How many steps may be dispatched and unfinished."""
+        """Limit of steps that are dispatched and unfinished."""
         # Simulated devices share the host's cores: with more device threads than cores
         # waiting in collectives of different steps, all of them wait for ever.
         return 1 if self.platform == "cpu" and self.num_devices > 1 else 4
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
-        """The sharding of an array that is whole on every device."""
+        """Sharding of an array that is whole on every device."""
         if self.axis_name is None:
             return SingleDeviceSharding(self.devices[0])
         mesh = Mesh(np.array(self.devices), self.axis_name)
         return NamedSharding(mesh, PartitionSpec())
 
     def init(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Runs `fn(*args)` so that its results are born where they live.
+        """Runs `fn(*args)` so that its results are born replicated.
 
-        Every result is whole on every device, without a leading device axis. `fn` sees
-        the mesh axis by its name, as steps do, so that modules that average over it
-        (`hk.BatchNorm`) initialise too.
+        Results have no leading device axis. `fn` sees the mesh axis by its name, as
+        steps do, so that modules that average over it (`hk.BatchNorm`) initialize too.
         """
         with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
             return self._once(fn)(*args)
 
     def lower_init(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """What `init(fn, *args)` compiles, which on one device finds it done."""
+        """Lowers `init(fn, *args)`; on one device `init` reuses the compiled result."""
         with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
             return self._once(fn).lower(*args)
 
@@ -149,12 +148,12 @@ class DeviceManager(NamedTuple):
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
 
-        A JAX array that is on one of them already shares its memory with the result:
-        a step that donates it takes the source as well.
+        A JAX array that is on one of them already shares its memory with the result: a
+        step that donates the result deletes the source as well.
 
         Raises:
-          PlacementError: values of a leaf do not fit what JAX makes of its dtype; the
-            message names it.
+          PlacementError: values of a leaf do not fit the dtype that JAX makes of its
+            own.
         """
         sharding = self.replicated
         tree = transfer.fitting(tree)
@@ -172,24 +171,28 @@ class DeviceManager(NamedTuple):
         return self.ledger.arrived(placed, begun, copies=self.num_devices)
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
-        """The rows of one device's share of a batch; see `layout.check_batch_size`."""
+        """Rows of one device's share of a batch.
+
+        Raises:
+          PlacementError: the batch does not split evenly; names the nearest sizes.
+        """
         return transfer.check_batch_size(batch_size, self.num_devices, accumulate_steps)
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
 
         Args:
-          batch: pytree of NumPy arrays [B, ...]. Their memory belongs to the devices
-            from then on: on the CPU it is used in place, so never write to it again.
+          batch: pytree of NumPy arrays [B, ...]. The CPU uses their memory in place, so
+            never write to it again.
 
         Returns:
           On one device a pytree of arrays [B, ...]; on n devices [n, B / n, ...], with
           row block i on device i.
 
         Raises:
-          PlacementError: B is not a multiple of the number of devices, or not that of
-            each leaf; or a leaf is on a device already, where making it cost a copy
-            that nobody asked for; or its values do not fit what JAX makes of its dtype.
+          PlacementError: B is not a multiple of the number of devices, or differs
+            between leaves; a leaf is on a device already; or its values do not fit
+            JAX's dtype.
         """
         self.check_batch_size(transfer.check_host_batch(batch))
         batch = transfer.fitting(batch)
@@ -214,21 +217,19 @@ class DeviceManager(NamedTuple):
     ) -> CompiledStep:
         """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
-        `jax.jit` on one device, `jax.pmap` on several. The state goes in and out
-        replicated; the batch comes from `shard`. What `step` returns must be the same
-        on every device: average it with `mean_over`. `check_replicas` tells if it is,
-        and `fetch` asks it. With `out="split"` the results are of each example.
+        `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in
+        and out replicated; the batch comes from `shard`. Results must be the same on
+        every device: average them with `mean_over`. `fetch` checks that they are.
 
         A call waits until fewer than `steps_in_flight` steps are unfinished.
 
         Args:
-          step: pure function of the state, of more trees that are whole on each device
-            if `replicated` is more than 1, and of the batch.
+          step: pure function of `replicated` trees, the state first, and of the batch.
           donate_argnums: arguments whose memory the results may take over.
-          replicated: arguments before the batch.
-          out: `whole`; or `split`, where each leaf that `step` returns has one entry
-            for each row of its share, and the results are arrays [B, ...], row block i
-            on device i.
+          replicated: number of arguments before the batch.
+          out: `whole`; or `split` for results of each example: each leaf that `step`
+            returns has one entry for each row of its share, and the results are arrays
+            [B, ...] with row block i on device i.
 
         Raises:
           PlacementError: another `out`.
@@ -242,10 +243,10 @@ class DeviceManager(NamedTuple):
         state: Any,
         batches: Iterable[Any],
     ) -> Iterator[Any]:
-        """What `step` gives for each example of each batch, on the host, in order.
+        """Maps `step` over batches: per-example results on the host, in order.
 
         A batch with fewer rows than the first, or that does not split over the devices,
-        is filled up with rows of zeros, and their results are left out.
+        is padded with rows of zeros, and their results are left out.
 
         Args:
           step: from `compile(..., donate_argnums=(), out="split")`.
@@ -256,7 +257,7 @@ class DeviceManager(NamedTuple):
           For each batch a pytree of NumPy arrays [B, ...].
 
         Raises:
-          PlacementError: see `shard`.
+          PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
         """
         size = 0
         running: deque[tuple[int, Any]] = deque()
@@ -285,22 +286,20 @@ class DeviceManager(NamedTuple):
         self.ledger.add_since("compute", begun)
 
     def audit(self, tree: Any) -> list[checks.Placement]:
-        """Where each leaf of a state lives, with a verdict for each that is astray."""
+        """Placement of each leaf of a state, with a verdict for each that is astray."""
         return checks.audit(tree, self.devices)
 
     def check(self, tree: Any) -> None:
-        """Raises `PlacementError` unless every leaf is whole on each of the devices."""
+        """Raises `PlacementError` unless every leaf is replicated on the devices."""
         checks.check(tree, self.devices)
 
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to the host: pytree of NumPy arrays.
 
-        A leaf that is whole on each device comes from one of them, and one that is
-        split from all.
+        A replicated leaf comes from one device, a split leaf from all.
 
         Raises:
-          PlacementError: a leaf that should be whole on each differs between them, or
-            was deleted; the message names it.
+          PlacementError: the replicas of a leaf differ, or it was deleted; names it.
         """
         check_alive(tree)
         copies = jax.tree.map(
@@ -321,10 +320,7 @@ class DeviceManager(NamedTuple):
             yield
 
     def explicit_transfers(self) -> contextlib.AbstractContextManager:
-        """Makes every copy to or from a device that nobody asked for an error.
-
-        Holds for this thread alone.
-        """
+        """Makes implicit copies to or from a device an error, for this thread alone."""
         return jax.transfer_guard("disallow")
 
     def implicit_transfers(self) -> contextlib.AbstractContextManager:
@@ -332,18 +328,18 @@ class DeviceManager(NamedTuple):
         return jax.transfer_guard("allow")
 
     def memory_in_use(self) -> int | None:
-        """The most bytes in use on any of the devices; None where JAX cannot tell."""
+        """Largest number of bytes in use on a device; None where JAX cannot tell."""
         stats = [device.memory_stats() for device in self.devices]
         return max((s["bytes_in_use"] for s in stats if s), default=None)
 
     def memory_limit(self) -> int | None:
-        """The least bytes that any of the devices has left; None where unknown."""
+        """Smallest number of bytes left on a device; None where JAX cannot tell."""
         stats = [device.memory_stats() for device in self.devices]
         left = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
         return min(left, default=None)
 
     def describe(self) -> str:
-        """The devices and the reason for them, in one line."""
+        """Describes the devices and the reason for them, in one line."""
         indices = [checks.device_index(device) for device in self.devices]
         names = ", ".join(f"{self.platform}:{index}" for index in indices)
         kind = self.devices[0].device_kind

@@ -18,17 +18,16 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
     """Asserts that every replicated leaf is bitwise the same on all its devices.
 
     Each device reduces its own copy of each leaf to one 32-bit number; only those
-    travel to the host, so the cost is one pass over the tree in device memory.
+    travel to the host.
 
     Args:
-      tree: whole on each device.
-      agreed: whether the same step left all copies equal before, so that what differs
-        now is a device's doing and not the step's.
+      tree: pytree of any leaves; those that are not replicated are passed over.
+      agreed: True if the same step left all copies equal before, so that a device and
+        not the step is to blame.
 
     Raises:
       ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.
-      PlacementError: a leaf differs, or was deleted; the message names it and its
-        devices.
+      PlacementError: a leaf differs, or was deleted; names it and its devices.
     """
     check_alive(tree)
     shared = [
@@ -72,7 +71,7 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
 
 
 def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
-    """The devices whose copy is not what most have; "" where no copy is of most."""
+    """Names the devices whose copy is not the majority's; "" without a majority."""
     devices = sorted(leaf.devices(), key=lambda device: device.id)
     most, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
@@ -83,7 +82,7 @@ def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
 
 @functools.cache
 def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
-    """Maps a list of n leaves to n uint32 [devices]: one number from each copy."""
+    """Compiles a map from n leaves to n uint32 [devices]: one number from each copy."""
     mesh = Mesh(np.array(devices), "copy")
     return jax.jit(
         jax.shard_map(
@@ -97,7 +96,7 @@ def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """A 32-bit sum of the array's bits, each word mixed with its place: uint32 [].
+    """Hashes an array's bits to 32, each word mixed with its place: uint32 [].
 
     Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
     """
@@ -110,7 +109,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array: uint32 [n], one word an element and two for 64 bits."""
+    """Bits of an array: uint32 [n], one word an element and two for 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):

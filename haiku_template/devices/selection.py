@@ -1,8 +1,8 @@
-"""Which devices to use: what was asked, what must be set before JAX starts, what is.
+"""Device selection: parse the request, configure JAX before it starts, pick devices.
 
-JAX reads platforms, device counts and memory options once, when its backend starts,
-and ignores most later changes in silence. So `configure` sets them first, and refuses
-when it is too late.
+JAX reads platforms, device counts and memory options once, when its backend starts, and
+ignores most later changes in silence. So `configure` sets them first, and refuses when
+it is too late.
 """
 
 import logging
@@ -24,7 +24,7 @@ SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
 
 
 class Request(NamedTuple):
-    """What was asked for: a platform, which of its devices, and how many."""
+    """Request for devices: a platform, indices among its devices, a count."""
 
     spec: str
     platform: str
@@ -36,10 +36,10 @@ class Request(NamedTuple):
 def parse(
     spec: str, num_devices: int | None = None, simulate_devices: int | None = None
 ) -> Request:
-    """Reads `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`.
+    """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`.
 
     Raises:
-      DeviceError: the words, or their combination, mean nothing.
+      DeviceError: the spec is not one of these, or contradicts the counts.
     """
     match = SPEC.fullmatch(spec)
     if not match or (match[1] == "auto" and match[2]):
@@ -73,10 +73,10 @@ def parse(
 
 
 def check_memory_options(fraction: float | None, preallocate: bool | None) -> None:
-    """Refuses a mistake in the program, which no other device would mend.
+    """Checks GPU memory options, whose faults no fallback mends.
 
     Raises:
-      DeviceError: not a share of a card's memory, or given when JAX has started.
+      DeviceError: not a share of a card's memory, or given after JAX has started.
     """
     if fraction is not None and not 0 < fraction <= 1:
         raise DeviceError(
@@ -92,7 +92,7 @@ def check_memory_options(fraction: float | None, preallocate: bool | None) -> No
 
 
 def backend_started() -> bool:
-    """Whether a JAX backend exists already, so that options come too late."""
+    """True if a JAX backend exists already, so that options come too late."""
     # JAX has no public question for this; this option is the one it refuses late.
     count = jax.config.jax_num_cpu_devices
     try:
@@ -109,13 +109,12 @@ def configure(
     gpu_memory_fraction: float | None = None,
     gpu_preallocate: bool | None = None,
 ) -> None:
-    """Sets what JAX reads when its backend starts: platforms, devices, GPU memory.
+    """Configures JAX before its backend starts: platforms, devices, GPU memory.
 
-    Only the devices that will be used are made visible to JAX: it would otherwise
-    reserve memory on every GPU of the host.
+    Only the devices in use are made visible: JAX reserves memory on every GPU it sees.
 
     Raises:
-      DeviceError: no GPU can be used and one was asked for; or a backend exists
+      DeviceError: a GPU was asked for and none can be used; or a backend exists
         already, which ignores the platforms.
     """
     if backend_started():
@@ -163,8 +162,8 @@ def _configure_gpu(request: Request) -> None:
 def _show_only_what_is_used(request: Request) -> None:
     """Makes other GPUs invisible to JAX, which reserves memory on each it sees.
 
-    What the user's own JAX_CUDA_VISIBLE_DEVICES leaves out stays out: indices and
-    counts are then among the rest.
+    Indices and counts are among the devices that the user's own
+    JAX_CUDA_VISIBLE_DEVICES leaves.
     """
     wanted = request.indices
     if wanted is None and request.num_devices:
@@ -175,13 +174,11 @@ def _show_only_what_is_used(request: Request) -> None:
 
 
 def select(request: Request) -> tuple[list[jax.Device], str]:
-    """The devices that the request means, and the reason for them in one sentence.
-
-    Starts the JAX backend.
+    """Selects the requested devices, and says why in one sentence; starts JAX.
 
     Raises:
-      DeviceError: the platform or one of the devices does not exist; the message
-        names what there is.
+      DeviceError: the platform or one of the devices does not exist; the message names
+        what there is.
     """
     platform = None if request.platform == "auto" else request.platform
     try:
@@ -206,7 +203,7 @@ def select(request: Request) -> tuple[list[jax.Device], str]:
 
 
 def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
-    """The devices that were asked for, in the order asked."""
+    """Picks the requested devices, in the order asked."""
     platform = devices[0].platform
     by_index = {device_index(device): device for device in devices}
     names = ", ".join(f"{platform}:{index}" for index in by_index)
@@ -256,10 +253,10 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
 
 
 def available() -> dict[str, list[jax.Device]]:
-    """The devices of each backend that JAX has here, the preferred backend first.
+    """Devices of each backend that JAX has here, the preferred backend first.
 
-    `jax.devices()` shows those of one backend alone, and fails for others. Starts JAX,
-    and never raises: where JAX cannot start, a warning says why, and nothing is there.
+    `jax.devices()` shows those of one backend alone. Starts JAX and never raises: where
+    JAX cannot start, it logs a warning and returns nothing.
     """
     try:
         preferred = jax.default_backend()
@@ -277,7 +274,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_no_gpu() -> str:
-    """The cause for which JAX has no GPU here, and its remedy, in one sentence.
+    """Diagnoses why JAX has no GPU here: cause and remedy, in one sentence.
 
     Asks the driver, in a child process, where there is a card.
     """
@@ -297,12 +294,12 @@ def why_no_gpu() -> str:
 
 
 def only_cpu() -> bool:
-    """Whether JAX was told to start the CPU and nothing else."""
+    """True if JAX was told to start the CPU and nothing else."""
     return jax.config.jax_platforms == "cpu"
 
 
 def unused_card() -> str:
-    """Logs, loudly, that a run is on the CPU beside a GPU; returns why, or nothing."""
+    """Warns that a run is on the CPU beside a GPU; returns why, or ""."""
     if not Machine.here().has_card():
         return ""
     why = why_no_gpu()
@@ -325,7 +322,7 @@ def check_default_device() -> None:
 
 
 def ignored_platforms() -> str:
-    """Says that `jax_platforms` was changed after JAX had started (A46); else empty.
+    """Describes a change of `jax_platforms` that came too late (A46); "" for none.
 
     JAX must have started. It keeps the platforms that it started with, in silence.
     """

@@ -1,4 +1,4 @@
-"""A compiled step: its call is timed, and its errors name the leaf."""
+"""Compiled step: its call is timed, and its errors name the leaf."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 
 
 class InFlight:
-    """What compiled steps of this process have dispatched and not seen finished.
+    """Steps of this process that are dispatched and unfinished.
 
     One for the process, as simulated devices share its threads: steps of two programs
     that wait for each other in collectives would wait for ever.
@@ -58,18 +58,16 @@ IN_FLIGHT = InFlight()
 
 
 class CompiledStep:
-    """`jax.jit` of a step on one device, `jax.pmap` of it on several.
+    """Compiled step: `jax.jit` on one device, `jax.pmap` on several.
+
+    `step`, `donate_argnums`, `replicated` and `out` are those of
+    `DeviceManager.compile`.
 
     Args:
-      step: pure function of `replicated` trees that are whole on each device, the state
-        first, and of one device's share of the batch.
-      devices: where it runs.
-      axis_name: the mesh axis over several devices; None on one.
-      ledger: where the time of each call is entered.
-      limit: how many steps may be dispatched and unfinished.
-      donate_argnums: arguments whose memory the results may take over.
-      replicated: arguments before the batch.
-      out: `whole` or `split`; see `DeviceManager.compile`.
+      devices: those that the step runs on.
+      axis_name: mesh axis over several devices; None on one.
+      ledger: adds up the seconds of each call.
+      limit: most steps that may be dispatched and unfinished.
 
     Raises:
       PlacementError: another `out`.
@@ -125,7 +123,7 @@ class CompiledStep:
         self._takes_state = 0 in np.atleast_1d(np.array(donate_argnums, int))
 
     def lower(self, *args: Any) -> Any:
-        """What `jax.jit` would compile for arrays of these shapes.
+        """Lowers the step for arrays of these shapes.
 
         Raises:
           PlacementError: the step leaks a tracer.
@@ -134,14 +132,14 @@ class CompiledStep:
             return self._jitted.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """Starts the step; its results are there when the devices have finished.
+        """Dispatches the step; its results are there when the devices have finished.
 
         Waits first for earlier steps, of this one or another, until few enough run.
 
         Raises:
-          PlacementError: an argument is elsewhere, and using it would be a copy that
-            nobody asked for; or another step has taken over its memory; or the batch
-            is not from `shard`. The message names the leaf. Or the step leaks a tracer.
+          PlacementError: an argument is on other devices or was donated before; the
+            batch is not from `shard`; or the step leaks a tracer. The message names the
+            leaf.
         """
         *whole, batch = args
         check_alive(whole[0], "the state's ", distinct=self._takes_state)
@@ -195,7 +193,7 @@ def sum_over(axis_name: str | None, tree: Any) -> Any:
 
 
 def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
-    """`fn`, which sees the axis as steps do; with one device in it."""
+    """Binds the mesh axis in `fn`, with one device in it."""
     if axis_name is None:
         return fn
     # An axis of size one: averages over it are the identity.

@@ -1,9 +1,9 @@
-"""The two placement functions that JAX removed, with the semantics that they had.
+"""Transfers: the two placement functions that JAX removed, and checks of host trees.
 
 `jax.device_put_sharded` and `jax.device_put_replicated` left JAX in 0.10. Both give
-arrays with a leading axis of one entry a device, as `pmap` takes them. Here every
-shard goes straight to its own device: nothing is stacked on the host, and nothing
-passes through device 0.
+arrays with a leading axis of one entry a device, as `pmap` takes them. Here every shard
+goes straight to its own device: nothing is stacked on the host or passes through device
+0.
 """
 
 import math
@@ -37,10 +37,9 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
       i on `devices[i]`.
 
     Raises:
-      PlacementError: not one shard for each device, or shards that differ in
-        structure, shape or dtype; the message names the leaf.
-      TypeError: `shards` is no sequence, or a leaf no number or array of numbers, nor
-        where the first shard is one.
+      PlacementError: not one shard for each device, or shards that differ in structure,
+        shape or dtype; the message names the leaf.
+      TypeError: `shards` is no sequence, or a leaf no number or array of numbers.
     """
     devices = _distinct(devices)
     if not isinstance(shards, Sequence):
@@ -86,14 +85,9 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
 
 
 def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
-    """Puts row block i of every leaf on device i.
+    """Puts row block i of every leaf [B, ...] on device i of n.
 
-    Args:
-      batch: pytree of NumPy arrays [B, ...]; B is a multiple of the devices.
-      devices: distinct devices, n of them.
-
-    Returns:
-      On one device a pytree of arrays [B, ...], on several [n, B / n, ...].
+    Returns a pytree of arrays [B, ...] on one device, [n, B / n, ...] on several.
     """
     n = len(devices)
     if n == 1:
@@ -146,9 +140,9 @@ CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array that CPU devices take over in place, when it is put there.
+    """Uninitialized array that CPU devices take over in place.
 
-    `np.empty` is rarely aligned as they need it, and is then held twice for a while.
+    `np.empty` is rarely aligned as they need it, and is then copied.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + CPU_ALIGNMENT, np.uint8)
@@ -159,7 +153,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def check_batch_size(
     batch_size: int, num_devices: int, accumulate_steps: int = 1
 ) -> int:
-    """The rows of one device's share of a batch.
+    """Rows of one device's share of a batch.
 
     Raises:
       PlacementError: the batch does not split evenly; names the nearest sizes.
@@ -177,12 +171,11 @@ def check_batch_size(
 
 
 def check_host_batch(batch: Any, what: str = "the batch") -> int:
-    """The rows of a batch in host memory; `what` is the subject of the message.
+    """Rows of a batch in host memory; `what` is the subject of the message.
 
     Raises:
-      PlacementError: a leaf is on a device already, where making it cost a copy that
-        nobody asked for; or it has no rows, or not as many as another. The message
-        names the leaf.
+      PlacementError: a leaf is on a device already, has no rows, or not as many as
+        another; names the leaf.
     """
     rows: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -212,7 +205,7 @@ def check_host_batch(batch: Any, what: str = "the batch") -> int:
 
 
 def fill_up(batch: Any, rows: int, size: int) -> Any:
-    """The arrays [rows, ...] of a batch with rows of zeros appended: [size, ...]."""
+    """Pads arrays [rows, ...] with rows of zeros: [size, ...]."""
     if rows == size:
         return batch
 
@@ -239,11 +232,11 @@ def check_per_row(results: Any, batch: Any) -> None:
 
 
 def fitting(tree: Any) -> Any:
-    """The tree with NumPy arrays of the dtypes that JAX would make of theirs.
+    """Casts NumPy leaves to the dtypes that JAX makes of theirs.
 
     Raises:
       PlacementError: a value does not fit, where JAX would cut off its high bits or
-        make it infinite in silence; the message names the leaf.
+        make it infinite in silence; names the leaf.
     """
     return jax.tree_util.tree_map_with_path(_fitting, tree)
 
@@ -274,7 +267,7 @@ def _fitting(path: Any, leaf: Any) -> Any:
 
 
 def shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shapes, shardings, and dtypes as JAX makes them of NumPy's.
+    """Abstract arrays of a tree: shapes, JAX's dtypes, and a sharding.
 
     float64 becomes float32 unless `jax_enable_x64` is set; PRNG keys stay keys.
     """
@@ -289,18 +282,18 @@ def shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 class Ledger:
-    """Adds up amounts by name, from any thread.
+    """Ledger: adds up amounts by name, from any thread.
 
-    The device manager enters what it does:
+    The device manager enters:
 
-    * `bytes_to_devices`, `bytes_from_devices`: of copies that were asked for; one that
-      puts an array whole on four devices counts four times.
+    * `bytes_to_devices`, `bytes_from_devices`: of explicit copies; replicating an array
+      on four devices counts it four times.
     * `to_devices`, `from_devices`: seconds that these copies took.
     * `dispatch`: seconds in calls of compiled steps, until they returned.
     * `compute`: seconds waited for the devices to finish.
 
-    and the loop `data` (seconds in which a batch was made) and `waiting` (seconds
-    waited for one that was not there yet).
+    The loop enters `data` (seconds to make a batch) and `waiting` (seconds waited for
+    one).
     """
 
     def __init__(self) -> None:
@@ -308,28 +301,28 @@ class Ledger:
         self._totals: Counter[str] = Counter()
 
     def add(self, name: str, amount: float) -> None:
-        """Enters an amount: bytes or seconds."""
+        """Adds an amount: bytes or seconds."""
         with self._lock:
             self._totals[name] += amount
 
     def add_since(self, name: str, begun: float) -> None:
-        """Enters the seconds since `begun`, a reading of `time.perf_counter()`."""
+        """Adds the seconds since `begun`, a reading of `time.perf_counter()`."""
         self.add(name, time.perf_counter() - begun)
 
     def arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
-        """Waits for a copy to the devices that was asked for at `begun`; enters it."""
+        """Waits for a copy to the devices that began at `begun`, and adds its cost."""
         jax.block_until_ready(placed)
         self.add_since("to_devices", begun)
         self.add("bytes_to_devices", copies * tree_bytes(placed))
         return placed
 
     def totals(self) -> Counter[str]:
-        """Everything entered so far; what never was, counts as 0."""
+        """Totals by name; one that was never entered counts as 0."""
         with self._lock:
             return self._totals.copy()
 
     def waits(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The same items; the seconds until each is there are `waiting`."""
+        """Yields the same items; seconds until each is there count as `waiting`."""
         iterator = iter(items)
         while True:
             begun = time.perf_counter()
@@ -342,5 +335,5 @@ class Ledger:
 
 
 def tree_bytes(tree: Any) -> int:
-    """The bytes of all leaves; PRNG keys are those of their key data."""
+    """Bytes of all leaves; PRNG keys are those of their key data."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
