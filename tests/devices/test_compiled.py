@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import checks, mean_over
+from haiku_template.devices import check_replicas, mean_over
 from haiku_template.devices.step import IN_FLIGHT
 from haiku_template.errors import PlacementError
 
@@ -89,7 +89,7 @@ def test_a_state_that_was_donated_is_named_and_not_used_again(devices):
             use()
     step(new, batch)
     with pytest.raises(PlacementError, match=r"\['b'\].*deleted"):
-        checks.check_replicas({"b": new["b"]})
+        check_replicas({"b": new["b"]})
 
 
 def test_a_deleted_batch_is_named(devices):
@@ -149,7 +149,7 @@ def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):
 
 OWN_LOOP = """
 import numpy as np, jax, jax.numpy as jnp
-from haiku_template.devices import (DeviceManager, mean_over)
+from haiku_template.devices import DeviceManager, mean_over
 devices = DeviceManager.create(simulate_devices=8)
 def first(state, batch):
     return state + mean_over(devices.axis_name, batch.mean())

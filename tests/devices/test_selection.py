@@ -107,7 +107,7 @@ def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, n
     # JAX passes over CUDA in silence; with "cuda" alone it could not have started.
     code = (
         f"import jax; jax.devices(); jax.config.update('jax_platforms', '{value}')\n"
-        "from haiku_template.devices import failures\n"
+        "from haiku_template.devices import selection\n"
         "print(selection.ignored_platforms())"
     )
     assert ("[A46]" in run(code, JAX_PLATFORMS="cpu")) is named
@@ -152,11 +152,11 @@ def test_auto_on_a_machine_without_a_card_is_quiet(caplog):
 
 
 UNUSED = (
-    "from haiku_template.devices import failures\n"
+    "from haiku_template.devices import selection\n"
     "from haiku_template.doctor import Finding, Machine\n"
     "cause = Finding('A23', 'error', 'drivers differ', '580 and 570', 'reboot')\n"
     "Machine.has_card = lambda machine: True\n"
-    "failures.check_environment = lambda asked: [{}]\n"
+    "selection.check_environment = lambda asked: [{}]\n"
 )
 
 
@@ -218,7 +218,7 @@ def test_cpu_devices_that_are_not_there_can_be_simulated(asked, flag):
 
 
 AVAILABLE = """
-from haiku_template.devices import (available)
+from haiku_template.devices import available
 print({name: [str(device) for device in found] for name, found in available().items()})
 """
 

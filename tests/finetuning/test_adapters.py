@@ -26,8 +26,8 @@ def parts(request):
         return {"a/b": {"w": w, "b": jnp.zeros(5)}, "head": head}
 
     plan = make_plan(Finetuning(train=("head/*",), lora=LORA), devices.abstract(whole))
-    params = devices.init(lambda: plan.params(whole(), jax.random.key(1)))
-    return params, devices.init(lambda: plan.base(whole()))
+    params = devices.init(lambda: plan.init_params(whole(), jax.random.key(1)))
+    return params, devices.init(lambda: plan.split(whole())[1])
 
 
 def abstract(devices, tree):

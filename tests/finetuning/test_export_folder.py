@@ -12,30 +12,28 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.errors import ConfigError, StorageError
-from haiku_template.finetuning import (
-    FAMILIES,
-    Rule,
+from haiku_template.models import FAMILIES, Rule, bert, gpt
+from haiku_template.params import flatten
+from haiku_template.pretrained import (
     describe,
     export_like,
     export_new,
-    flatten,
     restore,
     to_config,
+    writing,
 )
-from haiku_template.models import MODELS
-from haiku_template.pretrained import writing
 
 BERT = FAMILIES["bert"].rules
 
 
 def load(folder, devices, num_outputs=3, fresh=(), **kwargs):
     found = describe(folder)
-    if found.family.model == "gpt":
+    if found.family is gpt.family:
         inputs = np.zeros((1, 2), np.int32)
-        model = MODELS["gpt"](**found.arguments)
+        model = gpt(**found.arguments)
     else:
         inputs = {name: np.ones((1, 2), np.int32) for name in ("tokens", "mask")}
-        model = MODELS["bert"](num_outputs, **found.arguments, **kwargs)
+        model = bert(num_outputs, **found.arguments, **kwargs)
 
     def init():
         return model.init(jax.random.key(0), inputs, False)
@@ -182,9 +180,9 @@ def test_a_model_made_here_is_written_and_found_again(
     folder, out = references / "bert", tmp_path / "out"
     params = load(folder, devices)
     arguments = describe(folder).arguments
-    config = to_config("bert", arguments)
+    config = to_config(bert.family, arguments)
     export_new(out, params, BERT, devices, config=config, shard_bytes=shard_bytes)
-    assert describe(out, "bert").arguments == arguments
+    assert describe(out, bert.family).arguments == arguments
     files = sorted(file.name for file in out.glob("*.safetensors"))
     if shard_bytes == 10**9:
         assert files == ["model.safetensors"]
@@ -205,7 +203,7 @@ def test_a_model_made_here_is_written_and_found_again(
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_config_json_goes_both_ways(references, tmp_path, name):
     found = describe(references / name)
-    config = to_config(name, found.arguments)
+    config = to_config(FAMILIES[name], found.arguments)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert describe(tmp_path).arguments == found.arguments
     shared = config.keys() & found.config.keys() - {"architectures"}

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import describe
+from haiku_template.models import gpt
+from haiku_template.pretrained import describe
 
 
 def test_a_gpt2_folder_is_described(references):
-    found = describe(references / "gpt2", "gpt")
-    assert found.family.model == "gpt"
+    found = describe(references / "gpt2", gpt.family)
+    assert found.family is gpt.family
     assert found.arguments == {
         "num_outputs": 48,
         "context": 16,
@@ -56,8 +57,8 @@ def test_another_model_is_refused(copy_of, name, changes, words):
 
 
 def test_a_model_of_another_kind_than_wanted_is_refused(references):
-    with pytest.raises(ConfigError, match="'bert'; possible are gpt2 for the model"):
-        describe(references / "bert", "gpt")
+    with pytest.raises(ConfigError, match="'bert'; possible are gpt2 for this model"):
+        describe(references / "bert", gpt.family)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"model_type": []}'])

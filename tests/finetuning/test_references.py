@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from haiku_template.finetuning import describe, flatten, restore
-from haiku_template.models import MODELS
-from haiku_template.models.bert import Sizes, encode, first
+from haiku_template.models import bert, gpt
+from haiku_template.models.bert.model import Sizes, encode, first
+from haiku_template.params import flatten
+from haiku_template.pretrained import describe, restore
 
 pytestmark = pytest.mark.usefixtures("optimized")
 TOLERANCE = 1e-5  # Ten times what was seen, and a tenth of what would do.
@@ -27,7 +28,8 @@ def load(folder, devices, inputs, num_outputs=3, fresh=(), **kwargs):
     """The parameters on the host, and the model's function."""
     found = describe(folder)
     outputs = {} if "num_outputs" in found.arguments else {"num_outputs": num_outputs}
-    model = MODELS[found.family.model](**outputs, **found.arguments, **kwargs)
+    make = gpt if found.family is gpt.family else bert
+    model = make(**outputs, **found.arguments, **kwargs)
 
     def init():
         return model.init(jax.random.key(0), inputs, False)

@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import Rule, restore
-from haiku_template.pretrained import reading, tensors
+from haiku_template.models import Rule
+from haiku_template.pretrained import reading, restore, tensors
 
 RULES = (
     Rule("[model.]layer.{}.weight", "net/layer_{}/w", "transpose"),

@@ -108,10 +108,11 @@ def test_merged_equals_unmerged(one_device, tuning):
 @pytest.mark.parametrize("tuning", [Finetuning(train=HEAD), BOTH])
 def test_what_is_frozen_does_not_change(one_device, tuning):
     trainer = made(one_device, tuning, accumulate_steps=2)
-    before = jax.device_get(trainer.frozen())
-    first = jax.device_get(trainer.init().params)
+    start = jax.device_get(trainer.init())
+    first = start.params
     state, _ = run(trainer, 100)
-    assert_same(before, jax.device_get(trainer.frozen()))
+    assert_same(start.frozen, jax.device_get(state.frozen))
+    assert_same(start.frozen, jax.device_get(trainer.frozen()))
     for path, leaf in flatten(jax.device_get(state.params)).items():
         assert not np.array_equal(leaf, flatten(first)[path]), path
     check_replicas(state)
@@ -133,7 +134,7 @@ def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
     head = (WIDTH * 3 + 3) * (tuning is BOTH)
     assert budget.opt_state == 2 * 4 * trains + 4
     assert budget.frozen == whole.params - 4 * head
-    assert whole.base == 0
+    assert whole.frozen == 0
 
 
 def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
@@ -146,8 +147,7 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     adam = state.opt_state[0]
     trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
     assert {str(x.dtype) for x in trained} == {"float32"}
-    batch = one_device.abstract_batch(DATA.train.batch(0))
-    text = trainer.train_step.lower(trainer.abstract, batch).as_text()
+    text = trainer.lower(DATA.train.batch(0)).as_text()
     assert f"tensor<64x{WIDTH}xbf16>" in text
     assert f"tensor<64x{WIDTH}xf32>" not in text
     budget, float32 = memory_budget(trainer), memory_budget(made(one_device))
@@ -272,5 +272,5 @@ def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):
 
 def test_what_does_not_fit_names_the_base(one_device):
     trainer = made(one_device)
-    with pytest.raises(ConfigError, match=r"\.base\['mlp/~/linear_0'\]\['w'\]"):
+    with pytest.raises(ConfigError, match=r"\.frozen\['mlp/~/linear_0'\]\['w'\]"):
         check_budget(trainer, 1000)

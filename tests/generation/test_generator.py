@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_config
-from words import CONTEXT, TEXT
+from words import CONTEXT, TEXT, make_config
 
 from haiku_template.config import default_config, to_dict
 from haiku_template.devices import DeviceManager
@@ -61,10 +60,10 @@ def test_the_model_is_that_of_the_checkpoint(trained, model):
     config, workdir = trained
     trainer = Experiment.from_config(config, DEVICES).trainer(DEVICES)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = checkpoints.restore(100, trainer.abstract)
+        saved = checkpoints.restore(100, trainer.abstract.saved())
     assert (model.step, model.vocabulary, model.context) == (100, 256, CONTEXT)
-    jax.tree.map(np.testing.assert_array_equal, model.params, state.ema_params)
-    moved = jax.tree.map(lambda a, b: np.any(a != b), model.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, model.params, saved["ema_params"])
+    moved = jax.tree.map(lambda a, b: np.any(a != b), model.params, saved["params"])
     assert any(jax.tree.leaves(moved))
     DEVICES.check(model.params)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, Data, EvaluationSet
 
 TEXT = "my dog ran off to a café by night. " * 10
@@ -24,3 +25,27 @@ def words(spec, text="bytes"):
 def mute(spec):
     """The same, but it does not say what its tokens stand for."""
     return words(spec, text=None)
+
+
+def make_config(**changes):
+    """The config of a run on it, with changes."""
+    config = default_config()
+    config.num_steps = 100
+    config.batch_size = 16
+    config.log_every = 50
+    config.eval_every = config.save_every = 50
+    config.ema_decay = 0.5
+    config.task = {"name": "language_model"}
+    config.data = {"name": "words:words"}
+    config.model = {
+        "name": "gpt",
+        "num_layers": 1,
+        "width": 32,
+        "num_heads": 2,
+        "context": CONTEXT,
+    }
+    config.optimizer.learning_rate = 1e-2
+    config.optimizer.clip_norm = 1.0
+    with config.unlocked():
+        config.update(changes)
+    return config

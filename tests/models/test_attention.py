@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from haiku_template.config import default_config
-from haiku_template.data import each_shape
 from haiku_template.errors import ConfigError
 from haiku_template.models.attention import Hardware, attend, choose
 from haiku_template.training import Experiment
@@ -90,9 +89,7 @@ def make_gpt(tmp_path, devices, **changes):
 
 
 def lower(trainer):
-    state = trainer.abstract
-    batch = each_shape(trainer.experiment.data.train)[0]
-    trainer.train_step.lower(state, trainer.devices.abstract_batch(batch))
+    trainer.lower(trainer.shapes()[0])
 
 
 def test_a_program_asks_for_the_attention_of_the_devices_that_it_is_compiled_for(

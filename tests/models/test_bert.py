@@ -1,6 +1,6 @@
 """BERT: padding has no influence, poolings are what they say, errors are sentences.
 
-That its numbers are Hugging Face's is tested in tests/finetuning.
+That its numbers are Hugging Face's is tested in tests/pretrained.
 """
 
 import jax

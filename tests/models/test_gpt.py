@@ -160,7 +160,6 @@ def test_an_output_depends_on_no_later_input_and_on_every_earlier_one(params):
     assert np.all(sizes[~later] > 1e-4)
 
 
-@pytest.mark.parametrize("pieces", [(16,), (1,) * 16, (5, 1, 1, 7, 2)])
 @functools.cache
 def compiled(is_new):
     """The forward pass with a cache, which is made anew or given."""
