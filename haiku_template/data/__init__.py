@@ -1,7 +1,7 @@
 """Data sets: files, arrays and Grain pipelines, as functions of the step.
 
-What a user can mend is a `ConfigError`: data that is missing, damaged or too short for
-what was asked, and labels or tokens that do not fit. It names the file or the key.
+Faults that a user can mend are a `ConfigError` that names the file or the key: missing
+or damaged data, too few examples, labels or tokens that do not fit.
 """
 
 from haiku_template.data.dataset import (

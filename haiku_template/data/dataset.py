@@ -1,4 +1,4 @@
-"""Data sets as functions of the step: `batch(step)` gives the same arrays always.
+"""Data sets as functions of the step: `batch(step)` always gives the same arrays.
 
 Shapes: N examples in the set, B of them in one batch over all devices and processes.
 """
@@ -18,22 +18,22 @@ ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
 
 
 class Dataset(Protocol):
-    """What training reads: any object with this method."""
+    """Training set: any object with this method."""
 
     def batch(self, step: int) -> Batch:
-        """The host arrays [B, ...] of one step, made anew at each call."""
+        """Makes the host arrays [B, ...] of one step, new at each call."""
         ...
 
 
 class BatchSpec(NamedTuple):
-    """How a data set is cut into batches, and for what.
+    """Batch size, order, kind of labels, and share of this process.
 
     Attributes:
       batch_size: B, over all processes.
       seed: chooses the order of the examples and the augmentation.
-      labels: what the task needs: `classes`, `numbers`, `tokens`, or `any`.
-      process_index: which of the shares of each batch to read, from 0.
-      process_count: into how many shares the batches are split.
+      labels: kind that the task needs: `classes`, `numbers`, `tokens`, or `any`.
+      process_index: share of each batch to read, from 0.
+      process_count: number of shares that batches are split into.
     """
 
     batch_size: int
@@ -44,18 +44,18 @@ class BatchSpec(NamedTuple):
 
 
 class Data(NamedTuple):
-    """A training set, an evaluation set, and what a model must know of them.
+    """Training set, evaluation set, and facts that a model needs of them.
 
     Attributes:
       train: gives the batch of any step.
       evaluation: gives `num_batches` batches that hold each example once; the last may
         be shorter. None when there is nothing to evaluate on.
       num_outputs: classes, or regression targets.
-      preprocess: run on the inputs on the device, so that bytes travel and not floats.
-      text: what tokens stand for: `bytes` of UTF-8, or the path of a tokenizer.json;
-        None where they are not known, or there are none.
-      class_names: of the classes, in their order; none where they are only numbers.
-      vocab_size: tokens that inputs may hold; 0 where they hold none.
+      preprocess: runs on the inputs on the device, so that bytes travel and not floats.
+      text: `bytes` for UTF-8, or the path of the tokens' tokenizer.json; None if
+        unknown.
+      class_names: in the order of the classes; empty if they are only numbers.
+      vocab_size: number of tokens in the vocabulary; 0 if inputs are no tokens.
     """
 
     train: Dataset
@@ -68,7 +68,7 @@ class Data(NamedTuple):
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:
-    """A batch of each shape that `dataset` gives, the largest first.
+    """Makes a batch of each shape that `dataset` gives, the largest first.
 
     A data set of several shapes says so by a method `each_shape`.
     """
@@ -77,7 +77,7 @@ def each_shape(dataset: Dataset) -> list[Batch]:
 
 
 def share(spec: BatchSpec) -> slice:
-    """The rows of a batch that this process reads; all processes read as many."""
+    """Rows of a batch that this process reads; all processes read as many."""
     if spec.batch_size % spec.process_count:
         raise ConfigError(
             f"a batch of {spec.batch_size} examples cannot be shared evenly by "
@@ -88,7 +88,7 @@ def share(spec: BatchSpec) -> slice:
 
 
 def shuffle(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where a stored permutation of `range(size)` sends some places: int64."""
+    """Maps places through a stored permutation of `range(size)`: int64."""
     return _permutation(size, seed)[places]
 
 
@@ -105,10 +105,10 @@ def epochs(
     turns: range,
     permute: Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray] = shuffle,
 ) -> np.ndarray:
-    """The examples whose turn it is in an endless row of epochs: int64 [turns].
+    """Indices of the examples for `turns` in an endless row of epochs: int64 [turns].
 
-    Each epoch is a permutation of all `size` examples, as `permute` makes it, and the
-    next one follows without a gap. Turns count from the first epoch's first example.
+    Each epoch is a permutation of all `size` examples, made by `permute`, and the next
+    one follows without a gap. Turns count from the first epoch's first example.
     """
     parts = []
     for epoch in range(turns[0] // size, turns[-1] // size + 1):
@@ -160,7 +160,7 @@ class ArrayDataset:
     Attributes:
       inputs: array [N, ...].
       labels: array [N] or [N, targets].
-      spec: the size of a batch, the seed, and this process's share.
+      spec: batch size, seed, and share of this process.
       augment: maps (inputs of a batch, generator) to new inputs, on the host.
 
     Raises:
@@ -179,30 +179,30 @@ class ArrayDataset:
 
     @property
     def staged_size(self) -> tuple[int, int] | None:
-        """Rows and bytes of what would be staged; None where the host augments it."""
+        """Rows and bytes to stage on the devices; None if the host augments them."""
         if self.augment is not None:
             return None
         return len(self.inputs), self.inputs.nbytes + self.labels.nbytes
 
     def staged(self) -> Batch:
-        """What `gather` reads from."""
+        """Arrays to stage, which `gather` reads from."""
         return {"inputs": self.inputs, "labels": self.labels}
 
     def rows(self, step: int) -> np.ndarray:
-        """The examples in this process's share of a batch: int64 [B / processes]."""
+        """Indices of the examples in this process's share: int64 [B / processes]."""
         return self._rows(step)[share(self.spec)]
 
     def _rows(self, step: int) -> np.ndarray:
-        """The examples in the batch of `step`: int64 [B]."""
+        """Indices of the examples in the batch of `step`: int64 [B]."""
         size, seed = self.spec.batch_size, self.spec.seed
         return epochs(len(self.inputs), seed, range(step * size, (step + 1) * size))
 
     def gather(self, arrays: Batch, rows: Any) -> Batch:
-        """The batch that `rows` of `staged` make; for NumPy and for JAX."""
+        """Gathers a batch from rows of staged arrays; for NumPy and for JAX."""
         return {name: array[rows] for name, array in arrays.items()}
 
     def batch(self, step: int) -> Batch:
-        """This process's share of the batch of `step`: arrays [B / processes, ...]."""
+        """Makes this process's share of a batch: arrays [B / processes, ...]."""
         if self.augment is None:
             return self.gather(self.staged(), self.rows(step))
         # Drawn for the whole batch, so that shares do not change what is drawn.
@@ -224,11 +224,11 @@ class EvaluationSet:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each example once."""
+        """Number of batches that hold each example once."""
         return -(-len(self.inputs) // self.batch_size)
 
     def batch(self, index: int) -> Batch:
-        """The arrays of one batch, copied out of the set."""
+        """Copies the arrays of one batch out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
         arrays = {"inputs": self.inputs, "labels": self.labels}
@@ -259,7 +259,7 @@ class GrainDataset:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each example once; a pipeline may not repeat."""
+        """Number of batches that hold each example once; a pipeline may not repeat."""
         if len(self.source) > ENDLESS:
             raise ConfigError(
                 "the Grain data set to evaluate on repeats without end; leave out "
@@ -268,5 +268,5 @@ class GrainDataset:
         return len(self.source)
 
     def batch(self, step: int) -> Batch:
-        """The batch of `step`."""
+        """Reads the batch of `step`."""
         return dict(self.source[step])

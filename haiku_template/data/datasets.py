@@ -37,16 +37,16 @@ def from_split(
 
     Args:
       split: training and test arrays.
-      spec: how they are cut into batches, and for which task.
+      spec: batches to cut them into, and kind of labels.
       num_classes: None means as many as the training labels show.
-      preprocess: run on the inputs on the device; None scales bytes to [0, 1], and
+      preprocess: runs on the inputs on the device; None scales bytes to [0, 1], and
         leaves other types as they are.
-      augment: run on the training inputs on the host.
+      augment: runs on the training inputs on the host.
       where: names the data in errors.
 
     Raises:
       ConfigError: an empty part, parts of different shapes, labels outside the classes
-        or of the wrong type; the message names the part.
+        or of the wrong type; names the part.
     """
     if preprocess is None:
         is_bytes = split.x_train.dtype == np.uint8
@@ -80,7 +80,7 @@ def from_split(
 
 
 def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
-    """The number of classes, by default what the labels show: all are below it."""
+    """Number of classes, by default one more than the largest label."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise ConfigError(
             f"{where} has labels of type {labels.dtype} and shape "
@@ -126,7 +126,7 @@ def digits(spec: BatchSpec) -> Data:
 def _arrays(
     name: str, what: str, read: Callable[[Path], files.Split]
 ) -> Callable[..., Data]:
-    """The data set of x_train, y_train, x_test and y_test in files of one format."""
+    """Data set function for x_train, y_train, x_test and y_test in one file format."""
 
     def arrays(
         spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None

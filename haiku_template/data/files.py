@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:
-    """The path of a data set."""
+    """Expands the path of a data set, which must be given."""
     if not path:
         raise ConfigError(
             f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
@@ -46,7 +46,7 @@ def given_path(path: str | None, name: str, what: str) -> Path:
 
 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:
-    """Runs a reader on a file, and names the file in whatever goes wrong."""
+    """Runs a reader on a file; turns any error into a `ConfigError` that names it."""
     try:
         if path.is_file():
             return reader(path)
@@ -66,14 +66,14 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
 
 
 def _read_parts(path: Path, read: Callable[[Path, str], np.ndarray]) -> Split:
-    """The four arrays that one file holds by their names."""
+    """Reads the four arrays of a split, by their names, from one file."""
     return Split(
         *(read_with(path, functools.partial(read, name=n)) for n in Split._fields)
     )
 
 
 def read_npz(path: Path) -> Split:
-    """A .npz file with the arrays x_train, y_train, x_test and y_test, as in Keras."""
+    """Reads x_train, y_train, x_test and y_test from a .npz file, as Keras has them."""
 
     def array(file: Path, name: str) -> np.ndarray:
         with file.open("rb") as f, zipfile.ZipFile(f) as archive:
@@ -92,7 +92,7 @@ def read_npz(path: Path) -> Split:
 
 
 def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and the type of an .npy file's array, which follows."""
+    """Reads shape and dtype from the header of an .npy file."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of .npy is for other arrays")
@@ -102,7 +102,7 @@ def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:
-    """Raises unless a header promises what follows: nothing is read for more."""
+    """Raises unless as many bytes follow a header as it promises."""
     expected = math.prod(shape) * dtype.itemsize
     if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
         raise ValueError(
@@ -121,7 +121,7 @@ def _check_memory(file: Path, name: str, size: int) -> None:
 
 
 def read_safetensors(path: Path) -> Split:
-    """A .safetensors file with tensors x_train, y_train, x_test and y_test."""
+    """Reads x_train, y_train, x_test and y_test from a .safetensors file."""
 
     def tensor(file: Path, name: str) -> np.ndarray:
         with safe_open(file, framework="numpy") as tensors:
@@ -131,9 +131,9 @@ def read_safetensors(path: Path) -> Split:
 
 
 def read_npy(directory: Path) -> Split:
-    """A directory with x_train.npy, y_train.npy, x_test.npy and y_test.npy.
+    """Maps x_train.npy, y_train.npy, x_test.npy and y_test.npy of a directory.
 
-    The files are mapped, not read: examples come from disk as batches need them.
+    Examples come from disk as batches need them.
     """
 
     def read(file: Path) -> np.ndarray:
@@ -146,7 +146,7 @@ def read_npy(directory: Path) -> Split:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """One array in MNIST's idx format, plain or as .gz.
+    """Reads one array in MNIST's idx format, plain or as .gz.
 
     Format: two zero bytes, a type byte, the number of dimensions, each dimension as
     big-endian uint32, then the values (http://yann.lecun.com/exdb/mnist).
@@ -164,7 +164,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
-    """The array of an opened file that holds at most so many bytes."""
+    """Reads the array of an opened file that holds at most `most` bytes."""
     begin = data.read(4)
     if len(begin) < 4 or begin[:2] != b"\0\0" or begin[2] not in IDX_DTYPES:
         raise ValueError("it does not begin as an idx file does")
@@ -179,7 +179,7 @@ def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
 
 
 def read_mnist(directory: Path) -> Split:
-    """MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1]."""
+    """Reads MNIST's or Fashion-MNIST's four files: images uint8 [N, 28, 28, 1]."""
 
     def array(name: str) -> np.ndarray:
         plain = directory / name
@@ -194,7 +194,7 @@ def read_mnist(directory: Path) -> Split:
 
 
 def read_cifar10(directory: Path) -> Split:
-    """CIFAR-10's binary version: images uint8 [N, 32, 32, 3].
+    """Reads CIFAR-10's binary version: images uint8 [N, 32, 32, 3].
 
     Format: records of one label byte and 3,072 pixel bytes, channel by channel
     (https://www.cs.toronto.edu/~kriz/cifar.html).

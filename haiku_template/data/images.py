@@ -1,4 +1,4 @@
-"""Images: what happens to them on the host and on the device.
+"""Image preprocessing on the device, and augmentation on the host.
 
 Shapes: B images in a batch, H x W pixels, C channels.
 """
@@ -12,12 +12,12 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 
 
 def scale_pixels(images: Any) -> Any:
-    """Bytes [B, H, W, C] to float32 in [0, 1]; on the device, so that bytes travel."""
+    """Scales bytes [B, H, W, C] to float32 in [0, 1]; on the device: bytes travel."""
     return images.astype(np.float32) / np.float32(255)
 
 
 def standardize_cifar10(images: Any) -> Any:
-    """Bytes [B, 32, 32, 3] to float32 with the training set's mean and deviation."""
+    """Standardizes bytes [B, 32, 32, 3] by the training set's mean and deviation."""
     mean = np.array(CIFAR10_MEAN, np.float32)
     std = np.array(CIFAR10_STD, np.float32)
     return (scale_pixels(images) - mean) / std
@@ -28,7 +28,7 @@ def crop_and_flip(
 ) -> np.ndarray:
     """Shifts each image by up to `padding` pixels and mirrors half of them.
 
-    `images` are [B, H, W, C] of any type; what comes in at the edges is zero.
+    `images` are [B, H, W, C] of any type; zeros come in at the edges.
     """
     b, h, w, _ = images.shape
     edge = (padding, padding)

@@ -1,4 +1,4 @@
-"""The next batches, made and put on their devices by a background thread."""
+"""Prefetching: a background thread makes the next batches and puts them on devices."""
 
 import contextlib
 import queue
@@ -11,16 +11,16 @@ LEAVE_SECONDS = 5.0  # How long leaving waits for a batch that is being made.
 
 
 class Prefetcher:
-    """Iterates over `make(start), ..., make(stop - 1)`, a few of them ahead of time.
+    """Iterates over `make(start), ..., make(stop - 1)`, `depth` of them ahead of time.
+
+    Use it as a context manager: leaving it stops the thread. An error in `make` is
+    raised again at its step.
 
     Args:
       make: gives the batch of a step; runs in the background thread, in order.
       start: the first step.
       stop: one past the last step.
-      depth: how many batches may wait; each occupies its devices' memory.
-
-    Use it as a context manager: leaving it stops the thread. What `make` raises is
-    raised again at the step that it belongs to.
+      depth: most batches that wait; each occupies its devices' memory.
     """
 
     def __init__(

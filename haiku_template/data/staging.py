@@ -1,4 +1,4 @@
-"""Data that is staged once on the devices, so that no bytes travel in a step."""
+"""Staging: data put on the devices once, so that no bytes travel in a step."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 
 
 def why_not_staged(dataset: Any) -> str:
-    """Why a data set cannot be staged on devices; "" if it can."""
+    """Obstacle to staging a data set on devices; "" if there is none."""
     size = getattr(dataset, "staged_size", None)
     if size is None:
         return "its batches are made on the host"
@@ -26,13 +26,10 @@ def why_not_staged(dataset: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBlocks:
-    """The row numbers of many steps at once, in place of the batches themselves.
+    """Row indices of many steps at once, in place of the batches themselves.
 
     Attributes:
-      dataset: its batches are rows of arrays. It says how many rows and bytes they have
-        (`staged_size`; None where batches need more than gathering), and gives them
-        (`staged`), the row numbers of a step (`rows`), and the batch that some rows
-        make, the same of NumPy and of JAX arrays (`gather`); see `ArrayDataset`.
+      dataset: like `ArrayDataset`, with `staged_size`, `staged`, `rows` and `gather`.
       batch_size: B.
     """
 
@@ -49,12 +46,12 @@ class RowBlocks:
 
     @property
     def size(self) -> str:
-        """What is staged, in words."""
+        """Size of what is staged, in words."""
         return f"{self.dataset.staged_size[1]:,} bytes; batches are gathered there"
 
     @property
     def steps(self) -> int:
-        """How many steps one block is for."""
+        """Number of steps in one block."""
         return min(max(BLOCK_BYTES // (4 * self.batch_size), 1), BLOCK_STEPS)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
@@ -62,7 +59,7 @@ class RowBlocks:
         return _block(self, step // self.steps)
 
     def gather(self, arrays: dict[str, Any], block: Any, step: Any) -> dict[str, Any]:
-        """On the devices: the batch of a step, from one device's share of a block."""
+        """Gathers a step's batch on the devices, each from its share of a block."""
         return self.dataset.gather(arrays, block["rows"][:, step % self.steps])
 
 

@@ -1,4 +1,4 @@
-"""Texts of different lengths, in batches of few lengths.
+"""Bucketing: texts of different lengths, in batches of few lengths.
 
 Shapes: N examples in the set, B of them in one batch over all processes, T tokens.
 """
@@ -18,11 +18,11 @@ MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
 
 class Tokens(NamedTuple):
-    """The tokens of many texts, one text after another.
+    """Tokens of many texts, one text after another.
 
     Attributes:
       flat: of all texts: int32.
-      starts: where each text begins, and where the last ends: int64 [N + 1].
+      starts: begin of each text, and end of the last: int64 [N + 1].
     """
 
     flat: np.ndarray
@@ -30,17 +30,12 @@ class Tokens(NamedTuple):
 
     @classmethod
     def create(cls, texts: Sequence[Sequence[int]]) -> "Tokens":
-        """Joins texts; each has one token or more."""
+        """Joins texts of one token or more each."""
         starts = np.cumsum([0, *map(len, texts)])
         return cls(np.fromiter(itertools.chain.from_iterable(texts), np.int32), starts)
 
     def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Texts with zeros behind them, int32 [B, T], and their masks, bool [B, T].
-
-        Args:
-          rows: which: int64 [B].
-          length: T; none of them is longer.
-        """
+        """Pads the texts of `rows` with zeros, int32 [B, T]; masks are bool [B, T]."""
         sizes = self.starts[rows + 1] - self.starts[rows]
         mask = np.arange(length) < sizes[:, None]
         at = self.starts[rows][:, None] + np.arange(length)
@@ -55,7 +50,7 @@ class Texts(NamedTuple):
 
     @property
     def sizes(self) -> np.ndarray:
-        """The tokens of each text: int64 [N]."""
+        """Number of tokens of each text: int64 [N]."""
         return np.diff(self.tokens.starts)
 
     def batch(self, rows: np.ndarray, length: int) -> Batch:
@@ -66,11 +61,11 @@ class Texts(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Prompts and what follows them, for a language model.
+    """Prompts with their completions, for a language model.
 
     Attributes:
       tokens: of prompt and completion together; two or more of each.
-      prompts: how many of them are the prompt's: int64 [N].
+      prompts: number of them that are the prompt's: int64 [N].
     """
 
     tokens: Tokens
@@ -78,7 +73,7 @@ class Completions(NamedTuple):
 
     @property
     def sizes(self) -> np.ndarray:
-        """The tokens of each input: all but the last, which is only predicted."""
+        """Number of tokens of each input: all but the last, which is only predicted."""
         return np.diff(self.tokens.starts) - 1
 
     def batch(self, rows: np.ndarray, length: int) -> Batch:
@@ -96,16 +91,15 @@ class Completions(NamedTuple):
 class BucketedDataset:
     """Shuffled batches, each padded to one of few lengths.
 
-    Epochs follow each other without a gap. They are worked through in blocks of as many
-    whole batches as an epoch has: the examples of a block are put in order of their
-    buckets, cut into batches, and the batches shuffled. So no example is dropped, every
-    batch is full, and where a bucket does not fill its last batch, the next longer one
-    does.
+    A block has as many whole batches as fit an epoch. Its examples are sorted by bucket
+    and cut into batches, and the batches are shuffled. So no example is dropped and
+    every batch is full; one that a bucket does not fill is completed from the next
+    longer one.
 
     Attributes:
-      examples: what batches are made of.
-      lengths: of the buckets, rising; none of the examples is longer than the last.
-      spec: the size of a batch, the seed, and this process's share.
+      examples: texts or completions, tokenized.
+      lengths: of the buckets, rising; no example is longer than the last.
+      spec: batch size, seed, and share of this process.
     """
 
     examples: Texts | Completions
@@ -116,14 +110,14 @@ class BucketedDataset:
         check_batch(self.spec, 4 * self.lengths[-1])
 
     def batch(self, step: int) -> Batch:
-        """This process's share of the batch of `step`: arrays [B / processes, ...]."""
+        """Makes this process's share of a batch: arrays [B / processes, ...]."""
         count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
         rows, lengths = _block(self, step // count, count)
         own = rows[step % count][share(self.spec)]
         return self.examples.batch(own, lengths[step % count])
 
     def each_shape(self) -> list[Batch]:
-        """A batch of each length, the longest first."""
+        """Makes a batch of each length, the longest first."""
         shortest = np.full(self.spec.batch_size, self.examples.sizes.argmin())
         rows = shortest[share(self.spec)]  # It fits all lengths.
         return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
@@ -132,7 +126,7 @@ class BucketedDataset:
 def _by_length(
     examples: Texts | Completions, lengths: tuple[int, ...], rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Some examples in order of their buckets, and the lengths of these: int64 [N]."""
+    """Sorts examples by bucket; returns them and their buckets' lengths: int64 [N]."""
     buckets = np.searchsorted(lengths, examples.sizes[rows])
     order = np.argsort(buckets, kind="stable")
     return rows[order], np.array(lengths)[buckets[order]]
@@ -142,7 +136,7 @@ def _by_length(
 def _block(
     dataset: BucketedDataset, index: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a block's batches, int64 [count, B], and the length of each."""
+    """Rows of a block's batches, int64 [count, B], and the length of each."""
     spec, size = dataset.spec, count * dataset.spec.batch_size
     turns = range(index * size, (index + 1) * size)
     rows = epochs(len(dataset.examples.sizes), spec.seed, turns)
@@ -164,11 +158,11 @@ class BucketedEvaluationSet:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each example once."""
+        """Number of batches that hold each example once."""
         return -(-len(self.examples.sizes) // self.batch_size)
 
     def batch(self, index: int) -> Batch:
-        """The arrays of one batch, padded to the bucket of its longest example."""
+        """Makes one batch, padded to the bucket of its longest example."""
         rows, lengths = self._order
         own = slice(index * self.batch_size, (index + 1) * self.batch_size)
         return self.examples.batch(rows[own], lengths[own][-1])
@@ -182,10 +176,10 @@ class BucketedEvaluationSet:
 def choose_lengths(
     sizes: np.ndarray, count: int, most: int, longest: int
 ) -> tuple[int, ...]:
-    """Lengths of at most `count` buckets, which hold about as many examples each.
+    """Chooses lengths of at most `count` buckets of about as many examples each.
 
-    They rise, and are multiples of 8 or the `most` that is possible. The last is for
-    the `longest` of all examples, of which `sizes` are those to train on: int64 [N].
+    They rise, and are multiples of 8, or `most`. The last holds the `longest` of all
+    examples; `sizes` are those of the training examples: int64 [N].
     """
     if count < 1:
         raise ConfigError(f"num_buckets={count}; possible is 1 or more")

@@ -1,4 +1,4 @@
-"""The data set `bytes`: text of files, Python's standard library or Python's help."""
+"""Data set `bytes`: text of files, Python's standard library or Python's help."""
 
 import hashlib
 import os
@@ -37,15 +37,15 @@ def byte_text(
 ) -> Data:
     """Text as bytes of UTF-8, a vocabulary of 256, in memory; whole files held out.
 
-    A zero byte ends each file: text holds none. What is held out is chosen by a hash of
-    its name, and stays when other files come and go; of a single file it is the end.
+    A zero byte ends each file: text holds none. Files are held out by a hash of their
+    names, whatever other files there are; of a single file it is the end.
 
     Args:
-      spec: how it is cut into batches.
+      spec: batches to cut it into.
       path: a text file, a folder or several; None for the source of Python's standard
         library, `pydoc` for the topics of its help, in English.
-      context: T, how many bytes a window has for inputs.
-      order: of training windows, `random` or `epochs`; see `TokenDataset`.
+      context: T, bytes of a window's inputs.
+      order: `random` or `epochs`, as in `TokenDataset`.
       validation_fraction: of the files, to evaluate on; 0 for none.
       eval_windows: evaluate on at most so many windows, spread evenly; None means all.
     """
@@ -73,19 +73,14 @@ class Document(NamedTuple):
 
 
 class TextFile(NamedTuple):
-    """A text file: its path below the folder that was named, and where it is."""
+    """A text file: its path below the folder that was named, and its full path."""
 
     name: str
     path: Path
 
 
 def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
-    """Reads all text of a source into memory, in the order of the names.
-
-    Args:
-      path: a text file, a folder or several of them; None for the source of the running
-        Python's standard library; `pydoc` for the topics of its help, in English.
-    """
+    """Reads all text of `byte_text`'s `path` into memory, sorted by name."""
     if path == "pydoc":
         return _pydoc_topics()
     found = library_files() if path is None else text_files(path)
@@ -95,12 +90,12 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether these are bytes of a text; other files soon hold a zero byte."""
+    """True if these are bytes of a text; other files soon hold a zero byte."""
     return b"\0" not in content
 
 
 def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
-    """What was found, or `ConfigError` when that is nothing."""
+    """Returns `found`, or raises `ConfigError` when it is empty."""
     if not found:
         raise ConfigError(
             f"{where} holds no text; a text is a file with something in it, and "
@@ -110,13 +105,13 @@ def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
 
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
-    """All files of files and folders but hidden ones, in the order of their names."""
+    """Lists all files of files and folders but hidden ones, sorted by name."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
     return sorted(found for p in paths for found in _walk(p))
 
 
 def library_files() -> list[TextFile]:
-    """The source files of the running Python's standard library, but for `LEFT_OUT`."""
+    """Lists the source files of Python's standard library, but for `LEFT_OUT`."""
     return [
         found
         for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
@@ -158,19 +153,19 @@ def _pydoc_topics() -> list[Document]:
 def hold_out(
     items: list[T], keys: list[tuple], fraction: float, alone: str
 ) -> tuple[list[T], list[T]]:
-    """Parts items by a hash: the same on every machine.
+    """Splits items by a hash into training and held-out ones, alike on every machine.
 
-    Whether one is held out does not depend on the others, and equal keys are never on
-    both sides; only where none or all would be held out, one key makes the difference.
+    Holding one out does not depend on the others, and equal keys are never on both
+    sides; only where all would fall on one side, one key is moved.
 
     Args:
-      items: what to part.
-      keys: of each, beginning with its `rank`.
+      items: to be split; both parts keep their order.
+      keys: one an item, beginning with its `rank`.
       fraction: of the keys, about; 0 for none.
-      alone: what to say of items with only one key.
+      alone: words for items with only one key, in the error.
 
-    Returns:
-      The items to train on and those held out, in their order.
+    Raises:
+      ConfigError: a fraction out of its range, or only one key.
     """
     if not 0 <= fraction < 1:
         raise ConfigError(
@@ -189,12 +184,12 @@ def hold_out(
 
 
 def rank(name: bytes) -> float:
-    """A number in [0, 1) for a name; those below a fraction are held out."""
+    """Hashes a name to [0, 1); those below a fraction are held out."""
     return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
 
 
 def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
-    """Holds out whole documents, by their names; see `hold_out`."""
+    """Holds out whole documents, by their names."""
     # What a file system gives as a name need not be UTF-8; two may have the same.
     names = [document.name.encode(errors="surrogateescape") for document in documents]
     keys = [(rank(name), i) for i, name in enumerate(names)]
@@ -205,7 +200,7 @@ def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[
 def split_text(
     documents: list[Document], fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """As `split_documents`; of a single document the end is held out."""
+    """Holds out whole documents; of a single one, its end."""
     if len(documents) > 1 or not 0 < fraction < 1:
         return split_documents(documents, fraction)
     name, content = documents[0]
@@ -238,7 +233,7 @@ def pieces(file: TextFile) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """The last position of a space between two letters; 0 for none."""
+    """Position of the last space between two letters; 0 for none."""
     at = text.rfind(" ", 0, len(text) - 1)
     while at > 0 and not (text[at - 1].isalpha() and text[at + 1].isalpha()):
         at = text.rfind(" ", 0, at)

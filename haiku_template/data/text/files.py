@@ -1,8 +1,7 @@
 """Token files: mapped into memory to be read; written whole, or not at all.
 
-What is read is .safetensors, .npy, raw .bin, or folders of shards. Every format is some
-bytes of header and then the tokens, so that opening one finds out where they begin and
-how many they are; nothing else is read.
+.safetensors, .npy, raw .bin, or folders of shards are read. Each format is a header and
+then the tokens, so that opening a file reads the header alone.
 """
 
 import json
@@ -37,9 +36,12 @@ def open_tokens(
     Args:
       path: .safetensors, .npy or .bin; or a folder with such files.
       dtype: of .bin files, which do not say it.
-      tensor: its name in .safetensors files; by default the only one that is a line of
+      tensor: its name in .safetensors files; None takes the only one that is a line of
         whole numbers.
-      random: windows will be read in no order, so that reading ahead is a waste.
+      random: windows are read in no order: turns the kernel's read-ahead off.
+
+    Raises:
+      ConfigError: a missing, damaged or empty file, or one of no known format.
     """
     layouts: dict[str, Callable[[Path], Layout]] = {
         ".safetensors": lambda file: _safetensors_layout(file, tensor),
@@ -144,9 +146,9 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
 
 
 class TokenWriter:
-    """Writes a .safetensors file with one tensor `tokens`, uint16 or uint32.
+    """Writer of a .safetensors file with one tensor `tokens`, uint16 or uint32.
 
-    A context manager: the file appears under its name when `publish` is called, whole;
+    A context manager: the file appears under its name, whole, when `publish` is called;
     without that nothing stays.
     """
 
@@ -187,7 +189,7 @@ class TokenWriter:
 
 
 def write_new(path: Path, contents: bytes) -> None:
-    """Writes a file, whole or not at all; one with other contents stays."""
+    """Writes a file, whole or not at all; never over one with other contents."""
     check_same(path, contents)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""The data set `jsonl`: texts with labels, or prompts with completions.
+"""Data set `jsonl`: texts with labels, or prompts with completions.
 
 {"text": "A fine film.", "label": "positive"}
 {"prompt": "Capital of France?", "completion": " Paris"}
@@ -30,7 +30,7 @@ TASKS = {"classes": "classification", "tokens": "language_model"}  # For message
 
 
 class Line(NamedTuple):
-    """One example: where it is, its text or prompt, and its label or completion."""
+    """One example: its place, its text or prompt, and its label or completion."""
 
     where: str
     text: str
@@ -49,30 +49,29 @@ def jsonl(
     validation_path: str | None = None,
     validation_fraction: float = 0.1,
 ) -> Data:
-    """JSON-lines: `text` and `label`, or `prompt` and `completion`.
+    """Reads JSON-lines: `text` and `label`, or `prompt` and `completion`.
 
-    With the task `classification`, inputs are those of an encoder, the classes are the
-    labels to train on, sorted. With `language_model`, tokens of prompt and completion
-    follow each other, the end of a text follows them, and the loss is of the
-    completion and of that end alone. Tokens are padded to one of few lengths. With a
-    task of one's own the file says which of the two it is.
+    For the task `classification`, inputs are an encoder's, and the classes are the
+    labels to train on, sorted. For `language_model`, an input is prompt, completion and
+    the end of a text, and the loss is of the last two. Any other task takes the kind
+    that the file holds.
 
     Args:
-      spec: how they are cut into batches, and for which labels.
+      spec: batches to cut them into, and kind of labels.
       path: the file.
       tokenizer: a tokenizer.json, or a folder with one; None means bytes of UTF-8.
-      context: the longest inputs, in tokens: at most the model's positions.
+      context: longest inputs, in tokens: at most the model's positions.
       vocab_size: of the model; None means the tokenizer's.
-      num_buckets: different lengths of batches, at most; each is compiled.
-      truncate: cut what is longer than `context`, instead of refusing it: the end of a
+      num_buckets: most lengths of batches; each is compiled.
+      truncate: cut what is longer than `context` instead of refusing it: the end of a
         text, the beginning of a prompt and its completion.
       validation_path: evaluate on this file, and train on all of `path`.
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
       ConfigError: a line that is no example of the kind, is longer than `context`, or
-        has nothing to learn from; a label that is only held out; nothing to hold out; a
-        tokenizer with tokens that `vocab_size` does not have. Names the line.
+        has nothing to learn from; a label that is only held out; nothing to hold out;
+        more tokens than `vocab_size`. Names the line.
     """
     file = given_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:
@@ -111,7 +110,7 @@ def jsonl(
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:
-    """Where each line is, and its text; empty ones are left out."""
+    """Reads the lines that are not empty, each with its place."""
     try:
         text = read_with(path, Path.read_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,7 +182,7 @@ def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
 
 
 def _classes(lines: list[Line]) -> dict[Any, int]:
-    """The number of each label, in the order of the labels, all of one type."""
+    """Numbers the labels, all of one type, in their order."""
     first = lines[0]
     for line in lines:
         if type(line.target) is not type(first.target):

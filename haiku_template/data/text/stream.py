@@ -1,4 +1,4 @@
-"""Tokens of one or many files as one stream, from which windows are copied.
+"""Token streams: one or many files in a row, from which windows are copied.
 
 Shapes: B windows, T tokens in each.
 """
@@ -23,7 +23,7 @@ class Shard(NamedTuple):
     Attributes:
       tokens: whole numbers [n], read-only.
       name: of the file, for errors.
-      first: how many tokens of the file come before these.
+      first: number of tokens of the file before these.
       mapping: of the whole file; None when the tokens are in memory.
       offset: bytes of the file before its first token.
     """
@@ -35,11 +35,11 @@ class Shard(NamedTuple):
     offset: int = 0
 
     def part(self, start: int, stop: int) -> "Shard":
-        """The tokens `start` to `stop - 1` of these, without a copy."""
+        """Slices the tokens `start` to `stop - 1`, without a copy."""
         return self._replace(tokens=self.tokens[start:stop], first=self.first + start)
 
     def request(self, start: int, stop: int) -> None:
-        """Asks for tokens from storage, without waiting for them."""
+        """Requests tokens from storage, without waiting for them."""
         if self.mapping is None:
             return
         begin, end = (
@@ -84,16 +84,15 @@ class TokenStream:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def part(self, start: int, stop: int) -> "TokenStream":
-        """The tokens `start` to `stop - 1`, without a copy."""
+        """Slices the tokens `start` to `stop - 1`, without a copy."""
         pieces = self._pieces(start, stop)
         return TokenStream([shard.part(first, last) for shard, first, last in pieces])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Copies windows out of the stream.
+        """Copies windows [B, T] that begin at `starts`, int64 [B]; native byte order.
 
-        All that is not in memory is asked for before any of it is waited for, so that
-        storage works on many requests at once. `starts` are int64 [B]; the result is
-        [B, T] in the dtype of the files and the byte order of this machine, new.
+        Requests all of them before it waits for any, so that storage works on many at
+        once.
         """
         rows = [list(self._pieces(s, s + length)) for s in starts.tolist()]
         for shard, first, last in itertools.chain.from_iterable(rows):
@@ -108,7 +107,7 @@ class TokenStream:
         return result
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards that hold some tokens, and from where to where in each."""
+        """Yields the shards that hold some tokens, each with begin and end."""
         index = bisect.bisect_right(self._ends, start)
         while start < stop:
             shard, end = self.shards[index], self._ends[index]
@@ -125,6 +124,6 @@ class TokenStream:
                 shard.release()
 
     def locate(self, position: int) -> str:
-        """The file, and the position in it, of one token: for errors."""
+        """Names the file of one token, and the position in it: for errors."""
         shard, first, _ = next(self._pieces(position, position + 1))
         return f"{shard.name}, token {shard.first + first}"

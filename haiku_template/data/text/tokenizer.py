@@ -24,20 +24,20 @@ CONTROLS[ord("\r")] = ""
 
 
 class Tokenizer:
-    """What tokens stand for: the entries of a tokenizer.json, or the 256 bytes.
+    """Tokenizer: a tokenizer.json, or the 256 bytes.
 
     The vocabulary is read without the package `tokenizers`, which only encoding and
-    decoding need: token files are trained on without it.
+    decoding need: training on token files does without it.
 
     Args:
       source: a tokenizer.json, or a folder with one; None or `bytes` for bytes.
-      end: the name of the token that ends a text; by default the usual ones.
-      literal: what looks like a special token in a text is text.
+      end: name of the token that ends a text; None means one of the usual names.
+      literal: encode the names of special tokens in a text as text.
 
     Attributes:
       name: `bytes`, or the path of the tokenizer.json.
       size: tokens are numbers below this.
-      end: the token that ends a text, zero for bytes; None where there is none.
+      end: token that ends a text, zero for bytes; None where there is none.
 
     Raises:
       ConfigError: tokenizer.json is missing or damaged, or has no token `end`; while
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _library(self) -> Any:
-        """A `tokenizers.Tokenizer` that neither cuts nor pads by itself."""
+        """The `tokenizers.Tokenizer`, which neither truncates nor pads by itself."""
         read = _tokenizers().Tokenizer.from_file
         found = read_with(Path(self.name), lambda path: read(str(path)))
         found.no_truncation()
@@ -76,12 +76,9 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, special: bool = False, most: int | None = None
     ) -> list[list[int]]:
-        """The tokens of each text.
+        """Encodes texts, with the special tokens around each if `special`.
 
-        Args:
-          texts: B of them.
-          special: add the tokens that begin and end a text.
-          most: cut to so many tokens, the added ones kept.
+        `most` truncates to so many tokens, the special ones kept.
         """
         if self.name == BYTES:
             # JSON may spell half a surrogate pair; it stays what it is.
@@ -107,16 +104,19 @@ class Tokenizer:
         length: int | None = None,
         cut: bool = False,
     ) -> dict[str, np.ndarray]:
-        """The inputs of an encoder: padded, with the special tokens.
+        """Encodes texts as inputs of an encoder: padded, with the special tokens.
 
         Args:
           texts: B of them.
-          context: the most tokens that the model has positions for.
+          context: most tokens that the model has positions for.
           length: T; None means that of the longest text.
-          cut: whether longer texts are cut instead of refused.
+          cut: truncate longer texts instead of refusing them.
 
         Returns:
           `tokens` (int32 [B, T], 0 where padded) and `mask` (int32 [B, T], 0 there).
+
+        Raises:
+          ConfigError: a text is longer than `context` or `length`.
         """
         most = context if length is None else min(context, length)
         rows = self.encode(texts, special=True, most=most if cut else None)
@@ -133,10 +133,9 @@ class Tokenizer:
         return {"tokens": tokens.reshape(mask.shape), "mask": mask.astype(np.int32)}
 
     def stream(self) -> Callable[[int], str]:
-        """Starts to decode a text: a function from each token to what it adds.
+        """Makes a decoder of one text: a function from each token to the text it adds.
 
-        A character shows once all of its bytes are there; nothing shows that a terminal
-        would obey.
+        A character shows once all of its bytes are there; control characters never do.
         """
         if self.name == BYTES:
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -147,13 +146,13 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer beside a token file, or in its folder."""
+    """Finds the tokenizer beside a token file, or in its folder."""
     file = (path if path.is_dir() else path.parent) / FILE
     return Tokenizer(file) if file.is_file() else None
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A tokenizer.json with a byte-level BPE vocabulary, as GPT-2's, of some texts."""
+    """Trains a byte-level BPE vocabulary, as GPT-2's: the bytes of a tokenizer.json."""
     if vocab_size < 257:
         raise ConfigError(
             f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "
@@ -183,7 +182,7 @@ def _find(path: Path) -> Path:
 
 
 def _read_ids(path: Path) -> dict[str, int]:
-    """The names and numbers of all tokens in a tokenizer.json."""
+    """Reads the names and numbers of all tokens in a tokenizer.json."""
     contents = json.loads(path.read_bytes())
     vocab = contents["model"]["vocab"]
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.

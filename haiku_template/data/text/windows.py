@@ -1,4 +1,4 @@
-"""The data set `tokens`: windows of token files, as functions of the step.
+"""Data set `tokens`: windows of token files, as functions of the step.
 
 Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
@@ -47,14 +47,14 @@ def tokens(
     """Token files of any size: mapped into memory, never read whole.
 
     Args:
-      spec: how they are cut into batches.
+      spec: batches to cut them into.
       path: .safetensors, .npy or .bin, or a folder of them, which are one stream.
-      context: T, how many tokens a window has for inputs.
-      order: of training windows, `random` or `epochs`; see `TokenDataset`.
+      context: T, tokens of a window's inputs.
+      order: `random` or `epochs`, as in `TokenDataset`.
       vocab_size: None means that of the tokenizer.json beside `path`. It may be larger
         by a padding of less than 128.
       dtype: of .bin files.
-      tensor: the name of the tokens in .safetensors files.
+      tensor: name of the tokens in .safetensors files.
       validation_path: evaluate on this, and train on all of `path`.
       validation_fraction: else evaluate on this part of `path`, its end; 0 for none.
       validation_tokens: else on so many tokens at its end; 0 for none.
@@ -82,7 +82,7 @@ def tokens(
 
 
 def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> int:
-    """How many tokens at the end of a stream are not trained on."""
+    """Number of tokens at the end of a stream that are held out."""
     if count is None and 0 <= fraction < 1:
         return max(int(len(stream) * fraction), 1) if fraction else 0
     if count is not None and 0 <= count < len(stream):
@@ -95,7 +95,7 @@ def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> 
 
 
 def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) -> int:
-    """The size of the vocabulary: as given, and as the tokenizer has it."""
+    """Size of the vocabulary: as given, else as the tokenizer has it."""
     if tokenizer is None:
         if given is None or given < 1:
             raise ConfigError(
@@ -114,7 +114,7 @@ def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) ->
 
 
 def widen(inputs: Any) -> Any:
-    """Tokens of any width to int32; on the device, so that few bytes travel."""
+    """Casts tokens of any width to int32; on the device, so that few bytes travel."""
     return inputs.astype(np.int32)
 
 
@@ -123,15 +123,14 @@ class TokenDataset:
     """Windows of T + 1 tokens: T inputs, and as labels the token after each.
 
     Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
-    windows that overlap by the one token that is only a label in the first, and gives
-    each of them once an epoch, in an order that differs between epochs; a batch may
-    hold the end of one epoch and the start of the next. Fewer than T tokens at the end
-    are then left out.
+    windows that overlap by one token, and gives each of them once an epoch, shuffled
+    anew; fewer than T tokens at the end are left out. A batch may hold the end of one
+    epoch and the start of the next.
 
     Attributes:
-      tokens: what to train on.
+      tokens: the stream to train on.
       context: T.
-      spec: the size of a batch, the seed, and this process's share.
+      spec: batch size, seed, and share of this process.
       vocab_size: every token is less than this.
       order: `random` or `epochs`.
 
@@ -156,7 +155,7 @@ class TokenDataset:
             )
 
     def rows(self, step: int) -> np.ndarray:
-        """Where this process's windows of `step` start: int64 [B / processes]."""
+        """Starts of this process's windows in `step`: int64 [B / processes]."""
         size, seed = self.spec.batch_size, self.spec.seed
         if self.order == "epochs":
             turns = range(step * size, (step + 1) * size)
@@ -170,11 +169,11 @@ class TokenDataset:
 
     @property
     def staged_size(self) -> tuple[int, int]:
-        """Rows and bytes of what would be staged."""
+        """Rows and bytes to stage on the devices."""
         return len(self.tokens), len(self.tokens) * self.tokens.dtype.itemsize
 
     def staged(self) -> Batch:
-        """What `gather` reads from: all tokens, looked at once."""
+        """All tokens, checked against the vocabulary, which `gather` reads from."""
         whole = self.tokens.whole
         for start in range(0, len(whole), LOOKED_AT):
             part = whole[None, start : start + LOOKED_AT]
@@ -182,12 +181,12 @@ class TokenDataset:
         return {"tokens": whole}
 
     def gather(self, arrays: Batch, rows: Any) -> Batch:
-        """The windows that start at `rows`, of NumPy or JAX arrays; see `batch`."""
+        """Gathers the windows that start at `rows`, of NumPy or JAX arrays."""
         windows = arrays["tokens"][rows[:, None] + np.arange(self.context + 1)]
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
     def batch(self, step: int) -> Batch:
-        """This process's share: [B / processes, T] in the dtype of the files, new."""
+        """Copies this process's share: [B / processes, T] in the dtype of the files."""
         return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
 
 
@@ -195,7 +194,7 @@ class TokenDataset:
 class TokenEvaluationSet:
     """Windows in order, as those of an epoch; only the last batch may have fewer.
 
-    `num_windows` of them at most, spread evenly; None means all.
+    At most `num_windows` of them, spread evenly; None means all.
     """
 
     tokens: TokenStream
@@ -213,7 +212,7 @@ class TokenEvaluationSet:
             )
 
     def rows(self, index: int) -> np.ndarray:
-        """Where the windows of one batch start: int64 [B], fewer in the last."""
+        """Starts of the windows of one batch: int64 [B], fewer in the last."""
         start, some = index * self.batch_size, self._num_windows
         turns = np.arange(start, min(start + self.batch_size, some))
         every = _count(self.tokens, self.context)
@@ -228,16 +227,16 @@ class TokenEvaluationSet:
 
     @property
     def num_batches(self) -> int:
-        """How many batches hold each window once."""
+        """Number of batches that hold each window once."""
         return -(-self._num_windows // self.batch_size)
 
     def batch(self, index: int) -> Batch:
-        """The windows of one batch; see `TokenDataset.batch`."""
+        """Copies the windows of one batch: [B, T] in the dtype of the files."""
         return _batch(self.tokens, self.rows(index), self.context, self.vocab_size)
 
 
 def _count(tokens: TokenStream, context: int) -> int:
-    """How many windows fit that overlap by one token."""
+    """Number of windows that fit and overlap by one token."""
     return (len(tokens) - 1) // context
 
 
@@ -274,13 +273,12 @@ def _check_vocabulary(
 
 
 def permute(indices: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where a permutation of `range(size)` sends some indices.
+    """Maps indices through a pseudorandom permutation of `range(size)`.
 
-    An index is written as two digits (left, right) of base `side`. Each round of this
-    Feistel network adds to one digit a hash of the other, which can be undone, so that
-    it permutes `range(side**2)`. What lands outside `range(size)` is sent on until it
-    lands inside, which keeps it a permutation ("cycle walking"; Black and Rogaway,
-    Ciphers with Arbitrary Finite Domains, 2002). `size` is at most 2**62.
+    A Feistel network: an index is two digits of base `side`, and each round adds to one
+    a hash of the other, which permutes `range(side**2)`. Results outside `range(size)`
+    go through it again ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary
+    Finite Domains, 2002). `size` is at most 2**62.
     """
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
     side = np.uint64(math.isqrt(size - 1) + 1)
@@ -299,7 +297,7 @@ def _feistel(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarra
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """The mixing function of SplitMix64 (Steele, Lea and Flood, 2014): uint64 [B]."""
+    """Mixing function of SplitMix64 (Steele, Lea and Flood, 2014): uint64 [B]."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
