@@ -1,4 +1,4 @@
-"""Causal attention, by the implementation that a device has.
+"""Attention, by the implementation that a device has.
 
 Shapes: B examples, T tokens, H heads of size C, S tokens that may be seen.
 """
@@ -24,12 +24,11 @@ LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.
 
 
 class Hardware(NamedTuple):
-    """The device that computes.
+    """Platform and compute capability of the devices that compute.
 
     Attributes:
       platform: `cpu`, `gpu` or `tpu`.
-      capability: the compute capability: `8.0` of NVIDIA's GPUs, `gfx90a` of AMD's;
-        empty where there is none.
+      capability: `8.0` of NVIDIA's GPUs, `gfx90a` of AMD's; empty where there is none.
     """
 
     platform: str
@@ -37,14 +36,14 @@ class Hardware(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Hardware":
-        """That of devices which compute together: the least capable counts."""
+        """Hardware of devices that compute together: the least capable counts."""
         capabilities = [str(getattr(d, "compute_capability", "")) for d in devices]
         least = min(capabilities, key=lambda text: _number(text) or (0, 0))
         return cls(devices[0].platform, least)
 
     @classmethod
     def current(cls) -> "Hardware":
-        """That of the devices compiled for, see `for_devices`; or of JAX's first."""
+        """Hardware compiled for: that of `for_devices`, or JAX's first device."""
         return _COMPILED_FOR.get() or cls.of(jax.devices()[:1])
 
 
@@ -56,7 +55,7 @@ _COMPILED_FOR: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar(
 def for_devices(
     model: hk.TransformedWithState, devices: Sequence[jax.Device]
 ) -> hk.TransformedWithState:
-    """The model, traced for these devices, whichever others the process has."""
+    """Binds a model to the devices it is traced for, whatever others there are."""
 
     @contextlib.contextmanager
     def compiled_for() -> Iterator[None]:
@@ -87,15 +86,15 @@ def attend(
     """Attention with softmax in float32: [B, T, H, C].
 
     Args:
-      attention: see `choose`.
+      attention: `auto`, `xla` or `cudnn`, as in `choose`.
       query: [B, T, H, C].
       key: [B, S, H, C].
       value: [B, S, H, C].
-      mask: which tokens each may see: bool [B, 1, T, S], computed by XLA; None means
-        those up to its own.
+      mask: bool [B, 1, T, S], True for visible tokens, computed by XLA; None for causal
+        attention.
 
     Raises:
-      ConfigError: see `choose`.
+      ConfigError: `cudnn` was asked for and cannot be had; says why.
     """
     hardware, dtype = Hardware.current(), query.dtype
     chosen = "xla"
@@ -111,13 +110,13 @@ def attend(
 
 
 def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int) -> str:
-    """The implementation to use: `xla` or `cudnn`.
+    """Chooses the implementation: `xla` or `cudnn`.
 
     Args:
       attention: `auto` (cuDNN's flash attention where it exists), `xla` or `cudnn`.
-      hardware: where it will run.
+      hardware: of the devices to compile for.
       dtype: of queries, keys and values.
-      head_size: the size of each head.
+      head_size: C.
 
     Raises:
       ConfigError: `cudnn` was asked for and cannot be had; says why.
@@ -132,7 +131,7 @@ def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int)
 
 
 def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
-    """What keeps cuDNN's flash attention from being used; "" for nothing."""
+    """Obstacle to cuDNN's flash attention; "" for none."""
     number = _number(hardware.capability)
     if not number:
         return "there is no NVIDIA GPU"
@@ -151,6 +150,6 @@ def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
 
 
 def _number(capability: str) -> tuple[int, int] | None:
-    """A compute capability to compare; None for none of NVIDIA's."""
+    """Parses a compute capability to compare; None for none of NVIDIA's."""
     found = re.fullmatch(r"(\d+)\.(\d+)", capability)
     return found and (int(found[1]), int(found[2]))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """What becomes of the tensors whose names fit a pattern.
+    """Rename rule for the tensors whose names fit a pattern.
 
     A later rule with the same target is for tied tensors: where a file holds both, they
     must be equal.
@@ -13,11 +13,11 @@ class Rule(NamedTuple):
     Attributes:
       pattern: of names in the file. `{}` is a number, `*` is anything, and what is in
         square brackets may be missing.
-      target: the path of the parameter, `{}` standing for the numbers; None skips the
+      target: path of the parameter, `{}` standing for the numbers; None skips the
         tensor.
       transform: `same` or `transpose`.
-      optional: whether the tensor is skipped in a model without such a parameter,
-        instead of being an error.
+      optional: True skips the tensor in a model without such a parameter; False is an
+        error.
     """
 
     pattern: str
@@ -32,7 +32,7 @@ class Keyword(NamedTuple):
     Attributes:
       name: the keyword.
       key: in config.json.
-      default: where config.json has no such key; its type is the one to expect.
+      default: value without that key in config.json; its type is required there.
     """
 
     name: str
@@ -41,20 +41,21 @@ class Keyword(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What other software knows of a model function, which has it as `.family`.
+    """Family of a model function, its `.family`: Hugging Face's names and sizes, FLOPs.
 
     Attributes:
       model_type: Hugging Face's name of the family.
       architectures: Hugging Face's classes whose tensors the rules know.
-      keywords: what config.json says of a model's size.
-      fixed: what config.json must say for the model to be the one computed here: for
-        each key what is possible, first of all the default.
+      keywords: sizes of the model in config.json.
+      fixed: values that config.json may have for the model to be the one computed here:
+        for each key a tuple, the default first.
       rules: the rename table.
       sizes: completes the model's keyword arguments, as from a preset.
-      flops_per_token: of a training step, called with `num_outputs`, the tokens of an
-        example and the keys of `config.model`; None where there is no formula.
+      flops_per_token: of a training step, for MFU: called with `num_outputs`, the
+        tokens of an example and the keys of `config.model`; None where there is no
+        formula.
       tables: paths of the embeddings of tokens and of positions, whose rows are the
-        vocabulary and the context; None for a model that text is not generated with.
+        vocabulary and the context; None for a model that does not generate text.
     """
 
     model_type: str
@@ -68,7 +69,7 @@ class Family(NamedTuple):
 
 
 def linear_rules(pattern: str, target: str, optional: bool = False) -> tuple[Rule, ...]:
-    """PyTorch's `nn.Linear`, whose weight is (out, in)."""
+    """Rules for PyTorch's `nn.Linear`, whose weight is (out, in)."""
     return (
         Rule(f"{pattern}.weight", f"{target}/w", "transpose", optional),
         Rule(f"{pattern}.bias", f"{target}/b", "same", optional),
@@ -76,7 +77,7 @@ def linear_rules(pattern: str, target: str, optional: bool = False) -> tuple[Rul
 
 
 def conv1d_rules(pattern: str, target: str) -> tuple[Rule, ...]:
-    """Hugging Face's `Conv1D`, whose weight is (in, out) as Haiku's is."""
+    """Rules for Hugging Face's `Conv1D`, whose weight is (in, out) as Haiku's is."""
     return (
         Rule(f"{pattern}.weight", f"{target}/w"),
         Rule(f"{pattern}.bias", f"{target}/b"),
@@ -84,7 +85,7 @@ def conv1d_rules(pattern: str, target: str) -> tuple[Rule, ...]:
 
 
 def norm_rules(pattern: str, target: str) -> tuple[Rule, ...]:
-    """`nn.LayerNorm`; files that came from TensorFlow say gamma and beta."""
+    """Rules for `nn.LayerNorm`; files that came from TensorFlow say gamma and beta."""
     return (
         Rule(f"{pattern}.weight", f"{target}/scale"),
         Rule(f"{pattern}.bias", f"{target}/offset"),

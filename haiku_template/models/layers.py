@@ -10,26 +10,26 @@ DEVIATION = 0.02  # Of the initial parameters.
 def linear(
     width: int, name: str, w_init: hk.initializers.Initializer | None = None
 ) -> hk.Linear:
-    """A layer with bias: `w` [inputs, width], `b` [width]."""
+    """Linear layer with bias: `w` [inputs, width], `b` [width]."""
     w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
     return hk.Linear(width, w_init=w_init, name=name)
 
 
 def norm(name: str) -> hk.LayerNorm:
-    """Layer normalisation of each token: `scale` and `offset` [D]."""
+    """Layer normalization of each token: `scale` and `offset` [D]."""
     return hk.LayerNorm(
         axis=-1, create_scale=True, create_offset=True, eps=1e-5, name=name
     )
 
 
 def table(rows: int, width: int, name: str) -> jax.Array:
-    """`embeddings` [rows, width]."""
+    """Embedding table: `embeddings` [rows, width]."""
     init = hk.initializers.RandomNormal(DEVIATION)
     return hk.Embed(rows, width, w_init=init, name=name).embeddings
 
 
 def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of a table; NaN for a row that it does not have.
+    """Rows [B, T, D] of an embedding table; NaN for a row that it does not have.
 
     Looked up in float32, so that gradients of the same row add up in it.
     """

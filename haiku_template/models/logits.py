@@ -1,4 +1,4 @@
-"""Logits that are not multiplied out yet.
+"""Lazy logits, which a loss may multiply out a part at a time.
 
 Shapes: B examples, T tokens, D width, V vocabulary.
 """
@@ -12,11 +12,10 @@ import jax.numpy as jnp
 class LazyLogits(NamedTuple):
     """The two factors of a language model's logits.
 
-    float32 logits of 8 x 1,024 tokens of GPT-2 take 1.5 GiB, their factors 90 MiB; a
-    loss may multiply out a part at a time.
+    float32 logits of 8 x 1,024 tokens of GPT-2 take 1.5 GiB, their factors 90 MiB.
 
     Attributes:
-      hidden: what the last layer gives: [B, T, D], in the compute dtype.
+      hidden: activations of the last layer: [B, T, D], in the compute dtype.
       embedding: of the vocabulary: [V, D], in the compute dtype.
     """
 
@@ -24,17 +23,17 @@ class LazyLogits(NamedTuple):
     embedding: jax.Array
 
     def multiply_out(self) -> jax.Array:
-        """The logits: float32 [B, T, V]."""
+        """Multiplies out the logits: float32 [B, T, V]."""
         return _product(self.hidden, self.embedding)
 
 
 def multiply_out(outputs: jax.Array | LazyLogits) -> jax.Array:
-    """Plain logits [B, T, V] of either kind."""
+    """Logits [B, T, V], multiplied out if they are lazy."""
     return outputs.multiply_out() if isinstance(outputs, LazyLogits) else outputs
 
 
 def plain_outputs(outputs: Any) -> Any:
-    """A pytree of outputs, `LazyLogits` in it multiplied out."""
+    """Multiplies out every `LazyLogits` in a pytree of outputs."""
     return jax.tree.map(
         multiply_out, outputs, is_leaf=lambda x: isinstance(x, LazyLogits)
     )
@@ -42,7 +41,7 @@ def plain_outputs(outputs: Any) -> Any:
 
 @jax.custom_vjp
 def _product(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
-    """[B, T, D] times [V, D] to float32 [B, T, V]: added up and left in float32."""
+    """Product of [B, T, D] and [V, D], accumulated in float32: [B, T, V]."""
     return jnp.einsum(
         "btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32
     )

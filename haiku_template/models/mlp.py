@@ -1,4 +1,4 @@
-"""A multi-layer perceptron.
+"""Multi-layer perceptron.
 
 Shapes: B examples, K outputs.
 """
@@ -21,7 +21,7 @@ def mlp(
       num_outputs: K.
       axis_name: not used; an MLP keeps no statistics of the batch.
       width: units of each hidden layer.
-      num_layers: hidden layers.
+      num_layers: hidden layers, 0 or more.
       dropout: share of hidden units dropped in training, in [0, 1).
 
     Raises:

@@ -18,18 +18,17 @@ def resnet(
     blocks: int = 3,
     norm_decay: float = 0.9,
 ) -> hk.TransformedWithState:
-    """A ResNet with a 3 x 3 stem, not pooled after it: [B, H, W, C] to [B, K].
+    """A ResNet with a 3 x 3 stem and no pooling after it: [B, H, W, C] to [B, K].
 
-    Batch statistics are those of the whole batch, however many devices share it. They
-    live in the network state, averaged with `norm_decay`.
+    Batch statistics are those of the whole batch, however many devices share it; their
+    moving averages are the network state.
 
     Args:
       num_outputs: K.
-      axis_name: the mesh axis over which batch statistics are averaged; None on one
-        device.
+      axis_name: mesh axis over which batch statistics are averaged; None on one device.
       channels: of each group; each group after the first halves H and W.
       blocks: residual blocks in each group, of two convolutions each.
-      norm_decay: decay of the running statistics, for each step.
+      norm_decay: decay of the moving averages, for each step.
     """
     norm = {
         "create_scale": True,

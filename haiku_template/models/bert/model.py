@@ -1,7 +1,7 @@
 """BERT encoders (Devlin et al. 2018, arXiv:1810.04805), in Hugging Face's arithmetic.
 
-Normalised after each residual sum, exact GELU, learned positions. MiniLM and the
-sentence encoders made of it are BERT encoders of other sizes.
+Post-normalization, exact GELU, learned positions. MiniLM and the sentence encoders made
+of it are BERT encoders of other sizes.
 
 Shapes: B texts, T tokens, D width, K outputs.
 """
@@ -19,7 +19,7 @@ from haiku_template.models.layers import drop, linear, look_up, table
 
 
 class Sizes(NamedTuple):
-    """What the keyword arguments of `bert` say of the encoder."""
+    """Sizes of the encoder, as `bert` takes them."""
 
     vocab_size: int
     context: int
@@ -50,27 +50,27 @@ def bert(
     """A text classifier, or a sentence encoder: texts to [B, K] or to [B, D].
 
     Inputs are a dictionary of `tokens` (int [B, T]), `mask` (int or bool [B, T], 0 for
-    padding) and, where wanted, `token_types` (int [B, T]; 0 without).
+    padding) and, optionally, `token_types` (int [B, T]; 0 without).
 
     Args:
       num_outputs: K; None gives the pooled texts themselves, each of length 1.
       axis_name: not used; the model keeps no statistics of the batch.
       pooling: `cls` for the first token, through the pooler; `mean` over the tokens.
-      vocab_size: tokens there are.
-      context: the longest text, in tokens.
+      vocab_size: number of tokens.
+      context: longest text, in tokens.
       width: D.
       num_layers: blocks of attention and MLP.
-      num_heads: of the attention, in each block; they share the width evenly.
+      num_heads: attention heads of each block; they divide the width.
       mlp_width: units of the hidden layer of each MLP.
-      token_types: kinds of text that tokens may belong to.
+      token_types: number of token types (segments).
       dropout: share of units dropped in training, in [0, 1); none of the attention's.
       norm_eps: added to variances.
-      remat: compute each block again in the backward pass, instead of keeping what it
-        computed: a third more work for much less memory.
+      remat: recompute each block in the backward pass: a third more work for much less
+        memory.
 
     Raises:
-      ValueError: a pooling that is not known, or a value out of its range.
-      ConfigError: a text of more tokens than `context`; raised when traced.
+      ValueError: an unknown pooling, or a value out of its range.
+      ConfigError: when traced: a text of more tokens than `context`.
     """
     del axis_name
     sizes = Sizes(
@@ -108,16 +108,10 @@ def bert(
 def encode(
     inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0, remat: bool = False
 ) -> jax.Array:
-    """The last hidden states [B, T, D] of `bert`'s inputs; padding's mean nothing.
-
-    Args:
-      inputs: see `bert`.
-      sizes: of the encoder.
-      rate: share of units dropped.
-      remat: see `bert`.
+    """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing.
 
     Raises:
-      ConfigError: a text is longer than the model has positions for.
+      ConfigError: a text of more tokens than `context`.
     """
     tokens = inputs["tokens"]
     length = tokens.shape[1]
@@ -146,13 +140,13 @@ def encode(
 
 
 def first(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """The first token's state, through the pooler: [B, T, D] to [B, D]."""
+    """Pools the first token's state, through the pooler: [B, T, D] to [B, D]."""
     del mask
     return jnp.tanh(linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
 
 
 def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of the tokens that are no padding: [B, T, D] to [B, D]."""
+    """Averages the tokens that are no padding: [B, T, D] to [B, D]."""
     weights = mask[:, :, None].astype(jnp.float32)  # bfloat16 counts to 256.
     count = jnp.maximum(jnp.sum(weights, axis=1), 1)  # A row may be all padding.
     return (jnp.sum(hidden * weights, axis=1) / count).astype(hidden.dtype)
@@ -165,14 +159,14 @@ POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _normalized(x: jax.Array) -> jax.Array:
-    """Each row made of length 1, in float32; a row of zeros stays."""
+    """Scales each row to length 1, in float32; a row of zeros stays."""
     x = x.astype(jnp.float32)
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
 def _attention(x: jax.Array, mask: jax.Array, sizes: Sizes) -> jax.Array:
-    """What each token takes from those that are no padding: [B, T, D]."""
+    """Self-attention over the tokens that are no padding: [B, T, D]."""
     heads = (*x.shape[:2], sizes.num_heads, sizes.width // sizes.num_heads)
     with hk.name_scope("attention"):
         query, key, value = (

@@ -14,13 +14,14 @@ KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] ea
 
 
 class Block(hk.Module):
-    """Attention, then an MLP, each added to what it was given.
+    """Attention, then an MLP, each with a residual connection.
 
     Args:
       num_heads: H.
-      num_layers: blocks of the model: the more, the less each adds at the start.
-      dropout: share of what is added that is dropped.
-      attention: see `attention.choose`.
+      num_layers: blocks of the model; initial residual outputs shrink with their
+        number.
+      dropout: share of each residual branch that is dropped, in [0, 1).
+      attention: `auto`, `xla` or `cudnn`.
       name: of the module.
     """
 
@@ -41,7 +42,7 @@ class Block(hk.Module):
         cache: KeysValues | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, KeysValues | None]:
-        """The new [B, T, D], and the KV cache with these tokens where one is given."""
+        """Maps [B, T, D] to the same; appends keys and values to a given KV cache."""
         attention = Attention(self.num_heads, self.attention, self.residual)
         y, cache = attention(norm("norm_1")(x), cache, lengths)
         x = x + drop(self.dropout, y)
@@ -50,7 +51,7 @@ class Block(hk.Module):
 
 
 class Attention(hk.Module):
-    """Causal attention with several heads."""
+    """Causal multi-head attention."""
 
     def __init__(
         self, num_heads: int, attention: str, residual: hk.initializers.Initializer
@@ -63,7 +64,7 @@ class Attention(hk.Module):
     def __call__(
         self, x: jax.Array, cache: KeysValues | None, lengths: jax.Array | None
     ) -> tuple[jax.Array, KeysValues | None]:
-        """As `Block`: [B, T, D] to the same."""
+        """Maps [B, T, D] to the same; appends keys and values to a given KV cache."""
         width = x.shape[-1]
         projected = linear(3 * width, "qkv")(x)
         query, key, value = (  # [B, T, H, D / H]
@@ -82,21 +83,21 @@ class Attention(hk.Module):
 
 
 class MLP(hk.Module):
-    """Two layers with GELU, in its tanh form, between."""
+    """Two linear layers with GELU, in its tanh form, between."""
 
     def __init__(self, residual: hk.initializers.Initializer) -> None:
         super().__init__(name="mlp")
         self.residual = residual
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] to the same."""
+        """Maps [B, T, D] to the same."""
         width = x.shape[-1]
         y = jax.nn.gelu(linear(4 * width, "up")(x), approximate=True)
         return linear(width, "down", self.residual)(y)
 
 
 def places(lengths: jax.Array, num_tokens: int) -> jax.Array:
-    """The positions [B, T] of T tokens that follow `lengths` [B] others."""
+    """Positions [B, T] of T tokens that follow `lengths` [B] others."""
     return lengths[:, None] + jnp.arange(num_tokens)[None]
 
 
@@ -107,6 +108,6 @@ def _append(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 def _visible(lengths: jax.Array, num_tokens: int, context: int) -> jax.Array:
-    """Which of S cache tokens each of T new ones may see: bool [B, 1, T, S]."""
+    """Mask of the S cache tokens that each of T new ones may see: bool [B, 1, T, S]."""
     here = places(lengths, num_tokens)
     return (jnp.arange(context)[None, None] <= here[:, :, None])[:, None]

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019), with the names and shapes of its published parameters.
 
-Blocks normalise first; positions are learned; the embedding of the vocabulary is also
-the last layer. Each parameter is one of Hugging Face's tensors, as it lies there:
-`gpt/block_0/attention/qkv` is `h.0.attn.c_attn`, and so on.
+Pre-normalization, learned positions, tied embeddings. Each parameter is one of Hugging
+Face's tensors in its shape: `gpt/block_0/attention/qkv` is `h.0.attn.c_attn`, and so
+on.
 
 Shapes: B examples, T tokens, D width, H heads, S tokens of the context, V vocabulary.
 """
@@ -22,7 +22,7 @@ from haiku_template.models.logits import LazyLogits
 
 
 class Size(NamedTuple):
-    """What sets the shapes of the parameters, besides the vocabulary."""
+    """Sizes that set the shapes of the parameters, besides the vocabulary."""
 
     num_layers: int
     width: int
@@ -43,8 +43,8 @@ class Cache(NamedTuple):
 
     Attributes:
       blocks: of each block, keys and values: two arrays [B, S, H, D / H].
-      lengths: how many tokens of each example it holds: int32 [B]. What lies behind
-        them is overwritten before it is read.
+      lengths: number of tokens of each example it holds: int32 [B]. Entries beyond are
+        overwritten before they are read.
     """
 
     blocks: tuple[blocks.KeysValues, ...]
@@ -66,9 +66,9 @@ def gpt(
 ) -> hk.Transformed:
     """A language model: tokens [B, T] to `LazyLogits`, T at most `context`.
 
-    `forward(tokens, is_training, cache=None)`: with `cache="new"`, or the `Cache` of a
-    call before, it returns (`LazyLogits`, `Cache`), the tokens follow those in the
-    cache, and the caller sees to it that they fit.
+    `forward(tokens, is_training, cache=None)`: with `cache="new"`, or the `Cache` of an
+    earlier call, it returns (`LazyLogits`, `Cache`). The tokens follow those in the KV
+    cache; the caller ensures that they fit.
 
     Args:
       num_outputs: V.
@@ -79,15 +79,14 @@ def gpt(
       num_heads: H.
       context: S, the most tokens that are seen at once.
       dropout: share dropped in training, in [0, 1): after the embedding, the attention
-        and the MLP. Attention itself drops nothing, as its fused forms cannot.
-      attention: `auto`, `xla` or `cudnn`; see `attention.choose`.
-      remat: compute each block again in the backward pass, instead of keeping what it
-        computed: a third more work for much less memory.
+        and the MLP; never inside attention, as its fused forms cannot.
+      attention: `auto` (cuDNN's flash attention where it exists), `xla` or `cudnn`.
+      remat: recompute each block in the backward pass: a third more work for much less
+        memory.
 
     Raises:
       ValueError: a value out of its range.
-      ConfigError: more tokens than `context`, or no such attention on this device;
-        raised when traced.
+      ConfigError: when traced: more tokens than `context`, or no such attention here.
     """
     del axis_name
     size = _size(preset, num_layers, width, num_heads, context)
@@ -137,7 +136,7 @@ def _check_length(num_tokens: int, context: int) -> None:
 def _embed(
     tokens: jax.Array, num_outputs: int, size: Size, cache: Cache | str | None
 ) -> tuple[jax.Array, jax.Array, Cache | None]:
-    """Vectors of tokens and places [B, T, D], the vocabulary [V, D], and a cache."""
+    """Embeddings of the tokens [B, T, D], the vocabulary [V, D], and a KV cache."""
     rows, num_tokens = tokens.shape
     vocabulary = table(num_outputs, size.width, "embed")
     positions = table(size.context, size.width, "positions")
@@ -161,20 +160,20 @@ def gpt_flops_per_token(
     added: dict[str, int] | None = None,
     **model: Any,
 ) -> float:
-    """Floating-point operations of one training step, for each token.
+    """Floating-point operations of one training step, for each token, for MFU.
 
     6 N + 12 L D T (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): forward and
-    backward, N the parameters without those of the positions, L layers. What remat
-    computes again does not count, and attention counts as if it were not causal.
+    backward, N the parameters without those of the positions, L layers. Recomputation
+    (remat) does not count, and attention counts as if it were not causal.
 
-    Where parts are frozen, a backward pass goes no further down than to the first block
-    that learns, and gradients of weights are those of what learns: 2 for each forward,
-    2 backward through it, 2 for its gradient.
+    With frozen parameters, the backward pass ends at the first block with a trainable
+    one, and only trainable parameters have gradients: 2 operations for the forward
+    pass, 2 backward through it, 2 for its gradient.
 
     Args:
       num_outputs: V.
       num_tokens: T; None means the context.
-      trained: numbers in each parameter that learns, by path; None means all learn.
+      trained: size of each trainable parameter, by path; None means all are trainable.
       added: the same of adapters, which N does not count.
       **model: the keys of `config.model`.
 
@@ -203,7 +202,7 @@ def gpt_flops_per_token(
 
 
 def _depth(path: str, num_layers: int) -> int:
-    """How many blocks are below a parameter."""
+    """Number of blocks below a parameter."""
     block = re.search(r"/block_(\d+)/", path)
     if block:
         return int(block[1])
@@ -211,7 +210,7 @@ def _depth(path: str, num_layers: int) -> int:
 
 
 def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `gpt`, those that are None or absent from the preset."""
+    """Completes keyword arguments of `gpt`: None or absent ones from the preset."""
     sizes = PRESETS[arguments.get("preset") or "124M"]._asdict()
     return sizes | {k: v for k, v in arguments.items() if v is not None}
 
