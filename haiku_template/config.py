@@ -42,6 +42,12 @@ def default_config() -> config_dict.ConfigDict:
     config.best_metric = "eval/loss"  # What is best.
     config.best_mode = "min"  # Or max.
 
+    config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
+    config.early_stop = config_dict.ConfigDict()
+    config.early_stop.metric = "eval/loss"  # What should become better.
+    config.early_stop.mode = "min"  # Or max.
+    config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
+
     # Modules of yours in place of training/loop.py and training/step.py, of which
     # `make new EJECT=loop` gives copies to change.
     config.loop = config_dict.placeholder(str)
@@ -89,7 +95,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
 
 
 # Keys that hold keys of their own, the same in every run.
-NODES = ("optimizer", "finetuning", "finetuning.lora")
+NODES = ("early_stop", "optimizer", "finetuning", "finetuning.lora")
 FREE = "optimizer."  # It takes the optimizer's own keys; those left out are defaults.
 
 
@@ -167,6 +173,7 @@ def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
         f"optimizer.{key}": str(saved.optimizer.get(key))
         for key in ("name", "schedule")
     }
+    named |= {f"writers[{i}]": name for i, name in enumerate(saved.writers)}
     named = {key: name for key, name in named.items() if ":" in name}
     named |= {key: saved[key] for key in ("loop", "step") if saved[key] is not None}
     for key, name in named.items():
@@ -206,7 +213,8 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     defaults = to_dict(default_config())
     tuning = defaults["finetuning"] | values.get("finetuning", {})
-    later = dict.fromkeys(("init_from", "loop", "step"))
+    later = {key: defaults[key] for key in ("init_from", "loop", "step")}
+    later |= {key: defaults[key] for key in ("writers", "early_stop")}
     return later | values | {"finetuning": tuning}
 
 
@@ -228,8 +236,9 @@ def _check_node(
     config: config_dict.ConfigDict, expected: config_dict.ConfigDict, prefix: str
 ) -> None:
     for key in config:
-        if key not in expected and prefix != FREE:
-            near = difflib.get_close_matches(key, expected, n=1)
+        cutoff = 0.8 if prefix == FREE else 0.6
+        near = difflib.get_close_matches(key, expected, n=1, cutoff=cutoff)
+        if key not in expected and (near or prefix != FREE):
             guess = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
                 f"the config has an unknown key {prefix}{key}{guess}; possible are "
@@ -297,6 +306,8 @@ MAY_CHANGE = (
     "save_every",
     "keep_last",
     "keep_best",
+    "writers",
+    "early_stop",
 )
 
 
@@ -356,6 +367,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         (lambda value: value >= 0, "0 or more"),
     ),
+    "early_stop.patience": (lambda value: value >= 1, "None, or 1 or more"),
+    "early_stop.mode": (lambda value: value in ("min", "max"), "min or max"),
     "seed": (lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
     "optimizer.b1": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
     "optimizer.b2": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),

@@ -18,7 +18,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """
     if name in table:
         return table[name]
-    key = key if "." in key else f"{key}.name"
+    key = key if "." in key or key == "writers" else f"{key}.name"
     module, colon, function = str(name).partition(":")
     if not colon:
         near = difflib.get_close_matches(str(name), table, n=1)

@@ -2,6 +2,6 @@
 
 from haiku_template.reporting.display import first_lines
 from haiku_template.reporting.perf import Work, matmul_bytes, matmul_peak
-from haiku_template.reporting.report import Report
+from haiku_template.reporting.report import Report, Writer
 
-__all__ = ["Report", "Work", "first_lines", "matmul_bytes", "matmul_peak"]
+__all__ = ["Report", "Work", "Writer", "first_lines", "matmul_bytes", "matmul_peak"]

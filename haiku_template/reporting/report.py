@@ -1,7 +1,7 @@
 """Report of a live run: screen, log, metrics on disk, profile, speed."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
+
+Writer = Callable[[int, dict[str, float]], None]
 
 
 class Report:
@@ -44,24 +46,36 @@ class Report:
         self._clock = Clock(devices)
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
+        self._writers: dict[str, Writer] = {}
 
     def __enter__(self) -> "Report":
         self._stack.enter_context(self._display)
         return self
 
     def __exit__(self, *_: object) -> None:
+        for name, write in self._writers.items():
+            with dispensable(name):
+                getattr(write, "close", lambda: None)()
         self._stack.close()
 
     def print(self, *things: Any) -> None:
         """Prints text or tables on the screen and in the log."""
         self._display.print(*things)
 
-    def begin(self, step: int, profile: tuple[int, int] | None) -> None:
+    def begin(
+        self,
+        step: int,
+        profile: tuple[int, int] | None,
+        writers: Sequence[Callable[[Path, int], Writer]] = (),
+    ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
         writer = MetricsWriter(self._workdir, step)
         profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
         self._writer = self._stack.enter_context(writer)
         self._profiler = self._stack.enter_context(profiler)
+        for make in writers:
+            with dispensable(_name(make)):
+                self._writers[_name(make)] = make(self._workdir, step)
         self._say(self._profiler.begin(step))
         self._clock.start(step)
 
@@ -94,12 +108,12 @@ class Report:
         rate = speed["perf/steps_per_second"] * self._batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
         metrics |= speed | rates(self._work, rate, self.peak)
-        self._writer.write(step, metrics)
+        self._write(step, metrics)
         self._display.train(step, metrics, memory_text(self._devices))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports the metrics of an evaluation."""
-        self._writer.write(step, metrics)
+        self._write(step, metrics)
         self._display.evaluation(step, metrics)
 
     def finish(self, step: int) -> dict[str, float]:
@@ -111,6 +125,16 @@ class Report:
         rows = read(self._workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        self._writer.write(step, metrics)
+        for name, write in self._writers.items():
+            with dispensable(name):
+                write(step, metrics)
+
     def _say(self, line: str | None) -> None:
         if line is not None:
             self.print(line)
+
+
+def _name(function: Any) -> str:
+    return f"writer {getattr(function, '__qualname__', function)}"

@@ -1,7 +1,7 @@
 """Training: what a step computes, and what happens between steps."""
 
 from haiku_template.training.experiment import Experiment
-from haiku_template.training.loop import Result, train
+from haiku_template.training.loop import Event, Result, early_stop, train
 from haiku_template.training.tasks import (
     Task,
     classification,
@@ -12,11 +12,13 @@ from haiku_template.training.tasks import (
 from haiku_template.training.trainer import Trainer
 
 __all__ = [
+    "Event",
     "Experiment",
     "Result",
     "Task",
     "Trainer",
     "classification",
+    "early_stop",
     "language_model",
     "perplexity",
     "regression",

@@ -314,5 +314,8 @@ def run(
         return
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
+    how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
+    if config.early_stop.patience is not None:
+        how["stop_when"] = loop.early_stop(**config.early_stop)
     train = module("loop", config.loop, loop).train
     train(trainer, workdir=workdir, config=saved, **how, **keys)

@@ -1,6 +1,7 @@
 """The training loop: what happens when; `step.py` has the mathematics."""
 
 import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,8 +9,8 @@ import jax
 
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.finetuning import check_same_frozen
-from haiku_template.reporting import Report, first_lines, matmul_peak
-from haiku_template.storage import Checkpoints
+from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
+from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import Guards, StopSignals, check_before_start
@@ -24,6 +25,25 @@ class Intervals(NamedTuple):
     log: int | None
     evaluate: int | None
     save: int | None
+
+
+class Event(NamedTuple):
+    """Something that happened in a run, for hooks.
+
+    Attributes:
+      what: `step`, `evaluation` or `save`.
+      step: after which.
+      state: then, on the devices; the next step takes over its memory.
+      values: scalars of the step on the devices, or metrics of the evaluation.
+    """
+
+    what: str
+    step: int
+    state: TrainState
+    values: Any
+
+
+Hook = Callable[[Event], None]
 
 
 class Result(NamedTuple):
@@ -48,6 +68,9 @@ def train(
     config: dict[str, Any] | None = None,
     memory_limit: int | None = None,
     profile: tuple[int, int] | None = None,
+    writers: Sequence[Callable[[Path, int], Writer]] = (),
+    hooks: Sequence[Hook] = (),
+    stop_when: Callable[[list[dict[str, Any]]], bool] | None = None,
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
@@ -65,6 +88,11 @@ def train(
       config: saved as config.json; a run resumes only with the same.
       memory_limit: bytes that each device has for the run; None asks JAX.
       profile: the steps to trace: after the first number, up to the second.
+      writers: each is called with the workdir and the step that the run starts at, and
+        gives a function of (step, metrics); its errors are warnings.
+      hooks: each is called with an `Event` after what it names; its errors end the run.
+      stop_when: asked after each evaluation, with the lines of metrics.jsonl so far;
+        see `early_stop`.
 
     Raises:
       ConfigError: the run would not fit, `workdir` belongs to another run, or frozen
@@ -108,13 +136,14 @@ def train(
         trainer.compile()  # Compilation is no throughput.
         guards = Guards(devices, trainer.experiment.data.train, state)
         signals = stack.enter_context(StopSignals())
-        report.begin(start, profile)
+        report.begin(start, profile, writers)
         every = Intervals(log_every, eval_every, save_every)
-        run = _Run(trainer, directory, report, checkpoints, guards, signals, every)
+        watching = guards, signals, every, tuple(hooks), stop_when or _never
+        run = _Run(trainer, directory, report, checkpoints, *watching)
         with devices.explicit_transfers():
-            state = run.steps(state, start, num_steps)
+            state, last = run.steps(state, start, num_steps)
         checkpoints.wait()
-        return Result(state, report.finish(num_steps))
+        return Result(state, report.finish(last))
 
 
 def _first_state(
@@ -148,10 +177,14 @@ class _Run(NamedTuple):
     guards: Guards
     signals: StopSignals
     every: Intervals
+    hooks: tuple[Hook, ...]
+    stop_when: Callable[[list[dict[str, Any]]], bool]
 
-    def steps(self, state: TrainState, start: int, stop: int) -> TrainState:
-        """Runs the updates `start` to `stop - 1`."""
+    def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
+        """Runs the updates `start` to `stop - 1`, or fewer; gives the last one, too."""
         self._catch_up(state, start, stop)
+        if start and self._stops_early():
+            return state, start
         with self.trainer.batches(start, stop) as batches:
             self.report.restart(start)
             for step, batch in enumerate(batches, start + 1):
@@ -159,11 +192,13 @@ class _Run(NamedTuple):
                     state, scalars = self.trainer.step(state, batch)
                 self.guards.note(step, scalars)
                 self.report.step(step)
+                self._tell("step", step, state, scalars)
                 if self._something_due(step, start + 1, stop):
                     # Two programs that talk between devices never run at once.
                     self.trainer.devices.wait(scalars)
-                    self._between(step, start + 1, stop, state, scalars)
-        return state
+                    if self._between(step, start + 1, stop, state, scalars):
+                        return state, step
+        return state, stop
 
     def _something_due(self, step: int, first: int, last: int) -> bool:
         due = (_due(step, every, last) for every in self.every)
@@ -172,8 +207,8 @@ class _Run(NamedTuple):
 
     def _between(
         self, step: int, first: int, last: int, state: TrainState, scalars: Any
-    ) -> None:
-        """Reports, evaluates and saves, whatever is due after `step`."""
+    ) -> bool:
+        """Reports, evaluates and saves what is due; True if the run stops early."""
         if step == first:
             self.guards.agree(state)
         if _due(step, self.every.log, last):
@@ -184,8 +219,9 @@ class _Run(NamedTuple):
             metrics = None
             if self._evaluates(step, last):
                 metrics = self._evaluate_or_save(step, state, scalars)
+            early = metrics is not None and step < last and self._stops_early()
             stopping = self.signals.received is not None and step < last
-            if stopping or _due(step, self.every.save, last):
+            if early or stopping or _due(step, self.every.save, last):
                 self._save(step, state, scalars, metrics)
             if stopping:
                 self.checkpoints.wait()
@@ -194,6 +230,17 @@ class _Run(NamedTuple):
             self.report.profile(step)
         if step == first:
             self.report.restart(step)  # Compilation is no throughput.
+        return early
+
+    def _stops_early(self) -> bool:
+        if not self.stop_when(read(self.workdir / workdirs.METRICS)):
+            return False
+        self.report.print("stopped   early, as the evaluations so far say")
+        return True
+
+    def _tell(self, what: str, step: int, state: TrainState, values: Any) -> None:
+        for hook in self.hooks:
+            hook(Event(what, step, state, values))
 
     def _catch_up(self, state: TrainState, start: int, last: int) -> None:
         """Evaluates step `start`, where a fault kept the run before from doing so."""
@@ -223,6 +270,7 @@ class _Run(NamedTuple):
         self.guards.evaluated(step, metrics, state, self.checkpoints.latest)
         self.checkpoints.check_metric(metrics)
         self.report.evaluation(step, metrics)
+        self._tell("evaluation", step, state, metrics)
         return metrics
 
     def _save(
@@ -236,6 +284,33 @@ class _Run(NamedTuple):
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
             self.checkpoints.save(step, state.saved(), metrics)
         workdirs.mark_saved(self.workdir, step)
+        self._tell("save", step, state, metrics)
+
+
+def early_stop(
+    metric: str, patience: int, mode: str = "min"
+) -> Callable[[list[dict[str, Any]]], bool]:
+    """Early stopping, for `train(stop_when=...)`; a resumed run remembers.
+
+    Args:
+      metric: of the evaluation, such as `eval/loss`.
+      patience: evaluations without a better value, after which a run stops.
+      mode: `min` or `max`.
+    """
+
+    def stops(rows: list[dict[str, Any]]) -> bool:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        if not values:
+            return False
+        best = values.index((min if mode == "min" else max)(values))
+        return len(values) - 1 - best >= patience
+
+    return stops
+
+
+def _never(rows: list[dict[str, Any]]) -> bool:
+    del rows
+    return False
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

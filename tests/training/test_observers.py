@@ -1,0 +1,126 @@
+"""What watches a run: metric writers, hooks, early stopping."""
+
+import json
+
+import pytest
+
+from configs import digits
+from haiku_template.config import check
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.storage.metrics import read
+from haiku_template.training import early_stop, experiment, train
+from haiku_template.training.experiment import Experiment
+
+CPU = DeviceManager.create("cpu", num_devices=1)
+
+
+class Lines:
+    """A writer of a user's own; `make` is what a config names."""
+
+    def __init__(self, workdir, step):
+        self.file = (workdir / "own.jsonl").open("a")
+        self.file.write(f"from {step}\n")
+
+    def __call__(self, step, metrics):
+        self.file.write(json.dumps([step, sorted(metrics)[0]]) + "\n")
+
+    def close(self):
+        self.file.write("closed\n")
+        self.file.close()
+
+
+def broken(workdir, step):
+    def write(step, metrics):
+        raise OSError("the service is gone")
+
+    return write
+
+
+def config(**changes):
+    made = digits.get_config()
+    made.model.width, made.batch_size = 8, 16
+    made.num_steps, made.log_every, made.eval_every, made.save_every = 8, 4, 2, 4
+    made.optimizer.warmup_steps = 0
+    for key, value in changes.items():
+        made[key] = value
+    check(made)
+    return made
+
+
+def trainer(**changes):
+    return Experiment.from_config(config(**changes), CPU).trainer(CPU)
+
+
+def test_a_writer_that_a_config_names_gets_all_metrics_and_is_closed(tmp_path):
+    writers = (f"{__name__}:Lines",)
+    experiment.run(config(writers=writers), CPU, str(tmp_path))
+    first, *lines, last = (tmp_path / "own.jsonl").read_text().splitlines()
+    assert (first, last) == ("from 0", "closed")
+    steps = [json.loads(line)[0] for line in lines]
+    assert steps == [row["step"] for row in read(tmp_path / "metrics.jsonl")]
+
+
+def test_a_writer_that_fails_is_a_warning_and_the_run_ends_well(tmp_path, caplog):
+    experiment.run(config(writers=(f"{__name__}:broken",)), CPU, str(tmp_path))
+    assert "writer broken is not written, and the run goes on: the service is gone" in (
+        caplog.text
+    )
+    assert read(tmp_path / "metrics.jsonl")[-1]["step"] == 8
+
+
+def test_a_writer_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="config.writers='nowhere:writer'"):
+        experiment.run(config(writers=("nowhere:writer",)), CPU, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_hooks_see_steps_evaluations_and_saves_in_order(tmp_path):
+    seen = []
+    hooks = [lambda event: seen.append((event.what, event.step, int(event.state.step)))]
+    options = {"eval_every": 2, "save_every": 4, "hooks": hooks}
+    train(trainer(), num_steps=4, workdir=tmp_path, **options)
+    steps = [("step", n) for n in (1, 2)] + [("evaluation", 2)]
+    steps += [("step", n) for n in (3, 4)] + [("evaluation", 4), ("save", 4)]
+    assert seen == [(what, step, step) for what, step in steps]
+
+
+def test_an_error_in_a_hook_ends_the_run(tmp_path):
+    def hook(event):
+        raise KeyError("a defect of mine")
+
+    with pytest.raises(KeyError, match="a defect of mine"):
+        train(trainer(), num_steps=4, workdir=tmp_path, hooks=[hook])
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "stops"),
+    [
+        ([3, 2, 1], "min", False),
+        ([1, 2], "min", False),
+        ([1, 2, 3], "min", True),
+        ([1, 2, 3], "max", False),
+        ([3, 1, 2], "max", True),
+        ([], "min", False),
+    ],
+)
+def test_early_stopping_waits_for_its_patience(values, mode, stops):
+    rows = [{"step": i, "eval/x": value} for i, value in enumerate(values)]
+    rows += [{"step": 9, "train/loss": 1.0}]
+    assert early_stop("eval/x", 2, mode)(rows) is stops
+
+
+def test_a_run_that_stops_early_is_saved_and_stays_stopped_when_resumed(
+    tmp_path, capsys
+):
+    stop = {"metric": "eval/loss", "mode": "max", "patience": 2}  # It falls at once.
+    experiment.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
+    rows = [row for row in read(tmp_path / "metrics.jsonl") if "eval/loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert "stopped   early" in capsys.readouterr().out
+    experiment.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
+    shown = capsys.readouterr().out
+    assert "stopped   early" in shown and "done      step 6" in shown
+    stop["patience"] = None
+    experiment.run(config(num_steps=10, early_stop=stop), CPU, str(tmp_path))
+    assert read(tmp_path / "metrics.jsonl")[-1]["step"] == 10
