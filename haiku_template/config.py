@@ -5,6 +5,7 @@ the resolved values as JSON, and only that is read again. Imports no JAX.
 """
 
 import difflib
+import functools
 import json
 import logging
 import sys
@@ -188,7 +189,13 @@ def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
                     "command is run, never from a workdir: others may have written it"
                 )
             if file.suffix:
-                logger.warning("config.%s: %s from %s", key, name, file)
+                _say(f"config.{key}: {name} from {file}")
+
+
+@functools.cache
+def _say(words: str) -> None:
+    """Warns once in a process; commands read a run's config before they open it."""
+    logger.warning(words)
 
 
 def _files_of(module: str) -> Iterator[Path]:

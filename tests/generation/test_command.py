@@ -12,6 +12,7 @@ import pytest
 from words import TEXT
 
 ROOT = Path(__file__).parents[2]
+WORDS = Path(__file__).with_name("words.py")
 COMMAND = [sys.executable, "-m", "haiku_template.generate"]
 ENVIRON = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
 
@@ -27,11 +28,18 @@ def run(*flags):
     )
 
 
+def without_import(stderr, name="words:words"):
+    """What is left of standard error beside the file that the run's data come from."""
+    first, _, rest = stderr.partition("\n")
+    assert first.endswith(f"config.data.name: {name} from {WORDS}"), stderr
+    return rest
+
+
 def test_it_prints_the_prompt_and_what_follows(trained):
     _, workdir = trained
     flags = ("--prompt=my dog", "--num_tokens=60", "--temperature=0")
     done = run(f"--workdir={workdir}", *flags, "--simulate_devices=2")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and without_import(done.stderr) == ""
     # 66 bytes in all; the é takes two.
     assert done.stdout == TEXT.encode()[:66].decode() + "\n"
 
@@ -42,7 +50,7 @@ def test_prompts_of_a_file_go_on_side_by_side(trained, tmp_path):
     path.write_text("my dog\na café\n")
     flags = ("--num_tokens=20", "--temperature=0", "--checkpoint=best")
     done = run(f"--workdir={workdir}", f"--prompt_file={path}", *flags)
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and without_import(done.stderr) == ""
     first, second = done.stdout.removesuffix("\n").split("\n" + "-" * 16 + "\n")
     assert first == TEXT.encode()[:26].decode()
     assert second == "a café by night. my dog ra"
@@ -73,7 +81,7 @@ def test_it_stops_without_a_word_when_nobody_wants_more(trained, ending):
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         process.stdout.close()
-    assert process.stderr.read() == b""
+    assert without_import(process.stderr.read().decode()) == ""
     process.stderr.close()
     assert process.wait(timeout=100) == (130 if ending == "interrupt" else 0)
 
@@ -90,15 +98,17 @@ def test_without_the_data_the_tokenizer_can_be_named(trained, tmp_path):
         values["data"] = {"name": name}
         (copy / "config.json").write_text(json.dumps(values))
         done = run(f"--workdir={copy}")
-        assert_refused(done, words, "--tokenizer=bytes")
+        imports = name if ":" in name else None
+        assert_refused(done, words, "--tokenizer=bytes", imports=imports)
     done = run(f"--workdir={copy}", "--tokenizer=bytes", "--num_tokens=5")
     assert done.returncode == 0 and done.stderr == ""
 
 
-def assert_refused(done, *words):
+def assert_refused(done, *words, imports=None):
     """One sentence, no traceback, the right exit code."""
     assert done.returncode == 64, done.stderr
-    lines = done.stderr.strip().splitlines()
+    stderr = without_import(done.stderr, imports) if imports else done.stderr
+    lines = stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     for word in words:
         assert word in lines[0], lines[0]
@@ -112,13 +122,24 @@ def assert_refused(done, *words):
         (("--prompt=a", "--prompt_file=b"), "give one of the two"),
         (("--prompt_file=missing.txt",), "--prompt_file=missing.txt cannot be read"),
         (("--num_tokens=0",), "--num_tokens=0; possible is 1 or more"),
-        (("--checkpoint=7",), "--checkpoint=7 is not in"),
-        (("--simulate_devices=2", "--num_devices=2"), "and 2 were asked for"),
     ],
 )
 def test_mistakes_are_one_sentence(trained, flags, words):
     _, workdir = trained
     assert_refused(run(f"--workdir={workdir}", *flags), words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--checkpoint=7",), "--checkpoint=7 is not in"),
+        (("--simulate_devices=2", "--num_devices=2"), "and 2 were asked for"),
+    ],
+)
+def test_what_the_run_does_not_have_is_one_sentence(trained, flags, words):
+    _, workdir = trained
+    done = run(f"--workdir={workdir}", *flags)
+    assert_refused(done, words, imports="words:words")
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
