@@ -20,7 +20,7 @@ from haiku_template.runs import Run
 from haiku_template.training import Experiment, experiment
 from tests.runs import changed, evaluated
 
-REFERENCES = Path(__file__).parents[1] / "finetuning" / "references"
+REFERENCES = Path(__file__).parents[1] / "pretrained" / "references"
 HEAD = "mlp/~/linear_2/*"
 
 

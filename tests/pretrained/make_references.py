@@ -4,13 +4,13 @@ Run once, in an environment of its own, and commit what it writes:
 
     python3.11 -m venv /tmp/references
     /tmp/references/bin/pip install torch==2.15.0 transformers==5.23.0
-    /tmp/references/bin/python tests/finetuning/make_references.py
+    /tmp/references/bin/python tests/pretrained/make_references.py
 
 writes `references/bert` and `references/gpt2`: Hugging Face folders of random models
 (no two parameters alike, so that none can be taken for another) with their outputs on
 the CPU in float32. With a folder that holds all-MiniLM-L6-v2,
 
-    /tmp/references/bin/python tests/finetuning/make_references.py --minilm=FOLDER
+    /tmp/references/bin/python tests/pretrained/make_references.py --minilm=FOLDER
 
 writes `references/minilm.safetensors` instead: sentences, their token ids and vectors,
 and the hash of the model's file that they belong to.
