@@ -1,4 +1,4 @@
-"""Training: what a step computes, and what happens between steps."""
+"""Training: the mathematics of a step, and the loop around it."""
 
 from haiku_template.training.experiment import Experiment
 from haiku_template.training.loop import Event, Result, early_stop, train

@@ -13,17 +13,11 @@ from haiku_template.devices import DeviceManager, check_host_batch
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
-    """Appends rows of zeros up to `size`, and says which rows are examples.
-
-    Beside the batch and not in it, where every name is the user's.
-
-    Args:
-      batch: pytree of arrays [rows, ...].
-      size: B, the rows wanted.
-      first: the place in the set of the first row.
+    """Pads a batch with zeros to `size` rows, and numbers the rows from `first`.
 
     Returns:
-      The batch with B rows, and the place of each, int32 [B]: of padding it is below 0.
+      The batch, and the places of its rows in the set, int32 [size]: negative for
+      padding. They are beside the batch, whose names are the user's.
     """
     rows = num_rows(batch)
 
@@ -39,7 +33,7 @@ def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
 
 
 def num_rows(batch: Any) -> int:
-    """The rows of a batch, whatever it is made of."""
+    """Counts the rows of a batch."""
     return len(jax.tree.leaves(batch)[0])
 
 
@@ -48,16 +42,9 @@ def add_up(
     eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
 ) -> dict[str, Any]:
-    """Adds up what `eval_step` returns over a whole set.
+    """Sums the results of `eval_step` over an evaluation set, in float64.
 
-    Args:
-      devices: where it runs.
-      eval_step: of a batch on the devices; see `Trainer.eval_step`.
-      dataset: gives `num_batches` batches; none has more rows than the first.
-
-    Returns:
-      float64; sums are float32 within a batch and float64 between batches, so that
-      counts are exact.
+    Within a batch sums are float32; no batch has more rows than the first.
     """
     size = padded_size(devices, dataset)
     sums: Any = None
@@ -85,7 +72,7 @@ def add_up(
 
 
 def placed_inputs(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Inputs of each batch of a set, and the places of its rows: int32 [B]."""
+    """Yields each batch's inputs, and the places of its rows in the set: int32 [B]."""
     first = 0
     for index in range(dataset.num_batches):
         batch = dataset.batch(index)
@@ -95,7 +82,7 @@ def placed_inputs(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def padded_size(devices: DeviceManager, dataset: Any) -> int:
-    """The rows of its batches when they are padded, a multiple of the devices."""
+    """Rows of a padded batch: a multiple of the number of devices."""
     rows = num_rows(dataset.batch(0))
     return -(-rows // devices.num_devices) * devices.num_devices
 
@@ -104,15 +91,11 @@ def summarize(
     sums: dict[str, Any],
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]],
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics of what `add_up` gives, and the counts among it.
-
-    Args:
-      sums: `values`, `weight` and `counts`; see `step.make_eval_step`.
-      derive: the task's; see `Task`.
+    """Computes metrics from the sums of `add_up`.
 
     Returns:
-      `eval/NAME` for each value of the task and for each derived one, NaN where no
-      example counts; and the counts by name.
+      `eval/NAME` for each value and derived metric, NaN where no example counts; and
+      the counts by name.
     """
     counts, weight = sums["counts"], float(sums["weight"])
     averages = {

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: the last place that sees the config."""
+"""Experiments: the parts of a run, made from a config, which is seen no further."""
 
 import dataclasses
 import functools
@@ -57,25 +57,21 @@ class Experiment:
 
     Attributes:
       model: a transformed `forward(inputs, is_training)`, with or without state.
-      task: a `Task`, or its function of (outputs, batch) alone.
-      data: what to train and evaluate on.
-      optimizer: an optax optimizer.
+      task: a `Task`, or only its function of (outputs, batch).
       schedule: reported as the learning rate; None reports none.
       precision: `float32`, `bfloat16` or `float16`.
-      accumulate_steps: gradient accumulation: micro-batches of a device's share of a
-        batch, one after another.
-      ema_decay: evaluate an average of the parameters with this decay; None for none.
+      accumulate_steps: micro-batches of gradient accumulation.
+      ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
-      placement: `host`, where the training data stays and batches travel; or `device`,
-        where all of it is staged once, and batches are gathered.
-      why_on_host: reason for `host`, in words; "" where it was asked for.
-      tokens_per_example: that are learned from; 0 where examples have none.
-      flops_per_token: of a training step, called with the numbers in trainable
-        parameters by path (`trained`, `added`: see `gpt_flops_per_token`); None where
-        there is no formula.
-      finetuning: which parameters train; by default all.
-      init_from: pretrained parameters; None for those of the seed. Frozen ones are
-        read again at each start.
+      placement: of the training data: `host`, or `device` if it is staged there once.
+      why_on_host: reason for `host`; "" where it was asked for.
+      tokens_per_example: tokens learned from; 0 without tokens.
+      flops_per_token: of a training step, a function of the sizes of trainable
+        parameters by path (`trained`, `added`, as in `gpt_flops_per_token`); None if
+        not known.
+      finetuning: selects the trainable parameters; by default all.
+      init_from: source of pretrained parameters; None for those of the seed. Frozen
+        ones are read again at each start.
       step: a module with the functions of `training.step`, to change its mathematics.
     """
 
@@ -103,12 +99,9 @@ class Experiment:
         devices: DeviceManager,
         memory_limit: int | None = None,
     ) -> "Experiment":
-        """The experiment that a config describes.
+        """Makes the experiment that a config describes.
 
-        Args:
-          config: checked.
-          devices: where to run.
-          memory_limit: bytes that each device has; None asks JAX.
+        `memory_limit` is in bytes on each device; None asks JAX.
 
         Raises:
           ConfigError: an unknown name or key, or a value that does not fit.
@@ -148,7 +141,7 @@ class Experiment:
         return place_data(experiment, devices, placement, memory_limit)
 
     def trainer(self, devices: DeviceManager) -> Trainer:
-        """The experiment compiled for these devices; see `Trainer`."""
+        """Compiles the experiment for these devices."""
         return Trainer(self, devices)
 
 
@@ -166,7 +159,7 @@ def _optimizer(
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:
-    """The task that a config names, its other keys as keyword arguments.
+    """Makes `config.task`, its other keys bound as keyword arguments.
 
     Raises:
       ConfigError: an unknown name or key.
@@ -180,11 +173,10 @@ def make_task(config: config_dict.ConfigDict) -> Task:
 
 
 def make_data(config: config_dict.ConfigDict) -> Data:
-    """The data set that a config names.
+    """Makes `config.data`: the training and evaluation sets.
 
     Raises:
-      ConfigError: an unknown name or key.
-      ConfigError: see the data set.
+      ConfigError: an unknown name or key, or files that cannot be read.
     """
     labels = make_task(config).labels
     spec = BatchSpec(config.batch_size, config.seed, labels)
@@ -204,12 +196,7 @@ def make_data(config: config_dict.ConfigDict) -> Data:
 def make_model(
     config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
 ) -> Model:
-    """The model that a config names.
-
-    Args:
-      config: checked.
-      num_outputs: of the data set, or of a checkpoint.
-      axis_name: the mesh axis; None on one device.
+    """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's.
 
     Raises:
       ConfigError: an unknown name or key, or a value that does not fit.
@@ -225,25 +212,25 @@ def make_model(
 
 
 def family_of(model: str) -> Family | None:
-    """Family of the model function that `config.model.name` names, if it has one."""
+    """Looks up the family of a model function; None without one."""
     return getattr(resolve("model", model, MODELS), "family", None)
 
 
 def make_finetuning(config: config_dict.ConfigDict) -> Finetuning:
-    """Fine-tuning as a config says it."""
+    """Makes `config.finetuning`."""
     values = config.finetuning.to_dict()
     lora = values.pop("lora")
     return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
 
 
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """The keys of `config.model`, with the sizes of the model that it starts from."""
+    """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     family = family_of(config.model.name)
     return with_sizes(config.model.to_dict(), config.init_from, family)
 
 
 def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
-    """Asserts that an encoder has all tokens of its inputs.
+    """Checks that an encoder has an embedding for each token of its inputs.
 
     A language model gets its vocabulary from the data, as `num_outputs`.
     """
@@ -285,15 +272,16 @@ def run(
     profile: tuple[int, int] | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Trains what a config describes; see `build` and `train`.
+    """Trains the experiment that a config describes.
 
     Args:
-      config: checked.
-      devices: where to run.
-      workdir: of the run.
-      memory_limit: bytes that each device has; None asks JAX.
-      profile: the steps to trace: after the first number, up to the second.
-      dry_run: print the memory budget and stop; nothing is written.
+      workdir: a new folder, or a run to resume.
+      memory_limit: bytes on each device; None asks JAX.
+      profile: traces the steps after the first number, up to the second.
+      dry_run: prints the memory budget and writes nothing.
+
+    Raises:
+      ConfigError: a value does not fit, or `workdir` belongs to another run.
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)

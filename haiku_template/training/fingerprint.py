@@ -1,8 +1,7 @@
-"""The fingerprint of what a program computes: a script that was edited is another run.
+"""Fingerprint of a run's mathematics: a script that was edited is another run.
 
-Made of what JAX traces of the steps, as if there were one device, and of the first
-batches. A value's digest says how it is computed from the arguments; names, the order
-of independent operations and where in memory a function lies do not matter.
+It digests the jaxprs of the steps, traced as on one device, and the first batches.
+Names, the order of independent operations and addresses in memory do not change it.
 """
 
 import dataclasses
@@ -28,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 FILE = "program.json"
 NAMED = ("model", "data", "task")
-# On one device they return what they get.
+# The identity on one device.
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
-# A function written out, with arguments of the same number and order.
+# Calls of an inner jaxpr with the same arguments.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def needed(config: dict[str, Any]) -> bool:
-    """Whether a run's config leaves open what it computes: names code of its user."""
+    """Tests if a config names code of the user's, which it does not contain."""
     names = [(config.get(key) or {}).get("name") for key in NAMED]
     own = bool(config.get("step"))
     return own or any(name is None or ":" in name for name in names)
 
 
 def of(trainer: Trainer) -> dict[str, str]:
-    """A digest of each part of an experiment, on any number of devices the same."""
+    """Digests each part of an experiment, the same on any number of devices."""
     data, functions = trainer.experiment.data, trainer.functions()
     abstract = jax.tree.map(_shape, trainer.abstract)
     state, frozen = abstract.trained(), abstract.frozen
@@ -71,10 +70,10 @@ def of(trainer: Trainer) -> dict[str, str]:
 
 
 def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
-    """Asserts that the run in `workdir` computes what `trainer` does, or notes it.
+    """Saves the fingerprint of a new run; asserts that a resumed run has the same.
 
     Raises:
-      ConfigError: it computes something else; names the parts.
+      ConfigError: the mathematics or the data changed; names the parts.
     """
     if not needed(config):
         return
@@ -120,7 +119,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> str:
-    """The digest of what a function of these shapes computes."""
+    """Digests the jaxpr of a function of these shapes."""
     # Models may average over the axis, as they do on several devices.
     return _jaxpr(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
 
@@ -140,7 +139,7 @@ def _inner(jaxpr: Any) -> Any:
 
 
 def _results(jaxpr: Any, given: list[str]) -> list[str]:
-    """A digest of each result of a jaxpr, by those of its arguments."""
+    """Digests each result of a jaxpr, given the digests of its arguments."""
     inner = _inner(jaxpr)
     known = dict(zip(inner.invars, given, strict=True))
     constants = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
@@ -170,7 +169,7 @@ def _equation(equation: Any, given: list[str]) -> list[str]:
 
 
 def _is_one(variable: Any) -> bool:
-    """Whether it is what averages over one device divide by."""
+    """Tests for the divisor of an average over one device."""
     return hasattr(variable, "val") and np.ndim(variable.val) == 0 and variable.val == 1
 
 
@@ -179,7 +178,7 @@ def _counts(key: str) -> bool:
 
 
 def _value(value: Any) -> str:
-    """A parameter or a constant in words that another process would use."""
+    """Digests a parameter or constant, the same in every process."""
     if hasattr(value, "eqns") or hasattr(_inner(value), "eqns"):
         return _jaxpr(value)
     if isinstance(value, jax.core.Tracer):
@@ -205,5 +204,5 @@ def _value(value: Any) -> str:
     plain = bool | int | float | complex | str | bytes | None | enum.Enum | np.dtype
     if isinstance(value, plain):
         return repr(value)
-    # A function or an object of JAX's: what it prints may hold its address.
+    # A function, or an object of JAX's whose repr may hold its address.
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,4 +1,4 @@
-"""Guards of a run: faults told before step 0, numbers not finite, signals to stop."""
+"""Guards of a run: checks before step 0, non-finite numbers, signals to stop."""
 
 import math
 import os
@@ -25,27 +25,22 @@ from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Trainer
 
-# What has a square that float32 has no number for: a gradient's is in Adam's state.
+# Beyond it a square, as in Adam's second moment, overflows float32.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 SHOWN = 3  # Leaves in a message.
-UNCHECKED = 1000  # Steps whose scalars are kept until one of them is looked at.
+UNCHECKED = 1000  # Steps whose scalars are kept until one of them is checked.
 EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
 
 
 @jax.jit
 def _faults(leaves: list[jax.Array]) -> jax.Array:
-    """Whether each leaf holds NaN, and whether it holds infinity: bool [n, 2]."""
+    """Tests each leaf for NaN and for infinity: bool [n, 2]."""
     pairs = [[jnp.any(jnp.isnan(x)), jnp.any(jnp.isinf(x))] for x in leaves]
     return jnp.array(pairs, bool).reshape(-1, 2)
 
 
 def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
-    """The leaves that are not finite, looked at on their devices: `NaN` or `infinite`.
-
-    Args:
-      devices: where the tree is.
-      tree: whole on each of them; only floating-point leaves count.
-    """
+    """Finds non-finite leaves on their devices: `NaN` or `infinite` by path."""
     leaves = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -70,15 +65,12 @@ def check_state(
     """Asserts that the whole train state is finite, before it is saved.
 
     Args:
-      devices: where the state is.
-      state: all of it: what is not a parameter can freeze or spoil them.
       from_start: leaves that were infinite when the run began, and may stay so.
-      step: named in the message.
-      latest: the newest step that is saved; None without any.
-      blamed: says what may have done it, "" for nothing known.
+      latest: step of the newest checkpoint; None without any.
+      blamed: returns the likely cause in words, "" if unknown.
 
     Raises:
-      NonFiniteError: it is not; names the leaves.
+      NonFiniteError: some leaves are not finite; names them.
     """
     faults = {
         name: fault
@@ -95,13 +87,7 @@ def check_state(
 def faulty_steps(
     devices: DeviceManager, scalars: Iterable[tuple[int, Any]], *names: str
 ) -> Iterator[int]:
-    """Those of some steps that gave a scalar of these names that is not finite.
-
-    Args:
-      devices: where the scalars are.
-      scalars: (step, what the step returned).
-      *names: of scalars.
-    """
+    """Yields the steps at which a scalar of these names is not finite."""
     for step, values in scalars:
         fetched = devices.fetch([values[name] for name in names])
         if not all(math.isfinite(value) for value in fetched):
@@ -109,12 +95,9 @@ def faulty_steps(
 
 
 def blame(devices: DeviceManager, train: Any, step: int) -> str:
-    """What in the batch of a step is not finite or too large, and where; "" if nothing.
+    """Describes a non-finite or too large value in a step's batch; "" without one.
 
-    Args:
-      devices: that the batch is split over.
-      train: the training data.
-      step: counted from 1.
+    Steps count from 1; the message names the device that has the row.
     """
     batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -135,7 +118,7 @@ def blame(devices: DeviceManager, train: Any, step: int) -> str:
 
 
 def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteError:
-    """The error that says so."""
+    """Makes the error that names the newest checkpoint and the likely cause."""
     kept = f"the newest is of step {latest}" if latest else "there is none"
     reason = blamed or (
         "values in the data that are not finite do this, and learning rates too high "
@@ -147,12 +130,9 @@ def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteErro
 
 
 class Guards:
-    """Watches over a run's numbers; nothing that is not finite is saved.
+    """Watches over a run's numbers: no checkpoint gets a NaN or a new infinity.
 
-    Args:
-      devices: those of the run.
-      train: the training data, to look for what a batch holds.
-      state: at the start; leaves of it that are infinite may stay so.
+    Leaves that are infinite in the first state may stay so.
     """
 
     def __init__(self, devices: DeviceManager, train: Any, state: Any) -> None:
@@ -162,11 +142,11 @@ class Guards:
         self._agreed = False
 
     def note(self, step: int, scalars: Any) -> None:
-        """Keeps the scalars of a step until one is looked at."""
+        """Keeps a step's scalars on their devices, unchecked."""
         self._unchecked.append((step, scalars))
 
     def agree(self, state: Any) -> None:
-        """Asserts after the first step that all devices hold the same state.
+        """Asserts after the first step that all replicas are equal.
 
         Raises:
           PlacementError: a part is not averaged over devices.
@@ -178,7 +158,7 @@ class Guards:
         """Fetches a step's scalars.
 
         Raises:
-          NonFiniteError: its loss is not finite; names the first step.
+          NonFiniteError: the loss is not finite; names the first such step.
         """
         values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
@@ -190,7 +170,7 @@ class Guards:
     def evaluated(
         self, step: int, metrics: dict[str, float], state: Any, latest: int | None
     ) -> None:
-        """Raises `NonFiniteError` if the loss of an evaluation is not finite."""
+        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state, latest)
             what = f"the evaluation's loss after step {step} is infinite or NaN"
@@ -199,11 +179,11 @@ class Guards:
     def before_save(
         self, step: int, scalars: Any, state: Any, latest: int | None
     ) -> None:
-        """Asserts that all that is saved is finite, and the same on all devices.
+        """Asserts that scalars and state are finite, and replicas equal.
 
         Raises:
-          NonFiniteError: it is not finite.
-          ReplicaError: a part differs between devices.
+          NonFiniteError: a number is not finite.
+          ReplicaError: a leaf differs between devices.
         """
         self.finite(step, scalars, latest)
         self._check(step, state, latest)
@@ -214,7 +194,7 @@ class Guards:
         check_state(self._devices, state, self._from_start, step, latest, self._blame)
 
     def _blame(self) -> str:
-        """The first batch since the last save that explains what is not finite."""
+        """Searches the batches since the last save for the cause."""
         steps = faulty_steps(self._devices, self._unchecked, "loss", "grad_norm")
         words = (blame(self._devices, self._train, step) for step in steps)
         return next(filter(None, words), "")
@@ -224,9 +204,9 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
 def _leave_to_the_run() -> None:
-    """In a forked process: a data set's worker does not save, and must end when told.
+    """Resets signals in a forked data worker, which saves nothing.
 
-    Ctrl-C reaches it too, and it has to make the batches of the run's last step.
+    It ends at SIGTERM, and ignores Ctrl-C to make the batches of the run's last step.
     """
     if isinstance(
         getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignals
@@ -239,7 +219,7 @@ os.register_at_fork(after_in_child=_leave_to_the_run)
 
 
 class StopSignals:
-    """Notes SIGTERM and the first SIGINT instead of dying. Use as a context manager.
+    """Context manager that notes SIGTERM and the first SIGINT, to stop after a save.
 
     A second SIGINT raises KeyboardInterrupt at once. Outside the main thread, where
     Python allows no handlers, it does nothing.
@@ -265,7 +245,7 @@ class StopSignals:
         self.received = signal.Signals(number)
 
     def error(self, step: int) -> Interrupted:
-        """What to raise once the state of `step` is saved."""
+        """Makes the error to raise once `step` is saved."""
         return Interrupted(
             f"{self.received.name} received: step {step} is saved, and the same "
             "command goes on from there",
@@ -276,18 +256,13 @@ class StopSignals:
 def check_before_start(
     trainer: Trainer, best_metric: str, memory_limit: int | None, starts: bool
 ) -> Budget:
-    """The memory budget of a run that has none of the faults that tracing tells.
+    """Traces a run for faults before step 0, and returns its memory budget.
 
-    Args:
-      trainer: what runs.
-      best_metric: what is best, a metric of the evaluation.
-      memory_limit: bytes that each device has; None asks JAX.
-      starts: whether the run starts, and does not go on.
+    A run that resumes has `starts` False.
 
     Raises:
       PlacementError: a norm is not averaged over the devices.
-      ConfigError: the run would not fit.
-      ConfigError: `best_metric` is not measured.
+      ConfigError: the run would not fit, or `best_metric` is not measured.
     """
     check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)
@@ -296,10 +271,10 @@ def check_before_start(
 
 
 def check_norms(trainer: Trainer) -> None:
-    """Asserts that modules that can average over the devices do, where there are some.
+    """Asserts that normalization layers average over the devices where they can.
 
     Raises:
-      PlacementError: one does not; names it.
+      PlacementError: a layer does not; names it.
     """
     devices = trainer.devices
     if devices.axis_name is None:
@@ -329,10 +304,10 @@ def check_norms(trainer: Trainer) -> None:
 
 
 def check_evaluation(trainer: Trainer, best_metric: str) -> None:
-    """Traces the evaluation, so that a fault in it is found before step 0.
+    """Traces the evaluation, so that its faults are found before step 0.
 
     Raises:
-      ConfigError: `best_metric` is not among what it gives.
+      ConfigError: `best_metric` is not among its metrics.
     """
     devices, dataset = trainer.devices, trainer.experiment.data.evaluation
     if dataset is None:
@@ -345,7 +320,7 @@ def check_evaluation(trainer: Trainer, best_metric: str) -> None:
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names, _ = summarize(numbers, trainer.task.derive)
-    except Exception:  # What is derived may not take such numbers.
+    except Exception:  # A derived metric may refuse these made-up numbers.
         return
     if best_metric not in names:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The training loop: what happens when; `step.py` has the mathematics."""
+"""The training loop: steps, evaluations, checkpoints; `step.py` has the mathematics."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from haiku_template.training.trainer import Trainer
 
 
 class Intervals(NamedTuple):
-    """Steps between two of each; None means at the last step alone."""
+    """Intervals in steps; None means at the last step alone."""
 
     log: int | None
     evaluate: int | None
@@ -28,12 +28,12 @@ class Intervals(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened in a run, for hooks.
+    """A step, an evaluation or a save, for hooks.
 
     Attributes:
       what: `step`, `evaluation` or `save`.
-      step: after which.
-      state: then, on the devices; the next step takes over its memory.
+      step: updates done.
+      state: on the devices; the next step takes over its memory.
       values: scalars of the step on the devices, or metrics of the evaluation.
     """
 
@@ -47,7 +47,7 @@ Hook = Callable[[Event], None]
 
 
 class Result(NamedTuple):
-    """What a run leaves: its last state, on the devices, and its last metrics."""
+    """Result of a run: its last state, on the devices, and its last metrics."""
 
     state: TrainState
     metrics: dict[str, float]
@@ -74,32 +74,30 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
+    Intervals are in steps; None means at the end alone.
+
     Args:
-      trainer: an experiment compiled for devices; see `Experiment.trainer`.
       num_steps: updates in all, also when resuming.
-      workdir: metrics, checkpoints and the report go here.
-      log_every: steps between training metrics.
-      eval_every: steps between evaluations; None for the end alone.
-      save_every: steps between checkpoints; None for the end alone.
+      workdir: folder of metrics, checkpoints and the report.
       keep_last: newest checkpoints that stay.
       keep_best: best checkpoints that stay, among those of evaluated steps.
-      best_metric: what is best.
+      best_metric: evaluation metric that ranks checkpoints.
       best_mode: `min` or `max`.
       config: saved as config.json; a run resumes only with the same.
-      memory_limit: bytes that each device has for the run; None asks JAX.
-      profile: the steps to trace: after the first number, up to the second.
-      writers: each is called with the workdir and the step that the run starts at, and
-        gives a function of (step, metrics); its errors are warnings.
-      hooks: each is called with an `Event` after what it names; its errors end the run.
-      stop_when: asked after each evaluation, with the lines of metrics.jsonl so far;
-        see `early_stop`.
+      memory_limit: bytes on each device; None asks JAX.
+      profile: traces the steps after the first number, up to the second.
+      writers: each, called with the workdir and the first step, returns a function of
+        (step, metrics); its errors are warnings.
+      hooks: each is called with every `Event`; its errors end the run.
+      stop_when: called after each evaluation with the lines of metrics.jsonl so far;
+        ends the run if True, as `early_stop` does.
 
     Raises:
-      ConfigError: the run would not fit, `workdir` belongs to another run, or frozen
-        parameters are others than they were; nothing was written.
+      ConfigError: the run would not fit, `workdir` belongs to another run, or its
+        frozen parameters changed; nothing was written.
       StorageError: a checkpoint cannot be written or read.
       PlacementError: a part of the state is not averaged over devices.
-      ReplicaError: a part of the state that was the same on all devices differs.
+      ReplicaError: a part of the state came to differ between devices.
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
@@ -133,7 +131,7 @@ def train(
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
         report.print(budget_table(budget))
-        trainer.compile()  # Compilation is no throughput.
+        trainer.compile()  # Not part of the throughput.
         guards = Guards(devices, trainer.experiment.data.train, state)
         signals = stack.enter_context(StopSignals())
         report.begin(start, profile, writers)
@@ -149,7 +147,7 @@ def train(
 def _first_state(
     trainer: Trainer, checkpoints: Checkpoints, workdir: Path, num_steps: int
 ) -> tuple[int, TrainState]:
-    """The step to start at, and its state: the newest checkpoint's, or a new one."""
+    """Restores the newest checkpoint or initializes; returns the step and its state."""
     start = checkpoints.latest or 0
     if start > num_steps:
         raise ConfigError(
@@ -168,7 +166,7 @@ def _first_state(
 
 
 class _Run(NamedTuple):
-    """One run of the loop: the steps, and what happens between them."""
+    """Steps of a run, and the work between them."""
 
     trainer: Trainer
     workdir: Path
@@ -181,7 +179,7 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool]
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs the updates `start` to `stop - 1`, or fewer; gives the last one, too."""
+        """Runs the updates `start` to `stop - 1`, or fewer; returns the last step, too."""
         self._catch_up(state, start, stop)
         if start and self._stops_early():
             return state, start
@@ -194,7 +192,7 @@ class _Run(NamedTuple):
                 self.report.step(step)
                 self._tell("step", step, state, scalars)
                 if self._something_due(step, start + 1, stop):
-                    # Two programs that talk between devices never run at once.
+                    # Two programs with collectives never run at once.
                     self.trainer.devices.wait(scalars)
                     if self._between(step, start + 1, stop, state, scalars):
                         return state, step
@@ -208,7 +206,7 @@ class _Run(NamedTuple):
     def _between(
         self, step: int, first: int, last: int, state: TrainState, scalars: Any
     ) -> bool:
-        """Reports, evaluates and saves what is due; True if the run stops early."""
+        """Reports, evaluates and saves, if due; True ends the run early."""
         if step == first:
             self.guards.agree(state)
         if _due(step, self.every.log, last):
@@ -229,7 +227,7 @@ class _Run(NamedTuple):
         if self.report.due(step):
             self.report.profile(step)
         if step == first:
-            self.report.restart(step)  # Compilation is no throughput.
+            self.report.restart(step)  # Compilation is not part of the throughput.
         return early
 
     def _stops_early(self) -> bool:
@@ -243,7 +241,7 @@ class _Run(NamedTuple):
             hook(Event(what, step, state, values))
 
     def _catch_up(self, state: TrainState, start: int, last: int) -> None:
-        """Evaluates step `start`, where a fault kept the run before from doing so."""
+        """Evaluates step `start`, if the run stopped before it could."""
         owed = start and start not in self.checkpoints.evaluated
         if owed and self._evaluates(start, last):
             self._evaluate(start, state)
@@ -255,7 +253,7 @@ class _Run(NamedTuple):
     def _evaluate_or_save(
         self, step: int, state: TrainState, scalars: Any
     ) -> dict[str, float]:
-        """Evaluates; what was trained is saved though a fault comes up there."""
+        """Evaluates; saves the state first if that raises."""
         try:
             return self._evaluate(step, state)
         except NonFiniteError:
@@ -290,11 +288,11 @@ class _Run(NamedTuple):
 def early_stop(
     metric: str, patience: int, mode: str = "min"
 ) -> Callable[[list[dict[str, Any]]], bool]:
-    """Early stopping, for `train(stop_when=...)`; a resumed run remembers.
+    """Makes `train(stop_when=...)` for early stopping, which a resumed run remembers.
 
     Args:
       metric: of the evaluation, such as `eval/loss`.
-      patience: evaluations without a better value, after which a run stops.
+      patience: number of evaluations without a better value.
       mode: `min` or `max`.
     """
 

@@ -1,7 +1,7 @@
-"""What a run needs of each device's memory, known before anything is allocated.
+"""Memory budget of a run, known before anything is allocated.
 
-XLA says what the compiled step and the first state need, from shapes alone. These
-compilations are the run's own: it finds them done.
+XLA tells what the compiled step and the first state need, from shapes alone; the run
+finds these programs compiled.
 """
 
 import dataclasses
@@ -41,23 +41,17 @@ class Budget(NamedTuple):
     """Bytes on each device.
 
     Attributes:
-      params, net_state, opt_state, ema_params: the parts of the train state.
-      frozen: parameters that no step changes.
-      data: the training set, where it is staged on each device.
-      closed_over: arrays that the model or the task closes over, which are constants of
-        the step's program.
+      closed_over: arrays that the model or the task closes over: constants of the step.
       batch: one device's share of a batch, or of the row numbers of many.
-      waiting: batches made ahead of their step, and of steps in flight before it.
-      temporaries: what the step uses in between, such as activations and gradients.
-      step_peak: the most that one step holds: state, batch, temporaries, new values
-        that cannot take the place of old ones, and code.
-      init_peak: the most that making the first state holds; 0 for a run that resumes.
-      matmul: what measuring the devices takes, before there is a state.
-      peak: the most of these, the step's with the waiting batches.
-      limit: what a device has for this; None where JAX cannot tell.
-      process: on the CPU, what this process holds already, beside all this: Python,
-        JAX, the data. None elsewhere, and where the system does not tell.
-      host: that, and the peaks of all devices, which share the host's memory.
+      waiting: batches that are prefetched, or belong to other steps in flight.
+      temporaries: of the step, such as activations and gradients.
+      step_peak: state, batch, temporaries, code, and outputs that reuse no memory.
+      init_peak: of making the first state; 0 for a run that resumes.
+      matmul: of measuring the devices, before there is a state.
+      peak: the largest of these, the step's with the waiting batches.
+      limit: bytes available; None where JAX cannot tell.
+      process: on the CPU, bytes that this process holds already; None if unknown.
+      host: `process` and the peaks of all devices, which share the host's memory.
     """
 
     params: int
@@ -82,22 +76,21 @@ class Budget(NamedTuple):
 def memory_budget(
     trainer: Trainer, limit: int | None = None, *, starts: bool = True
 ) -> Budget:
-    """Compiles the train step for the largest batches and reads what it needs.
+    """Compiles the train step for the largest batch and reads its memory analysis.
 
     Args:
-      trainer: of the run.
       limit: bytes on each device; None asks JAX.
-      starts: whether the run makes its first state; one that resumes does not.
+      starts: False for a run that resumes.
 
     Raises:
-      ConfigError: the state alone is larger; XLA would end the process.
+      ConfigError: the state alone is larger, so that XLA would end the process.
     """
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
     _check_state(state, limit or host_memory())
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
-    # On several devices the compiled program, and what it says, is one device's.
+    # On several devices the program, and so its analysis, is one device's.
     analysis = trainer.lower(largest).compile().memory_analysis()
     share = _bytes(batch) // devices.num_devices
     data = _bytes(trainer.abstract_staged)
@@ -143,7 +136,7 @@ def _check_state(state: TrainState, memory: int) -> None:
 
 
 def _largest(state: TrainState) -> str:
-    """The largest arrays of a state, and their sizes."""
+    """Names the largest arrays of a state, with their sizes."""
     leaves = [
         (jax.tree_util.keystr(path), _bytes(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -153,7 +146,7 @@ def _largest(state: TrainState) -> str:
 
 
 def _peak(analysis: Any, constants: int = 0) -> int:
-    """The most that a compiled program holds; its code may count its constants."""
+    """Peak bytes of a compiled program; its code may include its constants."""
     return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -166,14 +159,14 @@ def _peak(analysis: Any, constants: int = 0) -> int:
 def _init_peak(trainer: Trainer) -> int:
     state = trainer.abstract
     if trainer.experiment.init_from is not None:
-        # What was read is there beside the state made of it.
+        # The parameters that were read exist beside the state made of them.
         return _bytes((state.params, state.net_state)) + _bytes(state)
     frozen = _bytes(state.frozen)
     return frozen + _peak(trainer.lower_init().compile().memory_analysis())
 
 
 def _closed_over(trainer: Trainer) -> list[Any]:
-    """The arrays that the train step uses and nobody gives it."""
+    """Finds the constants of the train step, largest first."""
     state = trainer.abstract
     batch = each_shape(trainer.experiment.data.train)[0]
     shapes = jax.tree.map(_without_sharding, (state.trained(), state.frozen, batch))
@@ -188,7 +181,7 @@ def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a jaxpr, and of those within it."""
+    """Yields the constants of a jaxpr and of its inner jaxprs."""
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for value in equation.params.values():
@@ -214,7 +207,7 @@ def _warn_of_closed_over(trainer: Trainer) -> None:
 
 
 def _process_bytes() -> int | None:
-    """What this process holds in memory; None where the system does not tell."""
+    """Resident bytes of this process; None where the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -225,14 +218,13 @@ def _process_bytes() -> int | None:
 def check_budget(
     trainer: Trainer, limit: int | None = None, *, starts: bool = True
 ) -> Budget:
-    """The budget of a run that fits; arguments are those of `memory_budget`.
+    """Computes the budget, asserts that it fits, and warns of large constants.
 
-    Large arrays that the model or the task closes over are warned of.
+    Arguments are those of `memory_budget`.
 
     Raises:
-      ConfigError: it does not; names the largest leaves, and the smallest
-        `accumulate_steps` with which the same batch size would fit, found by
-        compiling.
+      ConfigError: it does not fit; names the largest leaves, and the smallest
+        `accumulate_steps` that would, found by compiling.
     """
     budget = memory_budget(trainer, limit, starts=starts)
     if budget.closed_over >= LARGE:
@@ -280,7 +272,7 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
 
 
 def budget_table(budget: Budget) -> Table:
-    """One row for each part of the budget."""
+    """Tabulates the budget, one row for each part."""
     table = Table(title="Memory on each device", title_justify="left")
     table.add_column("what")
     table.add_column("bytes", justify="right")
@@ -297,7 +289,7 @@ def budget_table(budget: Budget) -> Table:
 
 
 def in_units(size: int) -> str:
-    """A number of bytes as people read it."""
+    """Formats a number of bytes with its unit."""
     for unit, factor in reversed(UNITS.items()):
         if size >= factor:
             return f"{size / factor:.2f} {unit}"
@@ -339,14 +331,12 @@ def place_data(
     placement: str,
     limit: int | None = None,
 ) -> "Experiment":
-    """The experiment with its training data where `placement` says.
+    """Decides between the host and the devices as home of the training data.
 
     Args:
-      experiment: with its data on the host.
-      devices: those of the run.
       placement: `host`; `device` to stage the whole set once on each device, so that
-        no bytes travel in a step; `auto` to do so if the set fits beside the model.
-      limit: bytes that each device has; None asks JAX.
+        steps copy none of it; `auto` to do so if it fits beside the model.
+      limit: bytes on each device; None asks JAX.
 
     Raises:
       ConfigError: an unknown placement.

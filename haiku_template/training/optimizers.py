@@ -27,15 +27,15 @@ def make_schedule(
     warmup_steps: int = 0,
     final_fraction: float = 0.0,
 ) -> Schedule:
-    """Linear warm-up from 0, then a decay by name.
+    """Builds a learning-rate schedule: linear warm-up from 0, then a decay by name.
 
     Args:
       name: `cosine`, `linear`, `constant`; `wsd` (warm-up-stable-decay: constant, then
-        linear in the last fifth of the steps); or `module:function`, called with these
-        arguments, the warm-up its own.
-      learning_rate: the highest value, reached after the warm-up.
-      num_steps: when the schedule ends.
-      warmup_steps: of `num_steps`; a warm-up as long as the run is cut, so that a long
+        linear in the last fifth of the steps); or `module:function`, called with all
+        these arguments, which makes its own warm-up.
+      learning_rate: its maximum, reached after the warm-up.
+      num_steps: steps until the end of the decay.
+      warmup_steps: among `num_steps`; cut if the run is not longer, so that a long
         run's settings can be tried for a few steps.
       final_fraction: of `learning_rate`, reached at the end; not for `constant`.
 
@@ -96,8 +96,8 @@ SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
 def matrices(params: Any) -> Any:
     """Weight-decay mask: True for leaves of two or more dimensions.
 
-    Haiku's biases and the scales and offsets of its normalization layers are left
-    out by name, whatever their shape: those of `hk.BatchNorm` have four dimensions.
+    Biases, scales and offsets are left out by name: those of `hk.BatchNorm` have four
+    dimensions.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x.ndim > 1 and getattr(path[-1], "key", "") not in NOT_DECAYED,
@@ -113,15 +113,14 @@ def make_optimizer(
     clip_norm: float | None = None,
     **kwargs: Any,
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then an optimizer by name, with decoupled weight decay.
+    """Builds an optimizer by name, with gradient clipping and decoupled weight decay.
 
     Args:
-      name: any optimizer of optax or optax.contrib that takes a learning rate, such as
+      name: an optimizer of optax or optax.contrib that takes a learning rate, such as
         `adamw`, `sgd`, `lion`, `adafactor`, `muon`; or `module:function`.
-      schedule: learning rate as a function of the step.
-      weight_decay: for the leaves that `matrices` names, times the learning rate; of
-        `sgd` it is added to the gradient, as L2 regularization.
-      clip_norm: the gradient's largest global norm; None means no clipping.
+      weight_decay: times the learning rate, for the leaves of `matrices`; with `sgd` it
+        is L2 regularization, added to the gradient.
+      clip_norm: largest global norm of the gradient; None means no clipping.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises:

@@ -1,8 +1,7 @@
-"""Mixed precision: what is computed in half precision, and what never is.
+"""Mixed precision: a half-precision forward and backward pass.
 
-Parameters, optimizer state, losses and averages are float32 always. With `bfloat16`
-or `float16` the forward and backward pass see half-precision copies of parameters and
-inputs; normalisation layers still compute in float32. `float16` scales the loss.
+Parameters, optimizer state, losses and averages stay float32, and normalization layers
+compute in float32. `float16` scales the loss.
 """
 
 import contextlib
@@ -26,12 +25,11 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 
 class Precision(NamedTuple):
-    """A `jmp` policy, and what it needs besides.
+    """A `jmp` policy, and its consequences.
 
     Attributes:
-      policy: what is cast where.
-      scales_loss: whether the loss must be scaled.
-      keeps_norms_apart: whether the compiler may not fuse normalisation layers.
+      scales_loss: True for float16.
+      keeps_norms_apart: True if the compiler may not fuse normalization layers.
     """
 
     policy: jmp.Policy
@@ -50,11 +48,11 @@ class Precision(NamedTuple):
                 f"precision {name!r} is not known; possible are {', '.join(POLICIES)}"
             )
         # The CPU compiler of jax 0.12.0.1 gives NaN for a bfloat16 convolution, a
-        # normalisation in float32 and a cast back, where it fuses them.
+        # normalization in float32 and a cast back, where it fuses them.
         return cls(jmp.get_policy(POLICIES[name]), name == "float16", platform == "cpu")
 
     def initial_loss_scale(self) -> tuple[jax.Array, ...]:
-        """The leaves of the loss scale at step 0; none without loss scaling."""
+        """Leaves of the loss scale at step 0; none without loss scaling."""
         if not self.scales_loss:
             return ()
         return (jnp.float32(INITIAL_LOSS_SCALE), jnp.int32(0))
@@ -62,13 +60,13 @@ class Precision(NamedTuple):
     def loss_scale(
         self, leaves: tuple[jax.Array, ...]
     ) -> jmp.DynamicLossScale | jmp.NoOpLossScale:
-        """The loss scale with these leaves."""
+        """Rebuilds the loss scale from its leaves."""
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
 
     def cast_outputs(self, outputs: Any) -> Any:
-        """What a model returns, in float32.
+        """Casts a model's outputs to float32.
 
-        `LazyLogits` stay as they are: their product, which comes later, is float32.
+        `LazyLogits` stay as they are: their later product is float32.
         """
 
         def is_lazy(x: Any) -> bool:
@@ -81,10 +79,10 @@ class Precision(NamedTuple):
 
     @contextlib.contextmanager
     def norms_in_float32(self) -> Iterator[None]:
-        """Normalisation layers called inside compute in float32 and return the rest.
+        """Context in which normalization layers compute in float32.
 
-        An interceptor, and not `hk.mixed_precision.set_policy`, which changes the
-        layer classes for the whole process.
+        `hk.mixed_precision.set_policy` would change the layer classes for the whole
+        process.
         """
         if self.policy.compute_dtype == jnp.float32:
             yield

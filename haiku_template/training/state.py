@@ -1,4 +1,4 @@
-"""The train state: everything that a step changes, and what stays frozen beside it."""
+"""The train state: all that a step changes, and the frozen parameters beside it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,13 +14,9 @@ from haiku_template.training.precision import Precision
 
 
 class Seeds(NamedTuple):
-    """PRNG keys of a run, one for each use; see `split_seed`.
+    """PRNG keys of a run, one for each use.
 
-    Attributes:
-      params: of the initial parameters.
-      adapters: of the initial adapters.
-      steps: of training steps, with the number of the step and of the device.
-      evaluation: of evaluation, with the number of the example.
+    `steps` is folded with step and device, `evaluation` with the place of an example.
     """
 
     params: jax.Array
@@ -38,18 +34,17 @@ def split_seed(seed: int) -> Seeds:
 
 
 class TrainState(NamedTuple):
-    """One tree, whole on every device, without a device axis.
+    """One tree, replicated on every device, without a device axis.
 
     Randomness and data are functions of `step`, so there is nothing else to save.
 
     Attributes:
       step: optimizer updates done: int32 [].
       params: trainable Haiku parameters, float32.
-      frozen: parameters that no step changes, {} without fine-tuning; a checkpoint
-        leaves them out.
+      frozen: frozen parameters, {} without fine-tuning; not in a checkpoint.
       net_state: Haiku state, such as running statistics; empty for `hk.transform`.
       opt_state: optax state.
-      ema_params: exponential moving average of `params`; None when there is none.
+      ema_params: exponential moving average of `params`; None without one.
       loss_scale: scale and counter of float16's loss scaling; empty otherwise.
     """
 
@@ -62,15 +57,15 @@ class TrainState(NamedTuple):
     loss_scale: tuple[jax.Array, ...]
 
     def trained(self) -> "TrainState":
-        """The state without frozen parameters, as a compiled step takes it."""
+        """Drops the frozen parameters, which a compiled step takes apart."""
         return self._replace(frozen={})
 
     def saved(self) -> dict[str, Any]:
-        """The fields that a checkpoint keeps, by name."""
+        """Fields of a checkpoint by name."""
         return {name: x for name, x in self._asdict().items() if name != "frozen"}
 
     def averaged(self) -> hk.Params:
-        """Trainable parameters to evaluate: the averages where there are any."""
+        """Trainable parameters to evaluate: their averages if there are any."""
         return self.params if self.ema_params is None else self.ema_params
 
 
@@ -84,16 +79,11 @@ def make_model_init(
 ) -> Callable[[], tuple[hk.Params, hk.State]]:
     """Makes the function that initializes a model's parameters and state.
 
-    Args:
-      model: gives them.
-      inputs: pytree of `jax.ShapeDtypeStruct` [B, ...], one batch of inputs.
-      preprocess: applied to the inputs first, as in a step.
-      precision: gives the dtype of parameters.
-      seed: the source of the parameters.
+    `inputs` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
     """
 
     def init() -> tuple[hk.Params, hk.State]:
-        # One row of zeros: Haiku initializes from shapes and the rng alone.
+        # One row of zeros, as Haiku initializes from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
         example = precision.policy.cast_to_param(preprocess(example))
         return model.init(split_seed(seed).params, example, True)
@@ -110,18 +100,10 @@ def make_init(
     ema_decay: float | None,
     seed: int,
 ) -> Callable[..., TrainState]:
-    """Makes `init(leaves, net_state)`: the state before step 0, nothing frozen in it.
+    """Makes `init(leaves, net_state)`: the state before step 0, `frozen` left empty.
 
-    Its arguments are parameters by path and Haiku state that do not come from the
-    seed: {} and None where all do.
-
-    Args:
-      model_init: see `make_model_init`.
-      plan: names the trainable parameters.
-      precision: gives the loss scale.
-      optimizer: gives `opt_state`.
-      ema_decay: None for no averaged parameters.
-      seed: the source of adapters.
+    `leaves` are pretrained parameters by path, {} without any; a `net_state` of None is
+    the model's own.
     """
 
     def init(

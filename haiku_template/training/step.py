@@ -1,11 +1,8 @@
 """The mathematics of a run: pure functions of (state, frozen parameters, batch).
 
-Gradients, updates and averages are of the trainable `params` alone; without
-fine-tuning the frozen parameters are an empty tree.
-
-Each is written once, for one device's share of the batch. What must agree on all
-devices is averaged over `axis_name`, which is None on one device; nothing here knows
-how many there are.
+Gradients, updates and averages are of the trainable `params`; `frozen` is empty without
+fine-tuning. Each function is written for one device's share of the batch, and averages
+over `axis_name`, which is None on one device.
 
 Shapes: B examples in one device's share of a batch.
 """
@@ -51,17 +48,13 @@ def make_train_step(
 
     Args:
       model: `apply(params, net_state, rng, inputs, is_training)`.
-      task: per-example values of the outputs, `loss` among them.
-      optimizer: makes updates of gradients.
-      preprocess: what happens to the inputs on the device first.
-      precision: see `Precision`.
+      preprocess: applied to the inputs on the device first.
       axis_name: the mesh axis to average over; None on one device.
-      combine: makes the model's parameters of trainable ones, frozen ones and an rng.
+      combine: merges trainable parameters, frozen ones and an rng into the model's.
       schedule: reported as `learning_rate`; None reports none.
-      accumulate_steps: parts that the share is worked through in, one after another,
-        to save memory. Gradients are averaged over all of them; batch statistics are
-        those of each part, and move once for each. Part j has every
-        `accumulate_steps`-th row from j on: the same on any number of devices.
+      accumulate_steps: micro-batches of gradient accumulation, one after another. Each
+        moves the batch statistics once. Micro-batch j has the rows j, j +
+        `accumulate_steps`, ...: the same on any number of devices.
       ema_decay: decay of the averaged parameters for each step; None for none.
       seed: with the step and the device, the source of randomness.
     """
@@ -125,9 +118,9 @@ def make_forward(
     precision: Precision,
     combine: Combine,
 ) -> Callable[..., Any]:
-    """Makes `forward((params, net_state), frozen, inputs, rng)`: not of training.
+    """Makes `forward((params, net_state), frozen, inputs, rng)`, as in evaluation.
 
-    `rng` is for models that draw in each forward pass; None is enough for others.
+    `rng` is for models that draw in each forward pass; others take None.
     """
 
     def forward(
@@ -162,8 +155,8 @@ def make_eval_step(
     `places` is from `evaluation.pad`: int32 [B], negative where a row is padding. The
     seed and the place of a device's first row are the source of randomness.
 
-    Returns, added up over the examples on all devices: `values`, each value of the task
-    times the example's weight; `weight`, these weights; `counts`, those of the task.
+    Sums over all devices: `values`, the task's values times the examples' weights;
+    `weight`, these weights; `counts`, the task's.
     """
     forward = make_forward(
         model=model, preprocess=preprocess, precision=precision, combine=combine
@@ -195,8 +188,8 @@ def make_predict_step(
 ) -> Callable[[tuple[hk.Params, hk.State], hk.Params, Any], Any]:
     """Makes `predict_step((params, net_state), frozen, (inputs, places))`: outputs.
 
-    As in evaluation, `places` (int32 [B]) and the seed are the source of randomness.
-    `make_forward` is this module's, or one like it; it takes the other arguments.
+    `places` (int32 [B]) and the seed are the source of randomness, as in evaluation.
+    `make_forward` is this module's, or a user's; it takes the other arguments.
     """
     forward = make_forward(**computing)
 
@@ -215,7 +208,7 @@ def make_predict_step(
 def _per_example(
     task: Task, outputs: Any, batch: Batch
 ) -> tuple[Scalars, jax.Array | None]:
-    """The task's values and weights, each [B]: averages and [B, 1] count wrongly."""
+    """Checks the task's values, each [B], and takes the weights out of them."""
     values = task(outputs, batch)
     if not isinstance(values, dict):
         raise ConfigError(
@@ -234,7 +227,7 @@ def _per_example(
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     weights = values.pop(WEIGHT, None)
     if weights is not None:
-        # What an example counts is data: nothing is learned from it.
+        # Weights are data: they have no gradient.
         weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     return values, weights
 
@@ -242,7 +235,7 @@ def _per_example(
 def _averages(
     task: Task, outputs: Any, batch: Batch
 ) -> tuple[Scalars, jax.Array | None]:
-    """The averages of the task's values, and what their examples count together."""
+    """Averages the task's values; returns the sum of the weights beside them."""
     values, weights = _per_example(task, outputs, batch)
     if weights is None:
         return {name: jnp.mean(value) for name, value in values.items()}, None
@@ -252,17 +245,17 @@ def _averages(
 
 
 def _weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
-    # `where`, because padding and examples that do not count may give NaN.
+    # `where`, because padding and examples of weight 0 may give NaN.
     return jnp.sum(jnp.where(weights > 0, values * weights, 0))
 
 
 def _divide(sums: Any, weight: jax.Array) -> Any:
-    """Averages of sums, which are 0 where nothing counts."""
+    """Divides sums by a weight; 0 where nothing counts."""
     return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), sums)
 
 
 def _average_over(axis_name: str | None, tree: Any, weight: jax.Array | None) -> Any:
-    """The average over devices, each of which has this weight; None: all the same."""
+    """Averages over devices, each with its weight; None weighs them equally."""
     if weight is None or axis_name is None:
         return mean_over(axis_name, tree)
     sums = jax.tree.map(lambda x: x * weight, tree)
@@ -282,11 +275,11 @@ def _accumulate(
     batch: Batch,
     parts: int,
 ) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
-    """Averages gradients and scalars over equal parts of a batch, one at a time."""
+    """Gradient accumulation: averages gradients and scalars over micro-batches."""
     if parts == 1:
         return gradient(net_state, rng, batch)
-    # Every `parts`-th row: then the devices' shares of a part make up the same rows on
-    # any number of devices, which batch statistics are of.
+    # Every `parts`-th row: a micro-batch, of which batch statistics are taken, has the
+    # same rows on any number of devices.
     batch = jax.tree.map(
         lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
     )
@@ -322,7 +315,7 @@ def _moving_average(
 def _skip_unless_finite(
     grads: hk.Params, scale: jmp.DynamicLossScale, old: TrainState, new: TrainState
 ) -> TrainState:
-    """The new state, or with an infinite gradient the old one; either way the step."""
+    """Keeps the old state if a gradient is not finite, with the new step."""
     finite = jmp.all_finite(grads)
     kept = jmp.select_tree(finite, new, old._replace(step=new.step))
     adjusted = scale.adjust(finite)

@@ -1,9 +1,9 @@
 """Tasks: per-example losses and metrics of a model's outputs.
 
-`loss` is what training minimizes; the other values are reported. Training averages them
-over a batch, evaluation over a whole set, each example weighted by the task's value
-`example_weight`, if it gives one: over all micro-batches and all devices. What is no
-average, such as perplexity, is derived from the averages, on the host.
+`loss` is what training minimizes; other values are reported. Training averages them
+over a batch, evaluation over a set, on all micro-batches and devices. The value
+`example_weight`, if there is one, weighs each example. What is no average, such as
+perplexity, is derived from averages on the host.
 
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """
@@ -22,21 +22,21 @@ from haiku_template.errors import ConfigError
 from haiku_template.models import LazyLogits
 
 Values = dict[str, jax.Array]
-WEIGHT = "example_weight"  # What an example counts, 0 or more; by default all the same.
+WEIGHT = "example_weight"  # Of an example, 0 or more; by default all weigh the same.
 LABELS = ("classes", "numbers", "tokens", "any")
-MANY_CLASSES = 1000  # Whose matrix, 4 MB for each batch, is no picture any more.
+MANY_CLASSES = 1000  # A matrix of 4 MB is no picture any more.
 
 
 class Task(NamedTuple):
-    """What a model is trained for, and how that is measured.
+    """Loss and metrics of a model.
 
     Attributes:
       values: (outputs, batch) to per-example values [B], `loss` among them.
       labels: kind of labels that data must give: `classes`, `numbers`, `tokens`, `any`.
-      count: (outputs, batch, mask) to integer arrays by name, added up over a set on
-        the devices; the mask, bool [B], says which rows are examples.
-      derive: (averages, counts) to metrics that are no averages, on the host; counts
-        are empty in training.
+      count: (outputs, batch, mask) to integer arrays by name, summed over a set on the
+        devices; the mask, bool [B], is False for padding.
+      derive: (averages, counts) to derived metrics, on the host; training has no
+        counts.
     """
 
     values: Callable[..., Values]
@@ -47,12 +47,12 @@ class Task(NamedTuple):
     )
 
     def __call__(self, outputs: Any, batch: Any) -> Values:
-        """The per-example values of a batch."""
+        """Computes the per-example values of a batch."""
         return self.values(outputs, batch)
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
-    """A task, of a plain function too.
+    """Makes a task of a plain function; a task stays as it is.
 
     Raises:
       ConfigError: it is neither, or a task of another kind of labels.
@@ -70,9 +70,7 @@ def as_task(task: Task | Callable[..., Values]) -> Task:
 def _classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats, and accuracy.
 
-    Args:
-      logits: float32 [B, K].
-      batch: `labels`, int [B], each in [0, K).
+    `logits` are float32 [B, K]; `labels`, int [B], are in [0, K).
     """
     labels = batch["labels"]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -83,9 +81,7 @@ def _classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
 def _regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     """Squared and absolute error, averaged over the targets of each example.
 
-    Args:
-      outputs: float32 [B, K].
-      batch: `labels`, numbers [B] or [B, ...] with K of them for each example.
+    `outputs` are float32 [B, K]; `labels` are [B] or [B, ...], K for each example.
     """
     labels = batch["labels"].reshape(outputs.shape).astype(outputs.dtype)
     errors = (outputs - labels).reshape(len(outputs), -1)
@@ -108,11 +104,11 @@ def _language_model(
     over all tokens that count.
 
     Args:
-      outputs: logits [B, T, V], plain or not multiplied out.
-      batch: `labels`, int [B, T], each in [0, V); where there is a `loss_mask`, bool
-        [B, T], only its tokens count. An example without any does not count.
-      chunk: tokens of an example whose logits exist at a time, also in the backward
-        pass, which computes them again; None means all. Plain logits exist already.
+      outputs: logits [B, T, V], or `LazyLogits` of them.
+      batch: `labels`, int [B, T], each in [0, V); and perhaps `loss_mask`, bool [B, T],
+        with the tokens that count.
+      chunk: tokens of an example whose lazy logits exist at a time, computed again in
+        the backward pass; None means all.
       bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
 
     Raises:
@@ -144,7 +140,7 @@ def _language_model(
 def _token_losses(
     outputs: jax.Array | LazyLogits, labels: jax.Array, chunk: int | None
 ) -> jax.Array:
-    """Cross-entropy of each token, in nats: float32 [B, T]."""
+    """Cross-entropy of each token in nats: float32 [B, T]."""
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     if not isinstance(outputs, LazyLogits):
         return cross_entropy(outputs.astype(jnp.float32), labels)
@@ -160,12 +156,12 @@ def _token_losses(
         return cross_entropy(logits, labels)
 
     def split(x: jax.Array) -> jax.Array:
-        """[B, T, ...] to [chunks, B, chunk, ...], with zeros behind the last."""
+        """Splits [B, T, ...] to [chunks, B, chunk, ...], padded with zeros."""
         padding = [(0, 0), (0, -num_tokens % chunk), *[(0, 0)] * (x.ndim - 2)]
         parts = jnp.pad(x, padding).reshape(size, -1, chunk, *x.shape[2:])
         return jnp.moveaxis(parts, 1, 0)
 
-    # Nothing of a chunk is kept for the backward pass but what it began with.
+    # The backward pass keeps only a chunk's inputs.
     part = jax.checkpoint(part, prevent_cse=False)
     losses = jax.lax.map(part, (split(outputs.hidden), split(labels)))
     return jnp.moveaxis(losses, 0, 1).reshape(size, -1)[:, :num_tokens]
@@ -174,7 +170,7 @@ def _token_losses(
 def perplexity(
     averages: dict[str, float], counts: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """Exponential of the average loss; infinite where that is too large."""
+    """Exponential of the average loss; infinite where that overflows."""
     del counts
     try:
         return {"perplexity": math.exp(averages["loss"])}
@@ -183,7 +179,7 @@ def perplexity(
 
 
 def with_outputs(task: Task, num_outputs: int) -> Task:
-    """The task; classification refuses logits of another number of classes.
+    """Makes classification refuse logits of another number of classes.
 
     A label beyond the last logit would make its loss NaN.
     """
@@ -207,14 +203,9 @@ def with_outputs(task: Task, num_outputs: int) -> Task:
 def confusion(
     logits: jax.Array, batch: dict[str, Any], mask: jax.Array
 ) -> dict[str, jax.Array]:
-    """How often each class was taken for each: `confusion`, int32 [K, K].
+    """Confusion matrix: rows are labels, columns predictions; int32 [K, K].
 
-    Rows are labels, columns predictions. With more than 1,000 classes nothing.
-
-    Args:
-      logits: [B, K].
-      batch: `labels`, int [B].
-      mask: bool [B], what counts.
+    It counts logits [B, K] and labels [B] where `mask` is True; none if K > 1,000.
     """
     size = logits.shape[-1]
     if size > MANY_CLASSES:
@@ -227,12 +218,7 @@ def confusion(
 def macro_f1(
     averages: dict[str, float], counts: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """F1 of each class, averaged over the classes that were there or predicted.
-
-    Args:
-      averages: not used.
-      counts: `confusion`, [K, K].
-    """
+    """F1 of the confusion matrix, averaged over classes that occur or are predicted."""
     del averages
     matrix = counts.get("confusion")
     if matrix is None:

@@ -34,7 +34,7 @@ FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
 class StagedBatch(NamedTuple):
-    """Row numbers, and the staged training set that a step gathers them from."""
+    """Row numbers of a batch, and the staged training set to gather them from."""
 
     arrays: dict[str, jax.Array]
     rows: dict[str, jax.Array]
@@ -53,18 +53,13 @@ class Trainer:
     """An experiment compiled for devices; nothing is allocated before `init`.
 
     Attributes:
-      experiment: its parts.
-      devices: where it runs.
-      task: of the experiment.
-      plan: which parameters train.
-      precision: of the computation.
       batch_size: examples in a batch of this process.
       abstract: the train state's shapes, dtypes and shardings.
       abstract_staged: those of the staged training set; None where it is on the host.
 
     Raises:
       ConfigError: the model is not transformed, the data cannot be staged, or a value
-        is out of its range; see `make_plan`.
+        is out of its range.
       PlacementError: the batch does not split over the devices and micro-batches.
     """
 
@@ -108,7 +103,7 @@ class Trainer:
         )
 
     def functions(self, axis_name: str | None = None) -> Functions:
-        """What is compiled, before any staging; by default as on one device."""
+        """Makes the functions to compile; by default for one device, nothing staged."""
         experiment, steps = self.experiment, self.experiment.step
         optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
         if multipliers:
@@ -141,7 +136,7 @@ class Trainer:
 
     @property
     def placement(self) -> str:
-        """Where the training data lives, in words."""
+        """Describes where the training data lives."""
         if self._blocks:
             return f"staged on each device, {self._blocks.size}"
         reason = self.experiment.why_on_host
@@ -160,16 +155,16 @@ class Trainer:
         if self.plan.frozen:
             learned = {k: x.size for k, x in flatten(self.abstract.params).items()}
             trained = {k: n for k, n in learned.items() if k in self.plan.trained}
-            # Adapters are where the matrices are that they belong to.
+            # Adapters have the paths of their matrices.
             added = {k: n for k, n in learned.items() if k not in trained}
             sizes = {"trained": trained, "added": added}
         return Work(tokens, tokens * flops(**sizes))
 
     def init(self) -> TrainState:
-        """The train state before step 0, born on its devices.
+        """Makes the train state before step 0 on its devices.
 
         Raises:
-          ConfigError: parameters that it starts from cannot be read, or do not fit.
+          ConfigError: pretrained parameters cannot be read, or do not fit.
         """
         frozen = self.frozen()
         leaves, net_state = self._pretrained(frozen)
@@ -177,7 +172,7 @@ class Trainer:
         return state._replace(frozen=frozen)
 
     def frozen(self) -> hk.Params:
-        """Frozen parameters on their devices, read again or made from the seed."""
+        """Reads the frozen parameters onto the devices, or makes them from the seed."""
         if not self.plan.frozen:
             return {}
         if self.experiment.init_from is None:
@@ -187,34 +182,30 @@ class Trainer:
         return unflatten(leaves)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """One update: the new state and the step's scalars. Donates the state.
+        """Makes one update; returns the new state and the step's scalars.
 
-        Args:
-          state: whole on every device.
-          batch: from `batches`, or from `devices.shard`.
+        The state is donated; the batch is from `batches` or `devices.shard`.
         """
         more = batch if isinstance(batch, StagedBatch) else (batch,)
         new, scalars = self._step(state.trained(), state.frozen, *more)
         return new._replace(frozen=state.frozen), scalars
 
     def eval_step(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
-        """Sums over one batch from `devices.shard(pad(...))`; see `make_eval_step`."""
+        """Sums the task's values over one batch of `devices.shard(pad(...))`."""
         variables = (state.averaged(), state.net_state)
         return self._eval_step(variables, state.frozen, batch)
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
-        """Metrics over an evaluation set, exact on any number of devices.
+        """Computes metrics over an evaluation set, exact on any number of devices.
 
-        Args:
-          state: whole on every device.
-          dataset: gives `num_batches` batches; by default the experiment's set.
+        `dataset` has `num_batches` batches; by default it is the experiment's.
         """
         return self.measure(state, dataset)[0]
 
     def measure(
         self, state: TrainState, dataset: Any = None
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """As `evaluate`, and the counts of the task over the whole set."""
+        """Evaluates; returns the metrics, and the task's counts over the set."""
         dataset = self.experiment.data.evaluation if dataset is None else dataset
         eval_step = functools.partial(self.eval_step, state)
         with contextlib.ExitStack() as stack:
@@ -226,15 +217,7 @@ class Trainer:
         return summarize(sums, self.task.derive)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
-        """Outputs for each example of an evaluation set, on the host, batch by batch.
-
-        Args:
-          state: whole on every device.
-          dataset: as for `evaluate`.
-
-        Yields:
-          A pytree of NumPy arrays [B, ...] for each batch.
-        """
+        """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
         dataset = self.experiment.data.evaluation if dataset is None else dataset
         variables = (state.averaged(), state.net_state)
         return self.devices.map_batches(
@@ -244,7 +227,7 @@ class Trainer:
         )
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
-        """The whole model to use: averages where there are any, adapters merged."""
+        """Merges adapters into the parameters, averaged if there are averages."""
         params = state.averaged()
         if self.plan.frozen:
             params = self.devices.init(self.plan.merge, params, state.frozen)
@@ -252,9 +235,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
-        """Batches of the steps `start` to `stop - 1` on the devices, made ahead.
+        """Prefetches the batches of steps `start` to `stop - 1` onto the devices.
 
-        Where the training set is staged, it is put on the devices here.
+        A staged training set is put on the devices here.
         """
         staged = None
         if self._blocks is not None:
@@ -264,30 +247,30 @@ class Trainer:
             yield self.devices.ledger.waits(batches)
 
     def lower(self, batch: Any) -> Any:
-        """The train step, lowered by JAX for a host batch of this shape."""
+        """Lowers the train step for a host batch of this shape."""
         shapes = self.devices.abstract_batch(batch)
         more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
         return self._step.lower(self.abstract.trained(), self.abstract.frozen, *more)
 
     def trace_init(self) -> None:
-        """Traces the function that makes the first state, for interceptors to see."""
+        """Traces the making of the first state, for interceptors to see."""
         self.devices.abstract(self._init, {})
 
     def lower_init(self) -> Any:
-        """The function that makes the first state from the seed, lowered by JAX."""
+        """Lowers the function that makes the first state from the seed."""
         return self.devices.lower_init(functools.partial(self._init, {}))
 
     def shapes(self) -> list[Any]:
-        """A host batch of each shape that steps get, the largest first."""
+        """Example host batches, one for each shape of a step's, the largest first."""
         return each_shape(self._train)
 
     def compile(self) -> None:
-        """Compiles the train step for each shape of batches; steps find it done."""
+        """Compiles the train step for each shape of batches, ahead of the steps."""
         for batch in self.shapes():
             self.lower(batch).compile()
 
     def _pretrained(self, frozen: hk.Params) -> tuple[dict[str, Any], Any]:
-        """Trainable parameters by path, and Haiku state, that come from elsewhere."""
+        """Reads pretrained trainable parameters, by path, and Haiku state."""
         source, plan = self.experiment.init_from, self.plan
         adapters = self.experiment.finetuning.adapters
         leaves, net_state = {}, None
@@ -316,10 +299,9 @@ class Trainer:
 
 
 def with_state(model: Any) -> hk.TransformedWithState:
-    """The model as `apply(params, net_state, rng, inputs, is_training)`.
+    """Adapts a model to `apply(params, net_state, rng, inputs, is_training)`.
 
-    A model of `forward(inputs)` is the same in training and evaluation; one without
-    state has an empty one; one that `hk.without_apply_rng` made draws nothing.
+    `is_training`, state and rng are left out for models that take none.
 
     Raises:
       ConfigError: it is not transformed, or its function takes other arguments.
@@ -353,7 +335,7 @@ def with_state(model: Any) -> hk.TransformedWithState:
 def _forward_arguments(
     parameters: list[inspect.Parameter],
 ) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
-    """How `forward` is called with inputs and is_training, by what it takes."""
+    """Finds the form of call that `forward` takes, with or without is_training."""
     signature = inspect.Signature(parameters)
     for form in (
         lambda inputs, is_training: ((inputs, is_training), {}),
@@ -375,7 +357,7 @@ def _forward_arguments(
 
 
 def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
-    """The train step, of staged arrays and row numbers instead of a batch."""
+    """Makes the train step take staged arrays and row numbers for a batch."""
 
     def gather_and_step(
         state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
@@ -386,5 +368,5 @@ def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any
 
 
 def _canonical_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
-    """The shape, and the dtype that JAX makes of it: float64 becomes float32."""
+    """The shape, with JAX's dtype: float64 becomes float32."""
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
