@@ -1,4 +1,4 @@
-"""Fine-tuning: which parameters train, LoRA adapters, where parameters start."""
+"""Fine-tuning: trainable and frozen parameters, LoRA, pretrained parameters."""
 
 from haiku_template.finetuning.adapters import (
     ADAPTERS,

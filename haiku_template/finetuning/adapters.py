@@ -1,7 +1,7 @@
-"""What trained, in a file of its own, and the base that it belongs to.
+"""Adapter files: trainable parameters, without the frozen ones that they belong to.
 
-A file of adapters holds `params` (adapters, and what else trained) under their paths.
-Its metadata say rank and alpha, which base they were trained on, and for how long.
+Tensors have the paths of the parameters. The metadata hold rank, alpha, step and a hash
+of the frozen parameters.
 """
 
 import hashlib
@@ -32,13 +32,9 @@ ADAPTERS = "adapters.safetensors"  # In a folder.
 
 
 def fingerprint(devices: DeviceManager, base: hk.Params) -> str:
-    """SHA-256 of the paths, dtypes, shapes and bytes of a tree, in order of the paths.
+    """SHA-256 of the paths, dtypes, shapes and bytes of a tree, sorted by path.
 
-    One leaf at a time is in host memory.
-
-    Args:
-      devices: where it is.
-      base: what is frozen.
+    Host memory holds one leaf at a time.
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten(base).items()):
@@ -57,15 +53,11 @@ def save_adapters(
     *,
     step: int,
 ) -> None:
-    """Writes what trained, whole or not at all.
+    """Writes trainable parameters to a new file, whole or not at all.
 
     Args:
-      file: to write; it must not exist.
-      params: what trained, on the devices.
-      base: what was frozen, on the devices.
-      lora: the adapters among `params`.
-      devices: where both are.
-      step: of the run.
+      params: trainable parameters, on the devices.
+      base: frozen parameters, on the devices.
 
     Raises:
       ConfigError: `file` exists.
@@ -91,14 +83,7 @@ def save_adapters(
 
 
 class Facts(NamedTuple):
-    """What a file of adapters says of itself.
-
-    Attributes:
-      rank: of the adapters.
-      alpha: of the adapters.
-      base_sha256: the fingerprint of the base.
-      step: of the run.
-    """
+    """Metadata of an adapter file; `base_sha256` is of the frozen parameters."""
 
     rank: int
     alpha: float
@@ -107,12 +92,12 @@ class Facts(NamedTuple):
 
 
 def read_facts(file: Path) -> Facts:
-    """What a file of adapters says of itself.
+    """Reads the metadata of an adapter file.
 
     Raises:
       ConfigError: it is damaged, or holds no adapters.
     """
-    read_headers(file)  # Damage is said in one sentence here.
+    read_headers(file)  # Raises one sentence if damaged.
     found = read_metadata(file)
     try:
         values = found["rank"], found["alpha"], found["base_sha256"], found["step"]
@@ -131,18 +116,16 @@ def load_adapters(
     lora: Lora,
     devices: DeviceManager,
 ) -> hk.Params:
-    """Reads what `save_adapters` wrote, all of it or nothing.
+    """Reads a file of `save_adapters`, all of it or nothing.
 
     Args:
-      file: to read; or a folder with `ADAPTERS`.
-      skeleton: shapes and dtypes of what trains.
-      base: what is frozen, on the devices.
-      lora: the adapters of `skeleton`.
-      devices: where they are to live.
+      file: the file, or a folder with `ADAPTERS`.
+      skeleton: shapes and dtypes of the trainable parameters.
+      base: frozen parameters, on the devices.
 
     Raises:
-      ConfigError: they belong to another base, are of another rank or alpha, or do
-        not fit; or the file is damaged, or none of adapters.
+      ConfigError: the file is damaged or has no adapters; or they belong to other
+        frozen parameters, rank or alpha, or do not fit.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():
@@ -163,10 +146,10 @@ def load_adapters(
 
 
 def check_frozen(expected: str, devices: DeviceManager, base: Any, whose: str) -> str:
-    """The fingerprint of a base, which is the expected one.
+    """Asserts that frozen parameters have the expected hash, and returns it.
 
     Raises:
-      ConfigError: it is not; `whose` says what expects it.
+      ConfigError: they have another; `whose` names what expects it.
     """
     found = fingerprint(devices, base)
     if found != expected:
@@ -179,17 +162,10 @@ def check_frozen(expected: str, devices: DeviceManager, base: Any, whose: str) -
 
 
 def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) -> None:
-    """Asserts that frozen parameters are those that the run in `workdir` has.
-
-    The first start of a run writes their fingerprint.
-
-    Args:
-      devices: where they are.
-      frozen: read from `config.init_from`.
-      workdir: of the run; it exists.
+    """Asserts that a resumed run has its frozen parameters; saves a new run's hash.
 
     Raises:
-      ConfigError: they are others than they were.
+      ConfigError: the parameters changed.
     """
     if not frozen:
         return
@@ -214,5 +190,5 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
 
 
 def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:
-    """The rename table of files whose names are paths."""
+    """Makes the rename rules of files whose names are paths."""
     return tuple(Rule(path, path) for path in flatten(skeleton))

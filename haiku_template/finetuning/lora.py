@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters of frozen matrices.
 
-They transform the tree of parameters, so that any Haiku model takes them as it is: it
-is given W + (alpha / rank) A B where it asks for W. The sum is made in each step, once
-for the whole batch, and lives through its forward and backward pass.
+They transform the tree of parameters, so that any Haiku model can have them: it gets W
++ (alpha / rank) A B for W. The sum is computed once a step for the whole batch, and
+kept for the backward pass.
 
 Shapes: W [I, O] (inputs, outputs), A [I, R], B [R, O], R the rank.
 """
@@ -17,15 +17,15 @@ A, B = "_lora_a", "_lora_b"  # Behind the name of W.
 
 
 class Lora(NamedTuple):
-    """What adapters there are.
+    """Configuration of LoRA adapters.
 
     Attributes:
       rank: R; 0 makes none.
-      alpha: what A B is multiplied by, times R.
-      dropout: share of the rows of A that a step drops, in [0, 1): inputs that the
-        adapter does not see, the same for each example of a device's batch. LoRA's own
-        dropout draws them anew for each example, which a tree of parameters cannot.
-      patterns: of the matrices that get one, among those of two dimensions.
+      alpha: the LoRA scale times R.
+      dropout: share of the rows of A that a step drops, in [0, 1), the same for all
+        examples of a device's batch. (LoRA's own dropout draws for each example, which
+        a tree of parameters cannot.)
+      patterns: of matrices to adapt, by path.
     """
 
     rank: int
@@ -35,18 +35,17 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied by."""
+        """LoRA scale: the factor of A B."""
         return self.alpha / self.rank
 
 
 def init_adapters(
     lora: Lora, shapes: dict[str, tuple[int, ...]], rng: jax.Array
 ) -> dict[str, jax.Array]:
-    """A normal with variance 1 / I, B zero: at first W is what it was.
+    """Initializes A (normal, variance 1 / I) and B (zero), which leave W unchanged.
 
     Args:
-      lora: the rank.
-      shapes: of the matrices that get one, by path.
+      shapes: of the adapted matrices, by path.
       rng: the source of A.
 
     Returns:
@@ -66,11 +65,10 @@ def adapt(
     leaves: dict[str, Any],
     rng: jax.Array | None = None,
 ) -> dict[str, Any]:
-    """Adds the adapters to their matrices, in the dtype that both have.
+    """Adds adapters to their matrices, in the dtype that both have.
 
     Args:
-      lora: rank, alpha, dropout.
-      paths: of the matrices that have one.
+      paths: of the adapted matrices.
       leaves: matrices, adapters and others, by path.
       rng: the source of dropout; None drops nothing.
 
@@ -91,10 +89,10 @@ def adapt(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
+    """Tests if a parameter's name is an adapter's."""
     return name.endswith((A, B))
 
 
 def is_adapted(leaf: Any) -> bool:
-    """Whether a parameter can have an adapter."""
+    """Tests if a parameter can have an adapter."""
     return len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)

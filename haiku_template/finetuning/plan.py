@@ -1,9 +1,9 @@
-"""Fine-tuning plan: which parameters train, which are frozen, which have adapters.
+"""Fine-tuning plan: trainable parameters, frozen parameters, adapters.
 
 Trainable parameters are float32 and have gradients, optimizer state and checkpoints.
-Frozen ones are whole on every device, in a dtype of their own, and never change.
-Patterns are of paths (`gpt/block_0/attention/qkv/w`), as in a shell: `*` is anything,
-slashes too, `?` one character, `[ab]` one of them.
+Frozen ones are replicated on every device, in a dtype of their own. Patterns are of
+paths (`gpt/block_0/attention/qkv/w`), as in a shell: `*` is anything, slashes too, `?`
+one character, `[ab]` one of them.
 """
 
 import fnmatch
@@ -25,17 +25,15 @@ Multipliers = Sequence[tuple[str, float]]
 
 
 class Finetuning(NamedTuple):
-    """Trainable parameters as a user names them; by default all.
+    """Fine-tuning in a user's patterns; by default all parameters train.
 
     Attributes:
-      train: patterns of parameters that train whole; none means all, or with `lora`
-        none.
+      train: parameters that train whole; none means all, or with `lora` none.
       lora: adapters of frozen parameters; None for none.
-      fresh: patterns of parameters that start from the seed where others are read.
+      fresh: parameters that start from the seed although others are read.
       base_dtype: of frozen parameters: `float32` or `bfloat16`.
-      multipliers: of the learning rate; see `scale_updates`.
-      adapters: a file of `adapters.save_adapters`, or a folder with one, that the
-        adapters start from; None for none.
+      multipliers: of the learning rate: (pattern, factor) each.
+      adapters: a file or folder of adapters to start from; None for none.
     """
 
     train: tuple[str, ...] = ()
@@ -47,14 +45,13 @@ class Finetuning(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Split of one model's parameters, made by `make_plan`; attributes are paths.
+    """Split of one model's parameters by path, made by `make_plan`.
 
     Attributes:
       trained: parameters that train whole.
       adapted: frozen parameters that have an adapter.
       frozen: all frozen parameters.
       fresh: parameters that are not read.
-      lora: rank, scale and dropout of the adapters.
       dtype: of frozen floating-point parameters.
     """
 
@@ -66,18 +63,16 @@ class Plan(NamedTuple):
     dtype: Any
 
     def split(self, whole: hk.Params) -> tuple[hk.Params, hk.Params]:
-        """The parameters that train whole, and the frozen ones in their dtype."""
+        """Splits parameters: those that train whole, and frozen ones in their dtype."""
         trained, frozen = hk.data_structures.partition(
             lambda module, name, _: f"{module}/{name}" in self.trained, whole
         )
         return trained, jax.tree.map(self._cast, frozen)
 
     def init_params(self, whole: hk.Params, rng: jax.Array) -> hk.Params:
-        """Trainable parameters before step 0, LoRA's adapters among them.
+        """Makes the trainable parameters before step 0, adapters among them.
 
-        Args:
-          whole: the model's parameters; of frozen ones only the shape counts.
-          rng: the source of adapters.
+        `whole` are all of the model's; of frozen ones only the shape counts.
         """
         trained, frozen = self.split(whole)
         shapes = {k: x.shape for k, x in flatten(frozen).items() if k in self.adapted}
@@ -87,12 +82,9 @@ class Plan(NamedTuple):
     def combine(
         self, params: hk.Params, frozen: hk.Params, rng: jax.Array | None = None
     ) -> hk.Params:
-        """The model's parameters, adapters added to their matrices.
+        """Merges trainable and frozen parameters, adapters added to their matrices.
 
-        Args:
-          params: trainable ones.
-          frozen: the others, in the same dtype.
-          rng: the source of the adapters' dropout; None drops nothing.
+        All have one dtype; `rng` is the source of LoRA's dropout, None drops nothing.
         """
         if not self.frozen:
             return params
@@ -100,7 +92,7 @@ class Plan(NamedTuple):
         return unflatten(adapt(self.lora, self.adapted, leaves, rng))
 
     def merge(self, params: hk.Params, frozen: hk.Params) -> hk.Params:
-        """As `combine`, with float32 sums for adapted matrices; other dtypes stay."""
+        """Does as `combine`, but adds adapters in float32; other dtypes stay."""
         leaves = flatten(frozen)
         wide = {path: leaves[path].astype(jnp.float32) for path in self.adapted}
         return self.combine(params, unflatten(leaves | wide))
@@ -116,8 +108,7 @@ def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
     """Resolves a user's patterns on one model.
 
     Args:
-      finetuning: what should train.
-      shapes: of the model's parameters, arrays or `jax.ShapeDtypeStruct`.
+      shapes: the model's parameters, arrays or `jax.ShapeDtypeStruct`.
 
     Raises:
       ConfigError: a pattern fits nothing, a fresh parameter would never train, or a
@@ -159,12 +150,8 @@ def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
 def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:
     """Multiplies updates by path: learning-rate multipliers, behind an optimizer.
 
-    Layer-wise decay is such a sequence: `[(f"*/block_{i}/*", 0.8 ** (12 - i)) for i in
-    range(12)]`.
-
-    Args:
-      multipliers: (pattern, factor); the first that fits counts, and updates that none
-        fits are left as they are.
+    The first (pattern, factor) that fits counts; without one the factor is 1.
+    Layer-wise decay: `[(f"*/block_{i}/*", 0.8 ** (12 - i)) for i in range(12)]`.
     """
 
     def factor(path: str) -> float:
@@ -180,7 +167,7 @@ def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:
 
 
 def _select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
-    """The paths that fit one of the patterns, each of which must fit something."""
+    """Selects paths by patterns, each of which must fit something."""
     selected = set()
     for pattern in patterns:
         fits = matching(pattern, paths)

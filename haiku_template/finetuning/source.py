@@ -1,4 +1,4 @@
-"""Pretrained parameters that a run starts from: files, or another run's checkpoint."""
+"""Pretrained parameters of a run: files, or another run's checkpoint."""
 
 import json
 import logging
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.safetensors"  # Network state, beside the parameters' file.
 # (shapes of all parameters, paths to leave out, shapes of the Haiku state or None) to
-# ({path: leaf} of the dtypes asked for, on the devices; the state, or None for the
-# seed's).
+# ({path: leaf} in the dtypes of the shapes, on the devices; the Haiku state, or None
+# for the seed's).
 Source = Callable[
     [hk.Params, Collection[str], hk.State | None],
     tuple[dict[str, jax.Array], hk.State | None],
@@ -39,13 +39,12 @@ def open_source(
     """Opens the parameters that `config.init_from` names.
 
     Args:
-      init_from: a workdir, a Hugging Face folder, a folder that was exported, or a
-        safetensors file with names of Hugging Face's or of Haiku's.
-      family: of the model; None for one that Hugging Face does not know.
-      devices: where the parameters are to live.
+      init_from: a workdir, a Hugging Face folder, an exported folder, or a safetensors
+        file with names of Hugging Face's or of Haiku's.
+      family: the model's; None for one that Hugging Face does not know.
 
     Raises:
-      ConfigError: nothing is there, or no whole model; see `describe`.
+      ConfigError: nothing is there, or no whole model of this family.
     """
     path = Path(init_from)
     if not path.exists():
@@ -78,15 +77,12 @@ def open_source(
 def with_sizes(
     values: dict[str, Any], init_from: str | None, family: Family | None
 ) -> dict[str, Any]:
-    """Keys of `config.model`, completed from a Hugging Face folder.
+    """Completes `config.model` (keys None or absent) from a Hugging Face folder.
 
-    Args:
-      values: the keys; those that are None or absent are taken from the folder.
-      init_from: see `open_source`.
-      family: of the model.
+    Other kinds of `init_from` change nothing.
 
     Raises:
-      ConfigError: a key says something else than the folder; see `describe`.
+      ConfigError: a key contradicts the folder, or the folder is damaged.
     """
     if not is_folder(init_from):
         return values
@@ -102,10 +98,10 @@ def with_sizes(
 
 
 def vocabulary_of(init_from: str | None) -> int | None:
-    """Vocabulary size of a Hugging Face folder, or of a run whose config says it.
+    """Vocabulary size of a Hugging Face folder, or of a run whose config has it.
 
     Raises:
-      ConfigError: see `config.load` and `describe`.
+      ConfigError: a config there is missing, damaged, or of an unknown model.
     """
     if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
@@ -118,18 +114,18 @@ def vocabulary_of(init_from: str | None) -> int | None:
 
 
 def is_folder(init_from: str | None) -> bool:
-    """Whether `config.init_from` names a Hugging Face folder."""
+    """Tests if `config.init_from` names a Hugging Face folder."""
     path = Path(init_from or "")
     return init_from is not None and path.is_dir() and not _has_config(path)
 
 
 def is_workdir(path: Path) -> bool:
-    """Whether a run has written here."""
+    """Tests if a run has written here."""
     return (path / CHECKPOINTS).is_dir()
 
 
 def _has_config(path: Path) -> bool:
-    """Whether this is a workdir, or was exported in Haiku's names with its config."""
+    """Tests for a run's config: in a workdir, or exported in Haiku's names."""
     try:
         config = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError):
@@ -155,7 +151,7 @@ def _read_net_state(
 
 
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
-    """The best checkpoint of a run, or the latest: its averages where it has any."""
+    """Opens a run's best checkpoint, or its latest: the averages if there are any."""
     saved = load(workdir / CONFIG)
     if not saved:
         raise ConfigError(
