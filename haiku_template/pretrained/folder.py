@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face folder, to and from a model's keyword arguments."""
+"""Hugging Face's config.json, to and from a model's keyword arguments."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,12 @@ CONFIG = "config.json"
 
 
 class Description(NamedTuple):
-    """What a Hugging Face folder says of its model.
+    """Model of a Hugging Face folder.
 
     Attributes:
       config: the content of config.json.
-      family: what the model is.
-      arguments: keyword arguments of the function of its name in `MODELS`. Those of a
-        BERT leave out `num_outputs`, which is the task's, and `pooling`.
+      arguments: keyword arguments of the family's function in `MODELS`. A BERT's leave
+        out `num_outputs`, which is the task's, and `pooling`.
     """
 
     config: dict[str, Any]
@@ -26,7 +25,7 @@ class Description(NamedTuple):
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
+    """Reads a folder's config.json.
 
     Raises:
       ConfigError: it is missing, or no JSON object with a model_type.
@@ -48,15 +47,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def describe(folder: str | Path, expected: Family | None = None) -> Description:
-    """Reads the config.json of a Hugging Face folder.
-
-    Args:
-      folder: holds config.json.
-      expected: the family that it should be of; None for any in `FAMILIES`.
+    """Reads the model of a Hugging Face folder; `expected` None allows any family.
 
     Raises:
-      ConfigError: config.json is missing or damaged, or it describes a model that
-        no family computes, or another one than expected; says in what.
+      ConfigError: config.json is missing or damaged, or its model is of another family,
+        or has a setting that no family computes.
     """
     path, config = Path(folder) / CONFIG, read_config(folder)
     kind, architectures = config["model_type"], config.get("architectures") or []
@@ -98,12 +93,9 @@ def _arguments(path: Path, config: dict[str, Any], family: Family) -> dict[str, 
 
 
 def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model made here, for other software to load it.
+    """Makes the config.json of a model made here, for other software to load it.
 
-    Args:
-      family: of the model.
-      arguments: the keyword arguments that made the model, `num_outputs` of a GPT among
-        them; what is left out has the default of the family.
+    `arguments` made the model; those left out have the family's defaults.
     """
     sizes = {
         keyword.key: arguments.get(keyword.name, keyword.default)

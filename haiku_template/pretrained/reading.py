@@ -1,4 +1,4 @@
-"""Pretrained parameters: from files onto the devices, and into a model's skeleton."""
+"""Reading of pretrained parameters: from files onto the devices."""
 
 import fnmatch
 from collections.abc import Callable, Collection, Sequence
@@ -23,21 +23,19 @@ def restore(
     *,
     fresh: Sequence[str] = (),
 ) -> hk.Params:
-    """A model's parameters, read from files but for those that start fresh.
+    """Reads a model's parameters, and initializes those that match `fresh`.
 
     Args:
       source: a Hugging Face folder, or its index, or one safetensors file.
-      init: makes the parameters of the model. What is read is never made by it.
-      rules: the rename table.
-      devices: where the parameters are to live, whole on each.
-      fresh: patterns (as in a shell) of the paths of parameters that `init` makes and
-        no file gives, such as `bert/head/*`.
+      init: makes the parameters of the model; those that are read are never made.
+      rules: rename rules.
+      fresh: patterns (as in a shell) of paths that no file has, as `bert/head/*`.
 
     Returns:
-      What `init` returns: the same names, shapes and dtypes.
+      The parameters, replicated, in the names, shapes and dtypes of `init`.
 
     Raises:
-      ConfigError: see `read`; or a pattern of `fresh` that fits no parameter.
+      ConfigError: the files cannot be read or do not fit, or a pattern fits nothing.
     """
     skeleton = devices.abstract(init)
     paths = list(flatten(skeleton))
@@ -68,26 +66,23 @@ def read(
 ) -> dict[str, jax.Array]:
     """Reads tensors into parameters: all that fit the skeleton, or none.
 
-    Every name, shape and dtype is checked before the first value is read. A parameter
-    goes from a mapping of its file into one host buffer of its own shape and dtype, and
-    from there to the devices, before the next one is looked at. The CPU takes the
-    buffer over; it never holds the file's memory, so a file that changes later changes
-    no parameter.
+    All names, shapes and dtypes are checked before the first value is read. Parameters
+    go one by one from a mapped file into a host buffer of their own, and to the
+    devices; none of them shares the file's memory, so that a file may change later.
 
     Args:
-      source: see `restore`.
-      skeleton: shapes and dtypes of the parameters, {module: {name: ...}}; float16,
-        bfloat16, float32 and float64 are converted into each other.
-      rules: the rename table.
-      devices: where the parameters are to live, whole on each.
+      source: as for `restore`.
+      skeleton: parameters, or their shapes and dtypes; float16, bfloat16, float32 and
+        float64 are converted into each other.
+      rules: rename rules.
       skip: paths of parameters that are left out.
 
     Returns:
-      The parameters by path, but those of `skip`.
+      The parameters by path, replicated.
 
     Raises:
-      ConfigError: the files are missing, damaged or pickles; names, shapes or
-        dtypes do not fit; or tied tensors differ.
+      ConfigError: the files are missing, damaged or pickles; names, shapes or dtypes do
+        not fit; or tied tensors differ.
     """
     wanted = {k: v for k, v in flatten(skeleton).items() if k not in skip}
     tensors = read_headers(Path(source))
@@ -103,12 +98,12 @@ def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
     view = TRANSFORMS[found.transform](buffer)
     for rows, values in pieces(found.tensor):
         view[rows] = values
-    # Waiting bounds what is in host memory to one parameter.
+    # Waiting keeps no more than one parameter in host memory.
     return jax.block_until_ready(devices.replicate(buffer))
 
 
 def _check_tied(found: Match, first: Match) -> None:
-    """Asserts that two tensors for one parameter hold the same bytes."""
+    """Asserts that two tensors of one parameter hold the same bytes."""
     same = (found.transform, found.tensor.dtype) == (
         first.transform,
         first.tensor.dtype,

@@ -1,4 +1,4 @@
-"""Rename tables: which tensor of a file is which parameter, as data.
+"""Rename rules, as data: from a tensor's name in a file to a parameter's path.
 
 A parameter's path is its module and its name: `gpt/block_0/attention/qkv/w`.
 """
@@ -19,8 +19,7 @@ from haiku_template.pretrained.tensors import FLOATS, Tensor
 GUESSES = 50  # Names for which the nearest is looked for, which takes milliseconds.
 
 
-# Each gives the view of a parameter that has the axes of the file's tensor, and so
-# serves reading (into the view) and writing (of the view).
+# Views of a parameter with the axes of the file's tensor, to read into and to write.
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "same": lambda parameter: parameter,
     "transpose": lambda parameter: parameter.T,
@@ -28,7 +27,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 
 class Match(NamedTuple):
-    """A tensor and the parameter that it becomes."""
+    """A tensor, and the parameter that it becomes."""
 
     path: str
     tensor: Tensor
@@ -36,7 +35,7 @@ class Match(NamedTuple):
 
 
 def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str | None] | None:
-    """The first rule for a tensor, and the path it leads to; None without a rule."""
+    """Finds the first rule for a tensor, and its path; None without a rule."""
     for rule in rules:
         fits = _expression(rule.pattern).fullmatch(name)
         if fits:
@@ -47,12 +46,9 @@ def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str | None] | None:
 def tensor_name(
     rules: Sequence[Rule], path: str, with_brackets: bool = True
 ) -> tuple[str, Rule] | None:
-    """The name in a file of the parameter at `path`, and its rule; None without one.
+    """Names the tensor of a parameter, and its rule; None without one.
 
-    Args:
-      rules: the first with a fitting target counts.
-      path: of the parameter.
-      with_brackets: whether what may be missing in names is there.
+    `with_brackets` keeps the parts of names that may be missing.
     """
     for rule in rules:
         fits = rule.target and _expression(rule.target).fullmatch(path)
@@ -65,7 +61,7 @@ def tensor_name(
 
 @functools.cache
 def _expression(pattern: str) -> re.Pattern:
-    """The regular expression that a pattern stands for."""
+    """Translates a pattern into a regular expression."""
     parts = {"{}": r"(\d+)", "*": ".*", "[": "(?:", "]": ")?"}
     words = re.split(r"(\{\}|[*\[\]])", pattern)
     return re.compile("".join(parts.get(word) or re.escape(word) for word in words))
@@ -77,21 +73,20 @@ def match(
     rules: Sequence[Rule],
     skip: Collection[str] = (),
 ) -> tuple[list[Match], list[Match]]:
-    """Which tensor becomes which parameter.
+    """Matches tensors to parameters.
 
     Args:
       tensors: of the files, by name.
       skeleton: shapes and dtypes of the parameters, by path.
-      rules: the rename table.
       skip: paths of parameters that are not to be read.
 
     Returns:
-      One match for each parameter; and those of tied tensors, which must be equal to
-      the one for the same parameter.
+      One match for each parameter; and those of tied tensors, which must hold the same
+      bytes.
 
     Raises:
-      ConfigError: parameters are missing in the files, the files hold others, or
-        shapes or dtypes do not fit. The message lists every one.
+      ConfigError: parameters are missing in the files, the files hold others, or shapes
+        or dtypes do not fit. The message lists every one.
     """
     matches: dict[str, Match] = {}
     tied, extra = [], []
@@ -121,7 +116,7 @@ def match(
 
 
 def _rank(rules: Sequence[Rule], fit: tuple[Rule, str | None] | None) -> int:
-    """Where a tensor's rule stands: of tied tensors the earliest gives the values."""
+    """Position of a tensor's rule: of tied tensors the earliest gives the values."""
     return rules.index(fit[0]) if fit else len(rules)
 
 
@@ -148,7 +143,7 @@ def _extra(
 
 
 def _unfit(found: Match, skeleton: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the shape or the dtype of one tensor, if anything."""
+    """Yields misfits of a tensor's shape or dtype, in words."""
     path, tensor, transform = found
     target = skeleton[path]
     shape = TRANSFORMS[transform](np.broadcast_to(False, target.shape)).shape

@@ -1,7 +1,7 @@
-"""Files of tensors: safetensors, in one file or in shards as Hugging Face writes them.
+"""Tensor files: safetensors, in one file or in Hugging Face's shards.
 
-Headers say what is there; bytes are read only when asked for, through mappings of a
-few megabytes that are dropped again, so that reading a file keeps none of it.
+Headers are read first; values only when asked for, through mappings of a few megabytes
+that are dropped again.
 """
 
 import json
@@ -19,7 +19,7 @@ from haiku_template.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# How published Haiku parameters are read, by the suffix or the first bytes of a file.
+# Code that reads published Haiku parameters, by a file's suffix or first bytes.
 PUBLISHED = {
     ".npz": "dict(numpy.load({!r}))",
     ".npy": "numpy.load({!r}, allow_pickle=True).item()",
@@ -47,13 +47,10 @@ DTYPES: dict[str, Any] = {
 
 
 class Tensor(NamedTuple):
-    """One tensor, where it lies.
+    """One tensor in its file.
 
     Attributes:
-      name: in the file.
-      file: that holds it.
       dtype: as safetensors spells it, such as `F32` or `BF16`.
-      shape: of the tensor.
       offset: bytes of the file before its first.
     """
 
@@ -82,10 +79,9 @@ class Tensor(NamedTuple):
 
 
 def locate(source: Path) -> Path:
-    """The safetensors file of a model, or the index of its shards.
+    """Finds the safetensors file of a model, or the index of its shards.
 
-    Args:
-      source: a folder as Hugging Face writes them, an index, or one safetensors file.
+    `source` may be either, or a Hugging Face folder.
 
     Raises:
       ConfigError: there is none, or only a pickle.
@@ -110,14 +106,13 @@ def locate(source: Path) -> Path:
 
 
 def read_headers(source: Path) -> dict[str, Tensor]:
-    """The tensors of a model by name, in the order of the files; reads no values.
+    """Lists the tensors of a model by name, in the order of the files.
 
-    Args:
-      source: see `locate`.
+    `source` is as for `locate`.
 
     Raises:
-      ConfigError: see `locate`; a shard is missing; a file or the index is
-        truncated, damaged or hostile; or the shards do not hold what the index says.
+      ConfigError: a file or shard is missing, truncated, damaged or hostile, or the
+        shards do not hold what the index says.
     """
     located = locate(source)
     if located.suffix != ".json":
@@ -142,7 +137,7 @@ def read_headers(source: Path) -> dict[str, Tensor]:
 
 
 def read_index(index: Path) -> dict[str, Any]:
-    """What an index says: `weight_map` from tensors to files, and perhaps `metadata`.
+    """Reads an index: `weight_map` from tensors to files, and perhaps `metadata`.
 
     Raises:
       ConfigError: it is damaged, or names a file outside of its folder.
@@ -170,17 +165,17 @@ def read_index(index: Path) -> dict[str, Any]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """The words that a safetensors file carries beside its tensors."""
+    """Reads the metadata of a safetensors file."""
     with safe_open(file, framework="numpy") as opened:
         return opened.metadata() or {}
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
-    """The values of a tensor, a few rows at a time.
+    """Reads a tensor a few rows at a time.
 
     Yields:
-      (rows, values): where they belong in an array of the tensor's shape, and the
-      values, mapped from the file; not to be kept beyond the next piece.
+      (rows, values): an index into an array of the tensor's shape, and values mapped
+      from the file, not to be kept beyond the next piece.
 
     Raises:
       ConfigError: the file is shorter by now than its header says.
@@ -234,10 +229,10 @@ def _read_header(file: Path) -> list[Tensor]:
 
 
 def _check_published(file: Path) -> None:
-    """Asserts that it is none of the files in which Haiku parameters are published.
+    """Refuses formats in which Haiku parameters are published, unlike safetensors.
 
     Raises:
-      ConfigError: it is; says what, and how safetensors are made of it.
+      ConfigError: it is one; says how safetensors are made of it.
     """
     with file.open("rb") as opened:
         begin = opened.read(9)

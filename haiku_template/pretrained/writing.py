@@ -1,4 +1,4 @@
-"""Parameters to files: safetensors in Hugging Face's names, for other software."""
+"""Writing of parameters: safetensors in Hugging Face's names, for other software."""
 
 import contextlib
 import json
@@ -32,8 +32,8 @@ from haiku_template.pretrained.tensors import (
 
 logger = logging.getLogger(__name__)
 
-FORMAT = {"format": "pt"}  # transformers wants to be told whose orientation it is.
-# What is copied beside the tensors: tokenizers, and how sentences are pooled.
+FORMAT = {"format": "pt"}  # transformers asks for it.
+# Files copied beside the tensors: tokenizers, and the pooling of sentences.
 BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
 
 
@@ -48,22 +48,21 @@ def export_like(
 ) -> None:
     """Writes parameters as the files that they were read from, changed or not.
 
-    Each tensor keeps its name, dtype and file; half precision is warned of. What the
-    model does not use is copied, and so are config.json and the tokenizer. Parameters
-    that the source does not have, such as those of a new head, follow in its last file.
-    Memory holds one file at a time.
+    Each tensor keeps its name, dtype and file; half precision is warned of. Tensors
+    that the model does not use are copied, and so are config.json and the tokenizer.
+    New parameters, such as a head's, follow in the last file. Memory holds one file at
+    a time.
 
     Args:
       source: the Hugging Face folder that was read.
-      folder: to write; it must not exist.
+      folder: must not exist.
       params: the model's parameters, on the devices.
-      rules: the rename table.
-      devices: where they are.
+      rules: rename rules.
       config: changes to config.json, such as the names of the labels.
 
     Raises:
-      ConfigError: `folder` exists, `source` cannot be read, no rule names one of
-        the parameters, or the source's dtype cannot hold one.
+      ConfigError: `folder` exists, `source` cannot be read, no rule names one of the
+        parameters, or the source's dtype cannot hold one.
       StorageError: the files cannot be written.
     """
     source, leaves = Path(source), flatten(params)
@@ -122,16 +121,15 @@ def export_new(
     config: dict[str, Any],
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the parameters of a model made here, in the names of a rename table.
+    """Writes the parameters of a model made here, in Hugging Face's names.
 
     Args:
-      folder: to write; it must not exist.
+      folder: must not exist.
       params: the model's parameters, on the devices.
-      rules: the rename table.
-      devices: where they are.
-      config: the content of config.json; see `folder.to_config`.
-      shard_bytes: the most that one file holds, unless a single parameter has more;
-        and the most that is in host memory.
+      rules: rename rules.
+      config: the content of config.json, as from `to_config`.
+      shard_bytes: the most that a file and host memory hold, unless one parameter has
+        more.
 
     Raises:
       ConfigError: `folder` exists, or no rule names one of the parameters.
@@ -161,7 +159,7 @@ def _new_tensors(
     devices: DeviceManager,
     with_brackets: bool = True,
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """What makes the tensors of parameters, in the order of the parameters."""
+    """Functions that make the tensors of parameters, in the parameters' order."""
     named = {path: tensor_name(rules, path, with_brackets) for path in leaves}
     unnamed = [path for path, found in named.items() if found is None]
     if unnamed:
@@ -188,7 +186,7 @@ def _from_params(
     def make() -> np.ndarray:
         values = devices.fetch(leaf)
         with np.errstate(over="ignore"):
-            # safetensors writes what is not contiguous in the wrong order.
+            # safetensors writes non-contiguous arrays in the wrong order.
             array = np.asarray(view(values), dtype, order="C")
         if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
             raise ConfigError(
@@ -212,12 +210,7 @@ def _from_file(tensor: Tensor) -> Callable[[], np.ndarray]:
 
 
 class Shard(NamedTuple):
-    """What one file is to hold.
-
-    Attributes:
-      metadata: words beside the tensors.
-      tensors: what makes each tensor, by name; called when the file is written.
-    """
+    """Content of one file: its metadata, and functions that make its tensors."""
 
     metadata: dict[str, str]
     tensors: dict[str, Callable[[], np.ndarray]]
@@ -230,13 +223,12 @@ def write_folder(
     located: str,
     metadata: dict[str, Any],
 ) -> None:
-    """Writes a folder, whole or not at all.
+    """Writes a new folder, whole or not at all.
 
     Args:
-      folder: must not exist.
       shards: the files of tensors, by name.
       others: the content of other files, by name.
-      located: the name of the only file of tensors, or of their index.
+      located: name of the only file of tensors, or of their index.
       metadata: of the index.
 
     Raises:
@@ -257,7 +249,7 @@ def check_new(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to fill, which gets the name `folder` if nothing goes wrong.
+    """Context of a folder to fill, renamed to `folder` if nothing goes wrong.
 
     Raises:
       ConfigError: `folder` exists.
@@ -270,7 +262,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(file: Path) -> Iterator[Path]:
-    """Gives a path to write, which gets the name `file` if nothing goes wrong.
+    """Context of a path to write, renamed to `file` if nothing goes wrong.
 
     Raises:
       ConfigError: `file` exists.
@@ -292,7 +284,7 @@ def new_file(file: Path) -> Iterator[Path]:
 def save_tensors(
     file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]
 ) -> None:
-    """Writes a safetensors file that may be read by whom other new files may be."""
+    """Writes a safetensors file with the usual permissions of a new file."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata)
@@ -326,5 +318,5 @@ def _fill(
 
 
 def to_json(content: dict[str, Any]) -> bytes:
-    """As transformers writes it."""
+    """Encodes JSON as transformers writes it."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
