@@ -1,4 +1,4 @@
-"""Reporting: what a run shows, draws and measures of itself."""
+"""Reporting: terminal, plots, throughput and profile of a run."""
 
 from haiku_template.reporting.display import first_lines
 from haiku_template.reporting.perf import Work, matmul_bytes, matmul_peak

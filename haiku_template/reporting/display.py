@@ -1,4 +1,4 @@
-"""What a run shows: tables first, then a progress bar, or plain lines to a file."""
+"""Terminal and log of a run: tables first, then a progress bar or plain lines."""
 
 import contextlib
 import os
@@ -31,14 +31,14 @@ WIDTH = 120  # Columns of tables in files and pipes.
 
 
 class _Screen(Console):
-    """Standard output; rich would end the process where its reader is gone."""
+    """Standard output; rich would end the process if its reader is gone."""
 
     def on_broken_pipe(self) -> None:
         raise  # What rich is handling.
 
 
 class _Bar(Progress):
-    """A bar with a line below it: one line of 80 columns is too short for both."""
+    """Progress bar with a line below it: 80 columns are too short for both."""
 
     below = ""
 
@@ -48,18 +48,18 @@ class _Bar(Progress):
 
 
 class Tables(NamedTuple):
-    """The same in few rows, for the screen, and whole, for the log."""
+    """One table twice: a few rows for the screen, and all for the log."""
 
     brief: Table
     whole: Table
 
 
 class Display:
-    """Standard output and the log file of a run. Use as a context manager.
+    """Context manager of a run's standard output and log file.
 
-    On a terminal a bar shows the step, the loss, examples/s, the time to go and the
-    memory; everywhere else, and in the log, each report is a plain line. A standard
-    output that is gone (a closed pipe, a full disk) is told in the log, which goes on.
+    On a terminal a bar shows step, loss, examples/s, ETA and memory; elsewhere, and in
+    the log, each report is a plain line. If standard output is lost (a closed pipe, a
+    full disk), the log says so and continues.
     """
 
     def __init__(self, workdir: Path, num_steps: int) -> None:
@@ -100,7 +100,7 @@ class Display:
             self._log.print(getattr(thing, "whole", thing))
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Draws on the screen while there is one."""
+        """Draws on the screen, unless it is lost."""
         if self._screen.quiet:
             return
         try:
@@ -109,7 +109,7 @@ class Display:
             self._screen.quiet = True
             self._log.print(f"standard output is lost, and the run goes on: {error}")
             with contextlib.suppress(OSError, ValueError):
-                # Or Python would try to write the rest when it ends.
+                # Python would try to write the rest at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, step: int) -> None:
@@ -151,7 +151,7 @@ def first_lines(
     workdir: Path,
     start: int,
 ) -> list[Any]:
-    """What is shown before step 0: devices, parameters, batch for each device."""
+    """Lines shown before step 0: devices, parameters, batch for each device."""
     resumed = f", resumed at step {start}" if start else ""
     return [
         f"devices   {devices.describe()}",
@@ -165,9 +165,9 @@ def first_lines(
 
 
 def parameter_tables(params: Any) -> Tables:
-    """A row for each parameter: name, shape, dtype, bytes, where it lives.
+    """Tabulates parameters: name, shape, dtype, bytes, device.
 
-    Where they are many, the screen has a row for each module, or for each kind of them.
+    If they are many, the screen has a row for each module, or for each kind of module.
     """
     leaves = dict(_named(params))
     by_module = next(
@@ -223,7 +223,7 @@ def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
 
 
 def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
-    """Trainable and frozen parameters in numbers; no table if nothing is frozen."""
+    """Counts trainable and frozen parameters; no table without frozen ones."""
     if not frozen:
         return []
     table = Table(title="Fine-tuning", title_justify="left")

@@ -1,4 +1,4 @@
-"""How fast the loop is, where each step's time goes, and what bounds the run."""
+"""Throughput: steps a second, the parts of a step's time, model FLOPs utilization."""
 
 import contextlib
 import time
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from haiku_template.devices import DeviceManager
 
-# Parts of a step's time, as the loop's own thread sees it; together they are all of it.
+# Parts of a step's time in the loop's thread, which add up to the whole.
 PARTS = {
     "perf/data_seconds": "data",
     "perf/to_devices_seconds": "host-to-device",
@@ -23,7 +23,7 @@ PARTS = {
 
 
 class Clock:
-    """Measures the loop between two reports, evaluation and saving left out."""
+    """Measures the time between two reports, less evaluation and saving."""
 
     def __init__(self, devices: DeviceManager) -> None:
         self._devices = devices
@@ -35,19 +35,18 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
+        """Context whose time does not count."""
         begun, before = time.perf_counter(), self._devices.ledger.totals()
         yield
         self._since += time.perf_counter() - begun
         self._before += self._devices.ledger.totals() - before
 
     def read(self, step: int) -> dict[str, float]:
-        """Metrics of an average step since the last reading, or since the start.
+        """Metrics of an average step since the last reading.
 
-        The seconds add up to the time of a step. What overlaps costs nothing: batches
-        are made and copied by another thread, and only waiting for them counts, as
-        data or host-to-device by what that thread was doing. Bytes are those of copies
-        that the loop asked for.
+        The seconds add up to the time of a step. Another thread makes and copies
+        batches: only waiting for them counts, as data or as host-to-device, by its work
+        in that time. Bytes are of copies that the loop asked for.
         """
         spent = self._devices.ledger.totals() - self._before
         steps = max(step - self._step, 1)
@@ -55,7 +54,7 @@ class Clock:
         self.start(step)
         parts = {name: value / steps for name, value in _parts(spent).items()}
         if self._devices.platform == "cpu":
-            # The calling thread may compute itself there.
+            # On the CPU the calling thread may compute itself.
             parts["perf/compute_seconds"] += parts.pop("perf/dispatch_seconds")
         return {
             "perf/steps_per_second": 1 / max(seconds, 1e-9),
@@ -79,7 +78,7 @@ def _parts(spent: Counter[str]) -> dict[str, float]:
 
 
 def bound(metrics: dict[str, float]) -> tuple[str, float]:
-    """What takes most of a step, and its share of the time in [0, 1]."""
+    """Names the largest part of a step, and its share of the time in [0, 1]."""
     seconds = {name: metrics[key] for key, name in PARTS.items() if key in metrics}
     name = max(seconds, key=seconds.__getitem__)
     return name, seconds[name] / max(sum(seconds.values()), 1e-12)
@@ -92,12 +91,11 @@ def bound_text(metrics: dict[str, float]) -> str:
 
 
 class Work(NamedTuple):
-    """What one example of a training batch amounts to.
+    """Size of one training example.
 
     Attributes:
-      tokens: that are learned from; 0 where examples have none.
-      flops: floating-point operations of its forward and backward pass, by the
-        model's formula; 0 where there is none.
+      tokens: tokens learned from; 0 without tokens.
+      flops: model FLOPs of its forward and backward pass; 0 if not known.
     """
 
     tokens: int = 0
@@ -110,12 +108,10 @@ UNKNOWN = Work()
 def rates(
     work: Work, examples_per_second: float, peak: float | None
 ) -> dict[str, float]:
-    """Metrics of a run's speed.
+    """Throughput metrics, model FLOPs utilization (MFU) among them.
 
-    Args:
-      work: of one example.
-      examples_per_second: over all devices.
-      peak: FLOP/s of matrix products on all devices, as measured; None if not.
+    `peak` is the FLOP/s of matrix products that was measured on all devices, not a data
+    sheet's; None if it was not.
     """
     metrics = {"perf/examples_per_second": examples_per_second}
     if work.tokens:
@@ -134,7 +130,7 @@ def speed_text(metrics: dict[str, float]) -> str:
 
 
 def rate_text(metrics: dict[str, float]) -> str:
-    """The same, and what is known of it: `1,234 tokens/s (31% of matmul peak)`."""
+    """`1,234 tokens/s (31% of matmul peak)`: throughput with its MFU, if known."""
     text = speed_text(metrics)
     share = metrics.get("perf/utilisation")
     return text if share is None else f"{text} ({share:.0%} of matmul peak)"
@@ -146,7 +142,7 @@ REPEATS = 5
 
 
 def matmul_bytes(devices: DeviceManager, dtype: Any, limit: int | None = None) -> int:
-    """The most memory of a device that `matmul_peak` takes; no more than `limit`."""
+    """Largest memory that `matmul_peak` takes of a device, at most `limit`."""
     size = LARGEST_ON_CPU if devices.platform == "cpu" else LARGEST
     while limit is not None and _bytes(size, dtype) > limit and size > 1:
         size //= 2
@@ -160,15 +156,11 @@ def _bytes(size: int, dtype: Any) -> int:
 def matmul_peak(
     devices: DeviceManager, dtype: Any, most_bytes: int | None = None
 ) -> float:
-    """Floating-point operations a second of all devices together, measured.
+    """Measures the FLOP/s of all devices together, in some tenths of a second.
 
-    The best of a few products of square matrices, on all devices at once, larger ones
-    until each takes long enough. Takes some tenths of a second.
-
-    Args:
-      devices: those of the run.
-      dtype: what the model computes in.
-      most_bytes: of a device's memory; None for `matmul_bytes`.
+    It multiplies square matrices on all devices at once, larger ones until each product
+    takes long enough, and returns the best time's rate. `most_bytes` bounds a device's
+    memory; None means `matmul_bytes`.
     """
     most_bytes = most_bytes or matmul_bytes(devices, dtype)
     size = 512

@@ -1,4 +1,4 @@
-"""Pictures of a run: how it went, and which classes an evaluation took for others."""
+"""Plots of a run: metrics by step, and the confusion matrix of an evaluation."""
 
 import logging
 import os
@@ -21,10 +21,9 @@ SPEED = "perf/examples_per_second"
 
 
 class Panel(NamedTuple):
-    """One metric: as `train/NAME`, `eval/NAME` or both.
+    """Plot of one metric: `train/NAME`, `eval/NAME` or both.
 
     Attributes:
-      title: its name.
       lines: steps and values by key.
       scale: `log` for losses above zero, else `linear`.
     """
@@ -35,7 +34,7 @@ class Panel(NamedTuple):
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """What metrics.jsonl has to show: the loss first, the speed last."""
+    """Makes the panels of metrics.jsonl: the loss first, the speed last."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {"loss": {}}
     keys = dict.fromkeys(key for row in rows for key in row)
     for key in sorted(keys, key=lambda key: key == SPEED):
@@ -57,7 +56,7 @@ def _scale(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
 
 
 def write(workdir: Path) -> Path | None:
-    """Draws metrics.jsonl as report.png; None, with a warning, without matplotlib."""
+    """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
     drawn = panels(metrics.read(workdir / names.METRICS))
     height = -(-len(drawn) // 2)
     figure = _figure(names.REPORT, 10, 1 + 3 * height)
@@ -79,20 +78,16 @@ def write(workdir: Path) -> Path | None:
 def write_confusion(
     workdir: Path, matrix: np.ndarray, classes: Sequence[str], title: str
 ) -> Path | None:
-    """Draws a confusion matrix as confusion.png; None, with a warning, if it cannot be.
+    """Draws a confusion matrix as confusion.png; if it cannot, warns and returns None.
 
-    Args:
-      workdir: where the picture goes; an older one is replaced.
-      matrix: examples by label (row) and prediction (column): [K, K].
-      classes: the names of the K classes.
-      title: above the picture.
+    `matrix` [K, K] counts examples by label (row) and prediction (column).
     """
     side = min(max(3.5, 0.4 * len(classes) + 2), 24)
     figure = _figure(names.CONFUSION, side, side)
     if figure is None:
         return None
     axes = figure.subplots()
-    # Each row's colours are shares of its label, so that rare classes show too.
+    # Each row's colors are shares of its label, so that rare classes show too.
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xlabel="prediction", ylabel="label")
@@ -117,7 +112,7 @@ def write_confusion(
 
 
 def _figure(name: str, width: float, height: float) -> "Figure | None":
-    """An empty picture, sizes in inches; None, with a warning, without matplotlib."""
+    """Makes an empty figure, in inches; without matplotlib warns and returns None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A trace of some steps, and one page that says what it shows."""
+"""Profile of some steps: a trace, and a page that summarizes it."""
 
 import warnings
 from collections import Counter, defaultdict
@@ -15,17 +15,13 @@ SHOWN_OPERATIONS = 20
 
 
 class Profiler:
-    """Traces an interval of a run. Use as a context manager.
+    """Context manager that traces an interval of a run.
 
-    The trace, for TensorBoard (`tensorboard --logdir=DIRECTORY`, with xprof installed)
-    and for Perfetto (ui.perfetto.dev opens `perfetto_trace.json.gz`), and `summary.txt`
-    go into a new folder of `directory`.
+    A new folder of `directory` gets a trace for TensorBoard (`tensorboard
+    --logdir=DIRECTORY`, with xprof installed), one for Perfetto (ui.perfetto.dev opens
+    `perfetto_trace.json.gz`), and `summary.txt`.
 
-    Args:
-      interval: (start, stop): the steps after `start`, up to and including `stop`; None
-        profiles nothing.
-      directory: where to write.
-      devices: those of the run.
+    `interval` (start, stop) means the steps start + 1 to stop; None profiles nothing.
     """
 
     def __init__(
@@ -46,11 +42,11 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def due(self, step: int) -> bool:
-        """Whether `at(step)` has something to do."""
+        """Tests if `at(step)` has something to do."""
         return self._interval is not None and step in self._interval
 
     def begin(self, step: int) -> str | None:
-        """Starts, in a run that begins at `step`; a line if it is too late for that."""
+        """Starts in a run that begins at `step`; returns a line if it is too late."""
         if self._interval is None or step < self._interval[0]:
             return None
         if step >= self._interval[1]:
@@ -60,7 +56,7 @@ class Profiler:
         return None
 
     def at(self, step: int) -> str | None:
-        """Starts or stops at `step`, with no step in flight; a line when it is done."""
+        """Starts or stops at `step`, no step in flight; returns a line when done."""
         if self._first is None:
             if step == self._interval[0]:
                 self._start(step)
@@ -86,13 +82,12 @@ class Profiler:
 def summary(
     folder: Path, devices: str, first: int, last: int, metrics: dict[str, float]
 ) -> str:
-    """One page: where the time of a step went, and the operations that took it.
+    """Summarizes a trace: parts of a step's time, and its longest operations.
 
     Args:
-      folder: holds the trace, `*.xplane.pb`.
-      devices: in words.
-      first: the step before the first one that was traced.
-      last: the last one.
+      folder: has the trace, `*.xplane.pb`.
+      first: the step before the traced ones.
+      last: the last traced step.
       metrics: of these steps, from `Clock.read`.
     """
     milliseconds = 1000 / metrics["perf/steps_per_second"]
@@ -130,7 +125,7 @@ def summary(
 
 
 def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
-    """Seconds and calls of each compiled operation in a trace, over all devices.
+    """Sums seconds and calls of each compiled operation in a trace, over all devices.
 
     An operation that holds others, such as a loop, counts without them.
     """
@@ -151,7 +146,7 @@ def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def _device_lines(path: Path) -> Iterator[list[tuple[float, float, str]]]:
-    """(start, duration, name) in ns of the operations on each line of a trace."""
+    """Yields each line of a trace: (start, duration, name) of operations, in ns."""
     with warnings.catch_warnings():
         # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""Report of a live run: screen, log, metrics on disk, profile, speed."""
+"""Report of a live run: screen, log, metrics on disk, profile, throughput."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,7 @@ Writer = Callable[[int, dict[str, float]], None]
 
 
 class Report:
-    """Observer of a training loop; no error in writing ends the run. A context manager.
-
-    Args:
-      workdir: of the run.
-      devices: those of the run.
-      num_steps: updates in all.
-      batch_size: examples in each.
-      work: tokens and arithmetic of an example.
+    """Context manager that observes the loop; no error in writing ends the run.
 
     Attributes:
       peak: FLOP/s of matrix products on all devices; None where not measured.
@@ -80,21 +73,21 @@ class Report:
         self._clock.start(step)
 
     def step(self, step: int) -> None:
-        """Notes a step that was dispatched; cheap enough for every step."""
+        """Notes a dispatched step; cheap enough for every step."""
         self._display.step(step)
 
     def restart(self, step: int) -> None:
-        """Measures speed from `step` on: what was before was compilation."""
+        """Measures throughput from `step` on, so that compilation does not count."""
         self._clock.start(step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves evaluation and saving out of the measured speed."""
+        """Context of evaluation and saving, which the throughput leaves out."""
         with self._clock.paused(), self._profiler.clock.paused():
             yield
 
     def due(self, step: int) -> bool:
-        """Whether `profile` has something to do at `step`."""
+        """Tests if `profile` has something to do at `step`."""
         return self._profiler.due(step)
 
     def profile(self, step: int) -> None:
@@ -103,7 +96,7 @@ class Report:
             self._say(self._profiler.at(step))
 
     def training(self, step: int, values: dict[str, float]) -> None:
-        """Reports a step's scalars, and the speed since the last report."""
+        """Reports a step's scalars, and the throughput since the last report."""
         speed = self._clock.read(step)
         rate = speed["perf/steps_per_second"] * self._batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
@@ -117,7 +110,7 @@ class Report:
         self._display.evaluation(step, metrics)
 
     def finish(self, step: int) -> dict[str, float]:
-        """Draws report.png and says where it is; returns the last metrics."""
+        """Draws report.png and prints its path; returns the last metrics."""
         shown = self._workdir
         with dispensable(self._workdir / REPORT):
             shown = plots.write(self._workdir) or self._workdir
