@@ -1,4 +1,4 @@
-"""Finished runs: evaluated, exported, generated from."""
+"""Finished runs: evaluation, predictions, export."""
 
 from haiku_template.runs.export import export_adapters, export_safetensors
 from haiku_template.runs.predictions import write_predictions

@@ -1,4 +1,4 @@
-"""A checkpoint as safetensors, in the names that other software reads."""
+"""Export of a checkpoint as safetensors, in names that other software reads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,25 +30,19 @@ HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
 
 
 def export_safetensors(run: Run, output: Path) -> int:
-    """Writes parameters: the averaged ones where there are any, adapters merged.
+    """Writes a model to a new folder, averaged and merged as in evaluation.
 
-    Models that Hugging Face knows get its names and a config.json of its kind; where
-    the run began with such a folder, its other files too. Others get Haiku's names,
-    `module/name`, and network state goes into state.safetensors.
-
-    Args:
-      run: with its checkpoint.
-      output: the folder to write.
+    Models that Hugging Face knows get its names and its config.json, and the other
+    files of the folder that they started from. Others get Haiku's names, `module/name`,
+    and state.safetensors for network state.
 
     Returns:
       The step of the checkpoint.
 
     Raises:
-      ConfigError: `output` exists, or the base is not that of the run.
-      StorageError: it cannot be written.
-      ConfigError: no such checkpoint, or a classifier that transformers would load
-        and compute something else from.
-      StorageError: it is damaged.
+      ConfigError: `output` exists, there is no such checkpoint, its frozen parameters
+        changed, or transformers would compute something else from the classifier.
+      StorageError: the checkpoint is damaged, or `output` cannot be written.
     """
     check_new(output)
     config, devices, data = run.config, run.devices, run.trainer.experiment.data
@@ -72,15 +66,14 @@ def export_safetensors(run: Run, output: Path) -> int:
 
 
 def export_adapters(run: Run, output: Path) -> int:
-    """Writes what trained, and the hash of the base that it belongs to.
+    """Writes trainable parameters, and the hash of the frozen ones.
 
-    Evaluation, generation and export take the folder as a workdir, and training goes on
-    from `config.finetuning.adapters`; both need the base where the run found it, or
-    where init_from in config.json now says.
-    Arguments and result are those of `export_safetensors`, and so are errors, besides:
+    The folder is a workdir for evaluation, generation and export, and
+    `config.finetuning.adapters` for training. Frozen parameters are read from init_from
+    in its config.json. Returns and raises as `export_safetensors`, and besides:
 
     Raises:
-      ConfigError: what trained is not parameters alone, on a frozen base that was read.
+      ConfigError: the run has network state, or no frozen parameters that were read.
     """
     check_new(output)
     plan, state = run.trainer.plan, run.state
@@ -105,7 +98,7 @@ def export_adapters(run: Run, output: Path) -> int:
 
 
 def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndarray]]:
-    """What copies each leaf to the host, by path."""
+    """Functions by path that copy a leaf to the host."""
     return {
         path: lambda leaf=leaf: np.asarray(devices.fetch(leaf), order="C")
         for path, leaf in flatten(tree).items()
@@ -113,7 +106,7 @@ def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndar
 
 
 def _classes(run: Run) -> dict[str, Any]:
-    """Keys of Hugging Face's config.json for a classifier.
+    """Keys of a classifier in Hugging Face's config.json.
 
     Raises:
       ConfigError: Hugging Face has no such classifier.

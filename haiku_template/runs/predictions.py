@@ -16,11 +16,9 @@ Rows = dict[str, Any]
 
 
 def write_predictions(run: Run, output: Path) -> int:
-    """Writes the outputs for a run's evaluation set, with the labels, in its order.
+    """Writes outputs and labels of a run's evaluation set, in its order.
 
-    Args:
-      run: with its checkpoint.
-      output: the file to write, `.npz` (which needs all of it in memory) or `.jsonl`.
+    `output` ends in `.npz`, which needs all of it in memory, or in `.jsonl`.
 
     Returns:
       The number of examples.
@@ -46,10 +44,10 @@ def write_predictions(run: Run, output: Path) -> int:
 
 
 def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:
-    """What writes a file of this name, and returns the number of examples.
+    """Chooses the function that writes a file of this name.
 
     Raises:
-      ConfigError: nothing does.
+      ConfigError: there is none.
     """
     writers = {".npz": _write_npz, ".jsonl": _write_jsonl}
     if output.suffix not in writers:

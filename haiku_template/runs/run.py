@@ -22,12 +22,10 @@ from haiku_template.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One checkpoint of a run, on devices of one's choice; each part read when asked.
+    """One checkpoint of a run, on any devices; each part is read when asked for.
 
     Attributes:
       workdir: of the run, or a folder of exported adapters.
-      config: as saved there.
-      devices: any; the run may have used others.
       which: `latest`, `best`, or a step.
     """
 
@@ -38,10 +36,10 @@ class Run:
 
     @classmethod
     def open(cls, workdir: str | Path, devices: DeviceManager, which: str) -> "Run":
-        """Reads the config of a run, and nothing else yet.
+        """Opens a run, and reads no more than its config.
 
         Raises:
-          ConfigError: it is no run's.
+          ConfigError: `workdir` has no run with a config.
         """
         workdir = Path(workdir)
         return cls(workdir, of_run(workdir), devices, which)
@@ -51,11 +49,11 @@ class Run:
         """The experiment, compiled for the devices.
 
         Raises:
-          ConfigError: see `Experiment.from_config`.
+          ConfigError: a part of the config cannot be made, such as its data.
         """
         config = self.config.copy_and_resolve_references()
         config.data.placement = "host"
-        # Rows of padding make up for a batch that does not split over these devices.
+        # Larger, so that it splits over these devices; the rest is padding.
         config.batch_size += -config.batch_size % (
             self.devices.num_devices * config.accumulate_steps
         )
@@ -68,7 +66,7 @@ class Run:
         """The step and the train state, on the devices.
 
         Raises:
-          ConfigError: no such checkpoint, or other frozen parameters than the run's.
+          ConfigError: no such checkpoint, or the frozen parameters changed.
           StorageError: the checkpoint is damaged.
         """
         trainer = self.trainer
@@ -85,17 +83,17 @@ class Run:
         return step, state
 
     def restore(self, read: Callable[[Checkpoints, int], Any]) -> tuple[int, Any]:
-        """The step of the checkpoint, and what `read(checkpoints, step)` gives."""
+        """Reads from the checkpoint; returns its step and `read(checkpoints, step)`."""
         return restore(self.workdir, self.which, read)
 
     @property
     def step(self) -> int:
-        """Of the checkpoint."""
+        """Step of the checkpoint."""
         return self.checkpoint[0]
 
     @property
     def state(self) -> TrainState:
-        """The train state of the checkpoint."""
+        """Train state of the checkpoint."""
         return self.checkpoint[1]
 
     @property
@@ -103,14 +101,14 @@ class Run:
         return (self.workdir / ADAPTERS).is_file()
 
     def model(self) -> tuple[hk.Params, hk.State]:
-        """The whole model to use: averages where there are any, adapters merged."""
+        """Parameters and network state: averages if there are any, adapters merged."""
         return self.trainer.merged(self.state)
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the evaluation set; draws confusion.png where classes are told.
+        """Computes the metrics of the evaluation set; classes also give confusion.png.
 
         Raises:
-          ConfigError: the data set has nothing to evaluate on.
+          ConfigError: the data set has no evaluation set.
         """
         data = self.trainer.experiment.data
         if data.evaluation is None:

@@ -1,4 +1,4 @@
-"""A checkpoint as a program that JAX runs without Haiku."""
+"""Export of a checkpoint as StableHLO, which JAX runs without Haiku."""
 
 import inspect
 import json
@@ -21,16 +21,16 @@ from haiku_template.training.trainer import with_state
 
 PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
 PLATFORMS = ("cpu", "cuda")
-MOST_BYTES = 2**31  # Of what jax.export serialises, parameters included.
+MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
 
 
 def export_stablehlo(run: Run, output: Path) -> int:
-    """Writes the forward pass with its parameters, as `jax.export` serialises it.
+    """Writes the forward pass with its parameters, as `jax.export` serializes it.
 
-    `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` gives the outputs,
-    on a CPU or an NVIDIA GPU, for a batch of any size. Inputs are those that the data
-    set gives, of its largest shape; forward.json says which. Arguments and result are
-    those of `exporting.export_safetensors`, and so are errors, besides:
+    `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` returns the
+    outputs, on a CPU or an NVIDIA GPU, for a batch of any size. forward.json describes
+    the inputs: the data set's, in their largest shape. Returns and raises as
+    `export_safetensors`, and besides:
 
     Raises:
       ConfigError: the model is too large, or needs a batch of one size.
@@ -74,17 +74,10 @@ def export_stablehlo(run: Run, output: Path) -> int:
 def export_forward(
     forward: Callable[[Any], Any], inputs: Any
 ) -> tuple[jax.export.Exported, bytearray]:
-    """Lowers a function of a batch of inputs, for a batch of any size.
-
-    Args:
-      forward: of inputs alone.
-      inputs: pytree of arrays [B, ...]; only shapes and dtypes count, and not B.
-
-    Returns:
-      What `jax.export` made, and its bytes.
+    """Lowers a function of inputs [B, ...] for any B; returns it with its bytes.
 
     Raises:
-      ConfigError: JAX cannot; says what JAX says.
+      ConfigError: JAX cannot; the message has JAX's reason.
     """
     (batch,) = jax.export.symbolic_shape("b")
 
@@ -98,7 +91,7 @@ def export_forward(
             jax.tree.map(any_size, inputs)
         )
         return exported, exported.serialize()
-    except Exception as error:  # JAX has a class for each thing that it cannot do.
+    except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
             "the model cannot be exported for a batch of any size, on "
             f"{' and '.join(PLATFORMS)}: {str(error).splitlines()[0]}"
@@ -106,7 +99,7 @@ def export_forward(
 
 
 def _portable_model(run: Run) -> Any:
-    """The model for one device, computed by XLA alone, on whatever platform."""
+    """Makes the model for one device of any platform, compiled by XLA alone."""
     config = run.config.copy_and_resolve_references()
     function = resolve("model", config.model.name, MODELS)
     if "attention" in inspect.signature(function).parameters:
@@ -120,7 +113,7 @@ def _inputs(exported: jax.export.Exported) -> Any:
 
 
 def _described(tree: Any) -> dict[str, Any]:
-    """Shapes and dtypes by name, "" for a single array; `b` is the batch."""
+    """Describes shapes and dtypes by name, "" for a single array; `b` is the batch."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): {
