@@ -1,4 +1,4 @@
-"""Text from a trained language model."""
+"""Generation of text with a trained language model."""
 
 from haiku_template.generation.generator import LanguageModel, load, make_generate
 from haiku_template.generation.sampling import Sampling, sample

@@ -1,4 +1,4 @@
-"""A language model that goes on with prompts, a token at a time."""
+"""Generator: a language model that continues prompts, with a KV cache."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +20,17 @@ from haiku_template.training.precision import Precision
 
 logger = logging.getLogger(__name__)
 
-SHORTEST = 16  # Tokens that a prompt is padded to, at least.
+SHORTEST = 16  # Least tokens of a padded prompt.
 
 
 class LanguageModel(NamedTuple):
     """A trained model on its device.
 
     Attributes:
-      step: of the checkpoint.
-      params: averaged where the run averages them, in the compute dtype.
+      params: in the compute dtype; averaged if the run averages them.
       model: `forward(tokens, is_training, cache)`, as `models.gpt`.
-      precision: of the computation.
-      vocabulary: tokens are numbers below this.
-      context: tokens that it sees at once.
+      vocabulary: number of tokens.
+      context: largest number of tokens in a forward pass.
     """
 
     step: int
@@ -44,15 +42,11 @@ class LanguageModel(NamedTuple):
 
 
 def load(run: Run) -> LanguageModel:
-    """Reads the parameters of a checkpoint, and nothing else, to the device.
-
-    Args:
-      run: on one device.
+    """Reads the parameters of a checkpoint, and nothing else, to its one device.
 
     Raises:
-      ConfigError: no such checkpoint.
+      ConfigError: no such checkpoint, a model without generation, or several devices.
       StorageError: the checkpoint is damaged, or does not fit.
-      ConfigError: the run's model is not `gpt`, or there are several devices.
     """
     config, devices = run.config, run.devices
     if devices.num_devices != 1:
@@ -71,7 +65,7 @@ def load(run: Run) -> LanguageModel:
 
 
 def _whole(run: Run) -> tuple[int, hk.Params]:
-    """The step and the parameters of a checkpoint, and nothing else of it."""
+    """Reads the step and the parameters of a checkpoint, and nothing else of it."""
     part = "params" if run.config.ema_decay is None else "ema_params"
 
     def read(checkpoints: Checkpoints, step: int) -> hk.Params:
@@ -88,12 +82,12 @@ def _whole(run: Run) -> tuple[int, hk.Params]:
 
 
 def _merged(run: Run) -> tuple[int, hk.Params]:
-    """The same of a run whose checkpoints hold only trainable parameters."""
+    """Reads the same of a run with frozen parameters, which are merged."""
     return run.step, run.model()[0]
 
 
 def _sizes(params: Any, run: Run) -> tuple[int, int]:
-    """The vocabulary and the context of a model, from the shapes of its tables."""
+    """Vocabulary and context of a model, from the shapes of its tables."""
     name = run.config.model.name
     family = experiment.family_of(name)
     if family is None or family.tables is None:
@@ -109,23 +103,17 @@ def _sizes(params: Any, run: Run) -> tuple[int, int]:
 def make_generate(
     devices: DeviceManager, model: LanguageModel, sampling: Sampling
 ) -> Callable[[Sequence[Sequence[int]], int], Iterator[np.ndarray]]:
-    """Makes `generate(prompts, num_tokens)`, which gives tokens [B] as they come.
+    """Makes `generate(prompts, num_tokens)`, which yields tokens [B] one by one.
 
-    Prompts of different lengths go on side by side, each as it would alone: exactly
-    so, up to rounding, at temperature 0. At others its row is part of the seed. One
-    compilation reads prompts, padded to a power of two, and one goes on by a token.
+    A batch of prompts of different lengths gives the tokens that each alone would: at
+    temperature 0 up to rounding, else with the row as a part of the seed. Two programs
+    are compiled: prefill, for prompts padded to a power of two, and decode.
 
-    The model sees its last `context` tokens and no more. When they are full, it reads
-    their second half anew and goes on from there.
-
-    Args:
-      devices: one.
-      model: see `load`.
-      sampling: how to choose tokens.
+    When the context is full, prefill reads its second half again.
 
     Raises:
-      ConfigError: `sampling` does not fit; or, from `generate`, a prompt is empty
-        or holds a token that the model does not have.
+      ConfigError: `sampling` does not fit; or, from `generate`, a prompt is empty or
+        has a token that the model has not.
     """
     _check(sampling, model.vocabulary)
     prefill, decode = make_steps(model.model, model.precision, sampling)
@@ -138,7 +126,7 @@ def make_generate(
         rows = [_fitting(prompt, model) for prompt in prompts]
         most = max(map(len, rows)) + num_tokens - 1
         size = model.context
-        if most <= model.context:  # Else all of it will be read at some time.
+        if most <= model.context:  # Else the whole context gets used.
             size = _padded(max(map(len, rows)), model.context)
         return _write(rows, size, num_tokens)
 
@@ -164,7 +152,7 @@ def make_generate(
 
 
 def _batch(rows: list[list[int]], size: int, count: int) -> dict[str, Any]:
-    """Prompts padded at their ends to `size`, for `prefill`."""
+    """Pads prompts at their ends to `size`, for `prefill`."""
     tokens = np.zeros((len(rows), size), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
@@ -180,7 +168,7 @@ def _padded(length: int, context: int) -> int:
 
 
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
-    """The prompt, or as much of its end as the model sees at once."""
+    """Checks a prompt, and cuts its beginning if it is longer than the context."""
     if not prompt:
         raise ConfigError("the prompt is empty; a model goes on with some text")
     for place, token in enumerate(prompt):

@@ -15,13 +15,13 @@ from haiku_template.training.precision import Precision
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen.
+    """Sampling of the next token.
 
     Attributes:
-      temperature: what logits are divided by; 0 takes the most probable token.
-      top_k: choose among so many of the most probable; None means all.
-      vocabulary: choose among the first so many tokens; None means all.
-      seed: of the choice, with the row of the prompt and the number of the token.
+      temperature: divides the logits; 0 takes the most probable token.
+      top_k: number of most probable tokens to choose among; None means all.
+      vocabulary: number of first tokens to choose among; None means all.
+      seed: with the row and the number of the token, the source of randomness.
     """
 
     temperature: float = 1.0
@@ -31,24 +31,16 @@ class Sampling(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the model has read and written so far, on the device.
-
-    Attributes:
-      cache: of all tokens but the last.
-      count: tokens written: int32 [B].
-    """
+    """KV cache of all tokens but the last, and tokens written: int32 [B]."""
 
     cache: Cache
     count: jax.Array
 
 
 def sample(logits: jax.Array, count: jax.Array, sampling: Sampling) -> jax.Array:
-    """One token for each row: int32 [B].
+    """Samples a token for each row: int32 [B].
 
-    Args:
-      logits: float32 [B, V].
-      count: which token of its text each row's will be: int32 [B].
-      sampling: how to choose.
+    `logits` are float32 [B, V]; `count`, int32 [B], are the tokens written before.
     """
     logits = logits[:, : sampling.vocabulary]
     if sampling.temperature == 0:
@@ -70,14 +62,11 @@ def make_steps(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Makes `prefill` and `decode`, which return (`Written`, tokens [B]).
 
-    `prefill(params, batch)` reads prompts: `batch["tokens"]` int32 [B, T], of which
-    the first `batch["lengths"]` [B] count, with `batch["count"]` [B] written already.
+    `prefill(params, batch)` reads prompts: `batch["tokens"]` int32 [B, T], of which the
+    first `batch["lengths"]` [B] count, with `batch["count"]` [B] written already.
     `decode(written, (params, tokens))` reads one token [B] more.
 
-    Args:
-      model: `forward(tokens, is_training, cache)`, as `models.gpt`.
-      precision: of the computation; the parameters have its dtype.
-      sampling: how to choose tokens.
+    `model` is `forward(tokens, is_training, cache)`; parameters have the compute dtype.
     """
 
     def forward(params: hk.Params, tokens: jax.Array, cache: Any) -> Any:
@@ -93,7 +82,7 @@ def make_steps(
     ) -> tuple[Written, jax.Array]:
         logits, cache = forward(params, batch["tokens"], "new")
         lengths = batch["lengths"]
-        # What stands behind a shorter prompt is overwritten before it is read.
+        # Padding behind a shorter prompt is overwritten before it is read.
         cache = cache._replace(lengths=lengths)
         last = lengths[:, None, None] - 1
         hidden = jnp.take_along_axis(logits.hidden, last, axis=1)  # [B, 1, D]
