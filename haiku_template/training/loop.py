@@ -86,8 +86,8 @@ def train(
       config: saved as config.json; a run resumes only with the same.
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
-      writers: each, called with the workdir and the first step, returns a function of
-        (step, metrics); its errors are warnings.
+      writers: each, called with the workdir and the step to start at, returns a
+        function of (step, metrics); its errors are warnings.
       hooks: each is called with every `Event`; its errors end the run.
       stop_when: called after each evaluation with the lines of metrics.jsonl so far;
         ends the run if True, as `early_stop` does.
@@ -179,7 +179,7 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool]
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs the updates `start` to `stop - 1`, or fewer; returns the last step, too."""
+        """Runs updates `start` to `stop - 1`, or fewer; returns the last step, too."""
         self._catch_up(state, start, stop)
         if start and self._stops_early():
             return state, start
