@@ -1,7 +1,7 @@
-"""Why the GPU is not used: the causes, how to see them, and what to do.
+"""Doctor: the cause for which the GPU is not used, and its fix.
 
-Stands alone: the standard library, and nothing of the package around it. JAX and the
-driver are asked in child processes with a time limit.
+Stands alone: standard library only. Child processes with a time limit ask JAX and the
+driver.
 """
 
 from haiku_template.doctor import card, libraries, packages, start, variables

@@ -1,10 +1,10 @@
-"""Says why the GPU is not used, and what to do about it.
+"""Finds out why the GPU is not used, and prints the fix.
 
     python -m haiku_template.doctor --device=gpu
 
-Checks from cheap to dear and stops at the first broken link. This process never
-imports JAX; children with a time limit do. Exit codes: 0 what was asked for works,
-64 a mistyped flag, 69 it does not work.
+Checks from cheap to expensive and stops at the first broken link. This process never
+imports JAX; children with a time limit do. Exit codes: 0 the device that was asked for
+works, 64 a mistyped flag, 69 it does not work.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the flags; exits with code 64 when they cannot be understood."""
+    """Parses the flags; exits with code 64 when they cannot be understood."""
     words = "Says why the GPU is not used, and what to do about it."
     program = "python -m haiku_template.doctor"
     parser = Parser(prog=program, description=words, allow_abbrev=False)
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def walk(machine: Machine, facts: Facts, timeout: float) -> tuple[Facts, Checks]:
-    """Checks link after link until one is broken: what is known then, and how."""
+    """Checks link after link until one is broken: the facts so far, and each result."""
     checks = []
     for step, healthy in CHEAP.items():
         found = table.examine(machine, facts, step)
@@ -127,7 +127,7 @@ def _jax_words(jax: JaxResult) -> Checks:
 
 
 def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
-    """Everything that was found, as JSON holds it. Memory in bytes, time in seconds."""
+    """Report of everything found, for JSON. Memory in bytes, time in seconds."""
     start = time.monotonic()
     facts, checks = walk(machine, Facts(asked), timeout)
     findings = table.diagnose(machine, facts)

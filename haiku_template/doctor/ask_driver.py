@@ -1,8 +1,8 @@
-"""A program of its own: asks the NVIDIA driver and writes what it says as JSON.
+"""Program of its own that asks the NVIDIA driver and writes its answers as JSON.
 
-Run by path with `python -I -S`, so that it starts in milliseconds and can be killed:
-a broken driver may hang or end the process that asks it. One line for CUDA, then one
-for NVML, which holds the memory of the cards and who uses it.
+Run by path with `python -I -S`, so that it starts in milliseconds and can be killed: a
+broken driver may hang or end the process that asks it. One line for CUDA, then one for
+NVML with the memory of the cards and its users.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ CAPABILITY = (75, 76)
 
 
 def _integer(function: ctypes._CFuncPtr, *args: int) -> int | None:
-    """What a driver function stores through its first argument; None if it fails."""
+    """Integer that a driver function stores through its argument; None if it fails."""
     value = ctypes.c_int(0)
     return value.value if function(ctypes.byref(value), *args) == 0 else None
 
@@ -55,7 +55,7 @@ def _mapped(name: str) -> str:
 
 
 def refused() -> dict[str, str]:
-    """The device nodes that exist and cannot be opened, with the reason."""
+    """Device nodes that exist and cannot be opened, with the reason."""
     reasons = {}
     for node in NODES:
         if not os.path.exists(node):
@@ -85,7 +85,7 @@ class Process(ctypes.Structure):
 
 
 def _processes(ask: ctypes._CFuncPtr, card: ctypes.c_void_p) -> list[Process] | None:
-    """The processes that one of NVML's functions lists; None if it does not tell."""
+    """Processes that one of NVML's functions lists; None if it does not tell."""
     room = 64
     for _ in range(3):  # Between two questions a process may start.
         count, found = ctypes.c_uint(room), (Process * room)()
@@ -111,7 +111,7 @@ def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list[dict] | None:
 
 
 def ask_nvml() -> dict:
-    """Whether NVML starts, and how much memory of each card is in use by whom."""
+    """Asks NVML for its state, and for the memory in use on each card, by process."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         code = nvml.nvmlInit_v2()

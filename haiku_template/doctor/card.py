@@ -32,7 +32,7 @@ START_WITH_CARD = (
 
 
 def _answered(machine: Machine, facts: Facts, name: str) -> str:
-    """That cuInit returned the code whose name ends so; empty if it did not."""
+    """Describes cuInit's error if its name ends so; "" otherwise."""
     driver = facts.driver
     if not driver or driver.code in (0, None) or _wsl(machine, facts):
         return ""

@@ -94,7 +94,7 @@ if len(devices) > 1:
 
 
 class Child(NamedTuple):
-    """How a child process ended, what it wrote, and how long it ran."""
+    """Result of a child process: exit code, output, seconds."""
 
     returncode: (
         int | None
@@ -104,7 +104,7 @@ class Child(NamedTuple):
     seconds: float
 
     def last_words(self) -> str:
-        """The last line on standard error, and the signal that ended it, if one did."""
+        """Last line on standard error, and the signal that ended the child, if any."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         said = lines[-1] if lines else "it said nothing"
         if self.returncode is None or self.returncode >= 0:
@@ -113,11 +113,11 @@ class Child(NamedTuple):
 
 
 class DriverResult(NamedTuple):
-    """What the NVIDIA driver answered; None for what it did not tell.
+    """Answers of the NVIDIA driver; None where it gave none.
 
     Attributes:
-      code: of cuInit; 303 when libcuda.so.1 could not be loaded, as JAX counts it;
-        -1 where JAX told the name alone; None when there was no answer.
+      code: of cuInit; 303 when libcuda.so.1 could not be loaded, as JAX counts it; -1
+        where JAX told the name alone; None when there was no answer.
       memory: of each card, as JSON holds it: `bytes`, `bytes_in_use`, and `processes`,
         each with `pid` and `bytes_in_use`.
     """
@@ -148,7 +148,7 @@ class Device(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One operation on a device, and what went wrong in it."""
+    """One operation on a device, and its problem, if any."""
 
     operation: str
     device: str
@@ -156,7 +156,7 @@ class Stage(NamedTuple):
 
 
 class JaxResult(NamedTuple):
-    """What a child found that imported JAX, and computed on the devices asked for."""
+    """Findings of a child that imported JAX and computed on the devices asked for."""
 
     child: Child
     devices: tuple[Device, ...] = ()  # Of every backend; empty: JAX did not start.
@@ -166,11 +166,11 @@ class JaxResult(NamedTuple):
     unfinished: str = ""  # The operation in which the child died or was killed.
 
     def failures(self) -> list[Stage]:
-        """The operations whose results were wrong or that raised an error."""
+        """Operations whose results were wrong or that raised an error."""
         return [stage for stage in self.stages if stage.problem]
 
     def works(self) -> bool:
-        """Whether every operation gave the right values."""
+        """True if every operation gave the right values."""
         done = self.child.returncode == 0 and bool(self.stages)
         return done and not self.failures() and not self.unfinished
 
@@ -216,7 +216,7 @@ def _kill_group(child: subprocess.Popen) -> None:
 
 
 def _said(child: Child, kind: type) -> list[Any]:
-    """The lines of JSON that a child wrote, without one that it left unfinished."""
+    """Parses the lines of JSON that a child wrote, without an unfinished one."""
     values = []
     for line in child.output.splitlines():
         with contextlib.suppress(ValueError):
@@ -259,8 +259,8 @@ def probe_jax(
 ) -> JaxResult:
     """Imports JAX in a child, asks for all its devices, and computes on those chosen.
 
-    A round trip, a matrix product and a convolution on each device; copies between
-    devices and one sum over all when there are several. Every value is compared.
+    A round trip, a matrix product and a convolution on each device; with several,
+    copies between them and one sum over all. Every value is compared.
     """
     # The card may be in use: take what is needed, not three quarters of it.
     environ = {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -285,7 +285,7 @@ def probe_jax(
 
 
 def driver_of(jax: JaxResult | None) -> DriverResult | None:
-    """What the driver answered to JAX itself, in its words; None if it did not fail."""
+    """Answer of the driver to JAX itself, from JAX's error; None if it did not fail."""
     said = jax.child.errors if jax else ""
     if "No visible GPU devices" in said:
         return DriverResult(0, count=0)

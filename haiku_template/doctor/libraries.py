@@ -32,7 +32,7 @@ def _stem(wheel: str) -> str:
 
 
 def _wanted(machine: Machine, *families: str) -> list[Requirement]:
-    """The nvidia wheels that the plugins for these CUDAs ask for, or the installed."""
+    """Wheels from nvidia that the plugins for these CUDAs require, or the installed."""
     return [
         need
         for family in families or machine.cuda_families()
@@ -42,7 +42,7 @@ def _wanted(machine: Machine, *families: str) -> list[Requirement]:
 
 
 def complete(machine: Machine, family: str) -> bool:
-    """Whether all the nvidia wheels that a CUDA plugin asks for are installed."""
+    """True if all the nvidia wheels that a CUDA plugin requires are installed."""
     return all(n.name in machine.distributions for n in _wanted(machine, family))
 
 
@@ -55,13 +55,13 @@ def with_wheels(machine: Machine) -> str:
 
 
 def _outside_wheels(machine: Machine, library: str) -> bool:
-    """Whether the loader would find a library in the folders of a CUDA toolkit."""
+    """True if the loader would find a library in the folders of a CUDA toolkit."""
     folders = (*machine.library_path(), *LIBRARY_FOLDERS, "/opt/conda/lib")
     return any(any(machine.path(f).glob(f"{library}*")) for f in folders)
 
 
 def _local_cuda(machine: Machine) -> bool:
-    """Whether CUDA comes from the system: no wheel, but its runtime is to be found."""
+    """True if CUDA comes from the system: no wheel, but its runtime is to be found."""
     if any(need.name in machine.distributions for need in _wanted(machine)):
         return False
     return _outside_wheels(machine, "libcudart.so.")
@@ -70,7 +70,7 @@ def _local_cuda(machine: Machine) -> bool:
 def _gaps(
     machine: Machine, libraries: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Found]:
-    """The wheels that are missing, and the libraries that are missing in a wheel."""
+    """Yields the wheels that are missing, and the libraries missing in a wheel."""
     # pip itself sees no file that is missing: -U would do nothing.
     again, sites = "pip install --force-reinstall --no-deps", machine.site_packages
     for name in (need.name for need in _wanted(machine)):
@@ -118,14 +118,14 @@ def _outdated(machine: Machine, facts: Facts) -> Words:
 
 
 def _jit_wheel(machine: Machine) -> str:
-    """The version of pip's libnvJitLink beside a CUDA plugin, or empty."""
+    """Version of pip's libnvJitLink beside a CUDA plugin, or empty."""
     names = ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12")
     found = [machine.distributions[n] for n in names if n in machine.distributions]
     return found[0] if found and machine.cuda_families() else ""
 
 
 def _foreign(machine: Machine, pattern: str) -> list[str]:
-    """The real files of this pattern in LD_LIBRARY_PATH that are not of a wheel."""
+    """Real files of this pattern in LD_LIBRARY_PATH that are not of a wheel."""
     files = [
         f.resolve()
         for folder in machine.library_path()
@@ -137,7 +137,7 @@ def _foreign(machine: Machine, pattern: str) -> list[str]:
 
 
 def foreign_library(machine: Machine) -> str:
-    """The first CUDA library that LD_LIBRARY_PATH brings beside pip's, in words."""
+    """Describes the first CUDA library that LD_LIBRARY_PATH brings beside pip's."""
     if not _jit_wheel(machine):
         return ""
     files = _foreign(machine, "libnvJitLink.so*") + _foreign(machine, "libcu*.so*")

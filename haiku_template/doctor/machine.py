@@ -1,4 +1,4 @@
-"""What can be read of a machine in milliseconds: variables, files, versions.
+"""Facts of a machine that are read in milliseconds: variables, files, versions.
 
 Nothing here starts a process that could hang, opens a device, or imports JAX. Every
 path is looked up under `root`, so that a test can describe any machine as a folder.
@@ -40,7 +40,7 @@ WITH_REQUIREMENTS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 11, 0) of 0.11.0.dev2+cuda."""
+    """Leading numbers of a version: (0, 11, 0) of 0.11.0.dev2+cuda."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -58,7 +58,7 @@ class Requirement(NamedTuple):
 
     @classmethod
     def read(cls, line: str) -> "Requirement":
-        """Reads a Requires-Dist line of a package's metadata."""
+        """Parses a Requires-Dist line of a package's metadata."""
         demand, _, marker = line.partition(";")
         match = re.match(r"\s*([\w.-]+)(?:\[[^\]]*\])?(.*)", demand)
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
@@ -66,7 +66,7 @@ class Requirement(NamedTuple):
         return cls(name, match[2].strip(), extra[1] if extra else "")
 
     def allows(self, version: str) -> bool:
-        """Whether a version lies within the bounds; zeros at its end do not count."""
+        """True if a version lies within the bounds; zeros at its end do not count."""
         pattern = r"(>=|<=|==|!=|>|<)\s*(\d[\d.]*\d|\d)(?![\d.]*\*)"
         for sign, bound in re.findall(pattern, self.bounds):
             left, right = numbers(version), numbers(bound)
@@ -82,12 +82,12 @@ class Machine:
     """One machine and one Python installation, as a value.
 
     Attributes:
-      root: the folder that holds dev/, proc/, sys/, usr/.
-      distributions: installed packages, normalised name to version.
-      requires: what some of them require, as in their metadata, `python` included.
+      root: folder that holds dev/, proc/, sys/, usr/.
+      distributions: installed packages, normalized name to version.
+      requires: requirements of some of them, as in their metadata, `python` included.
       ptxas: version of the compiler on PATH, "" when it does not tell; None: no such.
-      site_packages: the folders that packages were installed in.
-      conda_meta: the folder in which conda keeps its records.
+      site_packages: folders that packages were installed in.
+      conda_meta: folder in which conda keeps its records.
     """
 
     environ: Mapping[str, str]
@@ -116,27 +116,27 @@ class Machine:
         )
 
     def path(self, absolute: str) -> Path:
-        """Where the file of this absolute name lies under `root`."""
+        """Path of the file of this absolute name under `root`."""
         return self.root / absolute.lstrip("/")
 
     def read(self, absolute: str) -> str:
-        """The text of a file; empty when it cannot be read."""
+        """Reads the text of a file; empty when it cannot be read."""
         try:
             return self.path(absolute).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def nodes(self) -> list[str]:
-        """The device nodes by which JAX recognises an NVIDIA card."""
+        """Device nodes by which JAX recognizes an NVIDIA card."""
         return [node for node in NVIDIA_NODES if self.path(node).exists()]
 
     def cards(self) -> list[str]:
-        """The nodes of single cards: /dev/nvidia0, /dev/nvidia1 and so on."""
+        """Nodes of single cards: /dev/nvidia0, /dev/nvidia1 and so on."""
         found = self.path("/dev").glob("nvidia[0-9]*")
         return sorted("/dev/" + node.name for node in found)
 
     def nvidia_on_pci(self) -> str:
-        """The address of the first NVIDIA display or 3D controller; empty if none."""
+        """Address of the first NVIDIA display or 3D controller; empty if none."""
         for device in sorted(self.path("/sys/bus/pci/devices").glob("*")):
             where = f"/sys/bus/pci/devices/{device.name}"
             shows = self.read(f"{where}/class").startswith(("0x0300", "0x0302"))
@@ -145,55 +145,55 @@ class Machine:
         return ""
 
     def amd_gpus(self) -> list[str]:
-        """The AMD GPUs that the kernel driver lists: nodes with SIMD units."""
+        """AMD GPUs that the kernel driver lists: nodes with SIMD units."""
         nodes = "/sys/class/kfd/kfd/topology/nodes"
         names = sorted(node.name for node in self.path(nodes).glob("*"))
         texts = {name: self.read(f"{nodes}/{name}/properties") for name in names}
         return [n for n in names if re.search(r"\bsimd_count\s+0*[1-9]", texts[n])]
 
     def requirements(self, package: str) -> list[Requirement]:
-        """What an installed package requires, where its metadata was read."""
+        """Requirements of an installed package, if its metadata was read."""
         return [Requirement.read(line) for line in self.requires.get(package, ())]
 
     def has_card(self) -> bool:
-        """Whether anything speaks for a GPU in this machine."""
+        """True if anything speaks for a GPU in this machine."""
         return bool(self.nodes() or self.nvidia_on_pci() or self.amd_gpus())
 
     def is_amd(self) -> bool:
-        """Whether the GPU to be used is an AMD one."""
+        """True if the GPU to be used is an AMD one."""
         amd = self.path("/dev/kfd").exists() or bool(self.amd_gpus())
         return amd and not self.nodes()
 
     def platforms(self) -> list[str]:
-        """The words of JAX_PLATFORMS without the spaces around them."""
+        """Words of JAX_PLATFORMS without the spaces around them."""
         value = self.environ.get("JAX_PLATFORMS", "")
         return [word.strip() for word in value.split(",")] if value else []
 
     def cuda_families(self) -> list[str]:
-        """The CUDA plugin families of which a part is installed: `12`, `13`."""
+        """CUDA plugin families of which a part is installed: `12`, `13`."""
         found = re.findall(r"\bjax-cuda(1[23])-p", " ".join(self.distributions))
         return sorted(set(found))
 
     def has_cuda(self) -> bool:
-        """Whether JAX was installed with CUDA, by pip or by conda."""
+        """True if JAX was installed with CUDA, by pip or by conda."""
         return bool(self.cuda_families()) or "cuda" in self.conda_build("jaxlib")
 
     def kernel_driver(self) -> str:
-        """The version of the loaded NVIDIA kernel module, as 580.95.05, or empty."""
+        """Version of the loaded NVIDIA kernel module, as 580.95.05, or empty."""
         text = self.read("/proc/driver/nvidia/version")
         match = re.search(r"Kernel Module\D.*?(\d{3,}\.\d+(?:\.\d+)?)", text)
         return match[1] if match else ""
 
     def driver_branch(self) -> int:
-        """The first number of `kernel_driver`; 0 when there is none."""
+        """First number of `kernel_driver`; 0 when there is none."""
         return int(self.kernel_driver().partition(".")[0] or 0)
 
     def library_path(self) -> list[str]:
-        """The folders in LD_LIBRARY_PATH."""
+        """Folders in LD_LIBRARY_PATH."""
         return [p for p in self.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
 
     def libcuda(self) -> str:
-        """The libcuda.so.1 that the loader would find, as its real name, or empty."""
+        """Real name of the libcuda.so.1 that the loader would find, or empty."""
         for folder in (*self.library_path(), *LIBRARY_FOLDERS):
             file = self.path(folder) / "libcuda.so.1"
             if file.exists():
@@ -208,7 +208,7 @@ class Machine:
         return next((match[1] for match in matches if match), "")
 
     def holders(self) -> list[tuple[int, str, list[str]]]:
-        """The processes that hold NVIDIA device nodes open: id, program, nodes.
+        """Processes that hold NVIDIA device nodes open: id, program, nodes.
 
         Processes of other users show only to root.
         """
@@ -227,11 +227,11 @@ class Machine:
         return sorted(found)
 
     def program(self, pid: int) -> str:
-        """The name of the program that a process runs; empty if there is none."""
+        """Name of the program that a process runs; empty if there is none."""
         return self.read(f"/proc/{pid}/comm")
 
     def sees_all_processes(self) -> bool:
-        """Whether processes are numbered here as on the host: this is no container."""
+        """True if processes are numbered here as on the host: this is no container."""
         try:
             return os.readlink(self.path("/proc/self/ns/pid")) == HOST_PROCESSES
         except OSError:

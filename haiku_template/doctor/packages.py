@@ -39,14 +39,14 @@ def _align(machine: Machine) -> str:
 
 
 def _plugin_parts(machine: Machine) -> dict[str, str]:
-    """The installed parts of CUDA plugins, name to version."""
+    """Installed parts of CUDA plugins, name to version."""
     families, installed = machine.cuda_families(), machine.distributions
     names = [f"jax-cuda{f}-{part}" for f in families for part in ("plugin", "pjrt")]
     return {name: installed[name] for name in names if name in installed}
 
 
 def _halves(machine: Machine, present: str, absent: str) -> list[str]:
-    """The CUDAs of which one half of the plugin is there and the other is not."""
+    """CUDAs of which one half of the plugin is there and the other is not."""
     parts = _plugin_parts(machine)
     both = {f: f"jax-cuda{f}-{absent}" in parts for f in machine.cuda_families()}
     return [f for f in both if f"jax-cuda{f}-{present}" in parts and not both[f]]

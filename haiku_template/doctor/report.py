@@ -1,4 +1,4 @@
-"""What the doctor prints, and who uses the memory of the cards."""
+"""The doctor's report, and the users of the cards' memory."""
 
 from typing import Any
 
@@ -17,10 +17,9 @@ IN_CONTAINER = (
 def memory_in_use(
     machine: Machine, driver: DriverResult | None
 ) -> list[dict[str, Any]]:
-    """The memory of each card and its users, as `DriverResult` holds it, with names.
+    """Memory of each card and its users, as in `DriverResult`, with programs' names.
 
-    A process has the name that this machine knows it by; "" inside a container, where
-    the host's numbers mean other processes.
+    Names are "" inside a container, where the host's ids mean other processes.
     """
 
     def named(process: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def memory_in_use(
 
 
 def holders(machine: Machine, driver: DriverResult | None) -> str:
-    """Who holds the cards, in words: name, id, and bytes where they are known."""
+    """Describes who holds the cards: name, id, and bytes where they are known."""
     names = {pid: (program, None) for pid, program, _ in machine.holders()}
     for card in memory_in_use(machine, driver):
         for process in card["processes"] or ():
@@ -49,7 +48,7 @@ def holders(machine: Machine, driver: DriverResult | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """A number of bytes as a person reads it."""
+    """Formats a number of bytes for a person."""
     if count is None:
         return "memory not known"
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count >> 20} MiB"
@@ -58,7 +57,7 @@ def size(count: int | None) -> str:
 def memory_rows(
     cards: list[dict[str, Any]], sees_all_processes: bool
 ) -> list[tuple[str, str]]:
-    """What `memory_in_use` found, as rows of a table."""
+    """Formats what `memory_in_use` found as rows of a table."""
     rows = []
     for index, card in enumerate(cards):
         used = f"{size(card['bytes_in_use'])} of {size(card['bytes'])} in use by all"
@@ -78,7 +77,7 @@ def memory_rows(
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The report as a plain table."""
+    """Formats the report as a plain table."""
     rows = [(row["check"], row["result"]) for row in found["checks"]]
     for d in found["devices"]:
         memory = "memory not known"

@@ -85,7 +85,7 @@ def _broken_copies(machine: Machine, facts: Facts) -> Words:
 
 
 def _plugin_words(child: Child) -> str:
-    """The error that kept JAX's plugin from starting; empty if there was none.
+    """Error that kept JAX's plugin from starting; empty if there was none.
 
     JAX logs it, and says after it, wrongly, that no CUDA-enabled jaxlib is installed.
     """

@@ -1,4 +1,4 @@
-"""The table of causes: how a cause is written, and how all of them are looked for.
+"""Table of causes: how a cause is written, and how all of them are looked for.
 
     cause = step("installed packages")
 
@@ -9,7 +9,7 @@
             yield "what was found; the first counts"
 
 Ids are those of the project's list of device failures; its own are A38, A39 and A59
-(codes of the driver), A58 (a misspelt variable) and A00 (whatever no other cause
+(codes of the driver), A58 (a misspelled variable) and A00 (whatever no other cause
 explains). Not here, because only the program itself can see them: A46 and A53
 (`devices.selection`), A54 and A55 (the verdicts of `devices.checks`).
 """
@@ -24,7 +24,7 @@ from haiku_template.doctor.machine import Machine
 
 
 class Facts(NamedTuple):
-    """What was asked for, and what child processes found; None: not asked yet."""
+    """Request, and findings of child processes; None: not asked yet."""
 
     asked: str = "gpu"  # Or `auto`, `cpu`, `tpu`, or chosen devices as in `gpu:0,2`.
     driver: DriverResult | None = None
@@ -32,32 +32,32 @@ class Facts(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """`auto`, `cpu`, `gpu` or `tpu`."""
+        """Platform that was asked for: `auto`, `cpu`, `gpu` or `tpu`."""
         return self.asked.partition(":")[0]
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Which devices of the platform; empty for all."""
+        """Indices of the platform's devices that were asked for; empty for all."""
         return tuple(int(i) for i in self.asked.partition(":")[2].split(",") if i)
 
     def problems(self) -> str:
-        """Everything that went wrong in computing, as one text."""
+        """Errors and wrong values in computing, as one text."""
         if not self.jax or not self.jax.num_devices or self.jax.works():
             return ""
         said = [stage.problem for stage in self.jax.failures()]
         return "\n".join([*said, self.jax.child.errors])
 
     def on_gpu(self) -> bool:
-        """Whether JAX showed a GPU."""
+        """True if JAX showed a GPU."""
         return bool(self.jax) and any(d.platform == "gpu" for d in self.jax.devices)
 
     def reached(self) -> bool:
-        """Whether JAX showed what was asked for."""
+        """True if JAX showed what was asked for."""
         shown = [device.platform for device in self.jax.devices] if self.jax else []
         return self.platform in shown or (self.platform == "auto" and bool(shown))
 
     def failed_start(self, machine: Machine) -> Child | None:
-        """How the child ended in which JAX did not show what was asked for.
+        """The child in which JAX did not show what was asked for.
 
         Where `auto` was asked beside an NVIDIA card, that is the card.
         """
@@ -65,13 +65,13 @@ class Facts(NamedTuple):
         return self.jax.child if self.jax and (unused or not self.reached()) else None
 
     def said_at_start(self, machine: Machine, pattern: str) -> re.Match | None:
-        """What that child said of this kind on standard error."""
+        """Searches that child's standard error for a pattern."""
         child = self.failed_start(machine)
         return re.search(pattern, child.errors) if child else None
 
 
 class Found(NamedTuple):
-    """What a detector yields where the cause's own fix or severity does not do."""
+    """Result of a detector with its own fix or severity."""
 
     words: str
     fix: str = ""
@@ -101,8 +101,8 @@ class Cause(NamedTuple):
 
     Attributes:
       fix: the command or the change, or a function that knows it for the machine.
-      asked: which requests it concerns. `all`; `default`: all but the CPU, whose
-        platform the commands set themselves; `gpu`; `tpu`.
+      asked: requests it concerns. `all`; `default`: all but the CPU, whose platform the
+        commands set themselves; `gpu`; `tpu`.
     """
 
     id: str
@@ -113,7 +113,7 @@ class Cause(NamedTuple):
     asked: str = "gpu"
 
     def examine(self, machine: Machine, facts: Facts) -> Finding | None:
-        """The finding on this machine; None when this is not the cause."""
+        """Examines a machine for this cause; None when this is not it."""
         unused = False
         if self.asked == "default" and facts.platform == "cpu":
             return None
@@ -144,7 +144,7 @@ STEPS: dict[str, list[Cause]] = {
 
 
 def step(name: str) -> Callable[..., Callable[[Callable[..., Words]], First]]:
-    """The decorator that adds a cause to a step, with the arguments of `Cause`."""
+    """Decorator that adds a cause to a step, with the arguments of `Cause`."""
 
     def cause(id_: str, **rest: Any) -> Callable[[Callable[..., Words]], First]:
         def add(detector: Callable[..., Words]) -> First:
@@ -161,7 +161,7 @@ def step(name: str) -> Callable[..., Callable[[Callable[..., Words]], First]]:
 
 
 def examine(machine: Machine, facts: Facts, *steps: str) -> list[Finding]:
-    """The findings of these steps: errors first, each id once, in the table's order."""
+    """Examines these steps: errors first, each id once, in the table's order."""
     causes = [cause for step in steps for cause in STEPS[step]]
     found = [f for f in (cause.examine(machine, facts) for cause in causes) if f]
     unique = {}
@@ -171,11 +171,11 @@ def examine(machine: Machine, facts: Facts, *steps: str) -> list[Finding]:
 
 
 def diagnose(machine: Machine, facts: Facts | None = None) -> list[Finding]:
-    """Why the device that was asked for, by default a GPU, is not used or would not be.
+    """Diagnoses why the device asked for, by default a GPU, cannot be used.
 
     Returns:
-      Errors before warnings, each in the order of the table: the first error is the
-      one cause. Empty when nothing is wrong.
+      Errors before warnings, each in the order of the table: the first error is the one
+        cause. Empty when nothing is wrong.
     """
     facts = facts or Facts()
     if facts.driver is None or facts.driver.code == 0:
@@ -191,19 +191,19 @@ def diagnose(machine: Machine, facts: Facts | None = None) -> list[Finding]:
 
 
 def has_error(findings: list[Finding]) -> bool:
-    """Whether one of these keeps what was asked for from working."""
+    """True if one of these keeps the device that was asked for from working."""
     return any(finding.severity == "error" for finding in findings)
 
 
 def driver_matters(machine: Machine, facts: Facts) -> bool:
-    """Whether the NVIDIA driver is worth asking: a card is visible and may be used."""
+    """True if the NVIDIA driver is worth asking: a card is visible and may be used."""
     return facts.platform in ("auto", "gpu") and bool(machine.nodes())
 
 
 def check_environment(
     asked: str, machine: Machine | None = None, timeout: float = 20.0
 ) -> list[Finding]:
-    """The cheap checks, to be made before JAX starts; the findings as in `diagnose`.
+    """Diagnoses, cheaply, before JAX starts; the findings as in `diagnose`.
 
     Takes milliseconds without an NVIDIA card. With one, a child process asks the
     driver, for at most `timeout` seconds, unless an error was found already. Where

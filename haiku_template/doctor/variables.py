@@ -199,7 +199,7 @@ def _preallocate(machine: Machine, facts: Facts) -> Words:
 
 @cause("A58", fix="export it under its right name", severity="warning", asked="all")
 def _misspelt(machine: Machine, facts: Facts) -> Words:
-    """A variable's name is misspelt, so that it does nothing."""
+    """A variable's name is misspelled, so that it does nothing."""
     known = BOOLEANS | INTEGERS | FLOATS | OTHERS
     for name in sorted(set(machine.environ) - known):
         if name.startswith(("JAX_", "XLA_")):
@@ -253,7 +253,7 @@ def _platform_name(machine: Machine, facts: Facts) -> Words:
 
 
 def hides_the_hint(machine: Machine) -> bool:
-    """Whether JAX_PLATFORMS=cpu hides that JAX was installed without CUDA (A02)."""
+    """True if JAX_PLATFORMS=cpu hides that JAX was installed without CUDA (A02)."""
     only_cpu = machine.platforms() == ["cpu"]
     return only_cpu and bool(machine.nodes()) and not machine.has_cuda()
 

@@ -1,4 +1,4 @@
-"""Storage: what a run leaves on disk, checkpoints and metrics among it."""
+"""Storage: a run's files on disk, among them checkpoints and metrics."""
 
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read

@@ -21,20 +21,20 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last. Use as a context manager.
+    """Checkpoints of one run, newest last. Use as a context manager.
 
     Saves are asynchronous: `save` returns once the arrays are copied to the host, and
     the next `save`, or leaving the context, waits for the last to be on disk.
 
     Args:
       directory: made where needed.
-      keep_last: how many of the newest stay.
-      keep_best: how many of the best stay, among those saved with metrics.
-      best_metric: the name of the metric that says which are best.
+      keep_last: number of the newest to keep.
+      keep_best: number of the best to keep, among those saved with metrics.
+      best_metric: name of the metric that ranks them.
       best_mode: `min` or `max`.
       cleanup: remove what a killed save left; only for the one process that saves.
-      run: the id of the run: what is saved carries it and its step, and nothing else is
-        read. None compares the step alone.
+      run: id of the run, saved with each checkpoint; those of another run are refused.
+        None compares the step alone.
 
     Raises:
       StorageError: the directory cannot be used.
@@ -93,7 +93,7 @@ class Checkpoints:
             ) from error
 
     def _rank(self, metrics: dict[str, float]) -> float:
-        """Orbax sorts by this, upwards, and the last are the best."""
+        """Rank that Orbax sorts by, upwards: the last are the best."""
         value = metrics.get(self._metric)
         if value is None or not math.isfinite(value):
             return float("-inf")
@@ -111,22 +111,22 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, upwards."""
+        """Steps that have a checkpoint, upwards."""
         return [found.step for found in self._checkpointer.checkpoints]
 
     @property
     def evaluated(self) -> list[int]:
-        """The steps that were evaluated before they were saved, upwards."""
+        """Steps that were evaluated before they were saved, upwards."""
         return [x.step for x in self._checkpointer.checkpoints if x.metrics]
 
     @property
     def latest(self) -> int | None:
-        """The newest step; None without checkpoints."""
+        """Newest step; None without checkpoints."""
         return self.steps[-1] if self.steps else None
 
     @property
     def best(self) -> int | None:
-        """The step that is best by the metric; None when none was evaluated."""
+        """Best step by the metric; None when none was evaluated."""
         known = [
             found
             for found in self._checkpointer.checkpoints
@@ -171,7 +171,7 @@ class Checkpoints:
             self._trusted = True
 
     def wait(self) -> None:
-        """Returns when the last save is on disk.
+        """Waits until the last save is on disk.
 
         Raises:
           StorageError: it failed.
@@ -207,17 +207,16 @@ class Checkpoints:
             )
 
     def restore(self, step: int, abstract: Any) -> Any:
-        """Reads the state of `step` straight to its devices.
+        """Restores the state of `step` straight to its devices.
 
         Args:
           step: one of `steps`.
-          abstract: pytree of `jax.ShapeDtypeStruct` with shardings; any number and
-            kind of devices, whatever the checkpoint was saved from.
+          abstract: pytree of `jax.ShapeDtypeStruct` with shardings, on any number and
+            kind of devices.
 
         Raises:
-          StorageError: no such step, a damaged checkpoint, or one of another
-            structure: lists what is missing, unexpected and of another shape or dtype.
-            Nothing is loaded then.
+          StorageError: no such step, a damaged checkpoint, or one of another structure:
+            lists the leaves that differ. Nothing is loaded then.
         """
         _check_fits(step, self.saved(step), abstract)
         with self._damage_as_error(step):
@@ -226,11 +225,11 @@ class Checkpoints:
     def restore_part(
         self, step: int, part: str, abstract: Any, skip: Collection[str] = ()
     ) -> Any:
-        """Reads one field of the state of `step`, such as `params`, and nothing else.
+        """Restores one field of the state of `step`, such as `params`.
 
         Args:
           step: one of `steps`.
-          part: the name of the field.
+          part: name of the field.
           abstract: as for `restore`, of the field alone.
           skip: names of its leaves (`module/name`) that are left out.
 
@@ -244,7 +243,7 @@ class Checkpoints:
             return self._checkpointer.load(step, {part: abstract})[part]
 
     def saved(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of `step` holds: shapes and dtypes, by field.
+        """Shapes and dtypes in the checkpoint of `step`, by field.
 
         Raises:
           StorageError: no such step, or a damaged checkpoint.
@@ -293,7 +292,7 @@ def _same_bytes(a: jax.Array, b: jax.Array) -> bool:
 
 
 def _damaged_metrics(directory: Path) -> list[Path]:
-    """The files with metrics of evaluated steps that cannot be read."""
+    """Metrics files of evaluated steps that cannot be read."""
     damaged = []
     for file in sorted(directory.glob("*/metrics/metrics")):
         try:
@@ -304,7 +303,7 @@ def _damaged_metrics(directory: Path) -> list[Path]:
 
 
 def _named_leaves(tree: Any) -> dict[str, str]:
-    """Leaf names, the same for the tuples of a state and the lists Orbax makes."""
+    """Dtype and shape of each leaf by name, alike for tuples and for Orbax's lists."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
             f"{leaf.dtype}{list(leaf.shape)}"
@@ -337,7 +336,7 @@ def _check_fits(
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Holds back what Orbax logs about a checkpoint that it cannot read."""
+    """Silences Orbax's log about a checkpoint that it cannot read."""
     orbax = logging.getLogger("absl")
     level = orbax.level
     orbax.setLevel(logging.CRITICAL)
@@ -350,7 +349,7 @@ def quiet_orbax() -> Iterator[None]:
 
 @functools.cache
 def _ignore_abandoned_reads() -> None:
-    """Keeps reads that Orbax gave up, at any time later, from reporting themselves."""
+    """Silences errors of reads that Orbax gave up, at any later time."""
     logging.getLogger("asyncio").addFilter(
         lambda record: "never retrieved" not in record.getMessage()
     )

@@ -1,4 +1,4 @@
-"""What a run can do without: no error in writing it ends or blocks the run."""
+"""Dispensable files: no error in writing them ends or blocks the run."""
 
 import contextlib
 import logging
@@ -19,13 +19,13 @@ def dispensable(what: str | Path) -> Iterator[None]:
 
 
 class Note:
-    """A file to append to, text or bytes: its first error is a warning, the rest none.
+    """A file to append to, text or bytes: only its first error is a warning.
 
     What could not be written waits in the file's buffer while there is room, so that a
     full disk loses no line in part.
 
     Args:
-      path: the file.
+      path: its folder is made where needed.
       mode: `a` for text, `ab` for bytes.
     """
 
@@ -39,7 +39,7 @@ class Note:
             self._file = path.open(mode, encoding=encoding)
 
     def write(self, data: Any) -> None:
-        """Adds `data`."""
+        """Appends `data`."""
         if self._file is not None:
             with self._errors():
                 self._file.write(data)

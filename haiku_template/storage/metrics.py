@@ -22,13 +22,12 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard events. Use as a context manager.
 
-    A run that goes on from step n takes back what was written after n, so that the
-    file is the same as if the run had never stopped. What cannot be written is told
-    once, and ends no run.
+    A run that resumes from step n removes lines after n, so that the file is the same
+    as if it had never stopped. A write error is logged once, and ends no run.
 
     Args:
-      workdir: where the files are.
-      start: the step that the run goes on from; 0 for a new one.
+      workdir: folder of the files.
+      start: step that the run resumes from; 0 for a new one.
     """
 
     def __init__(self, workdir: Path, start: int) -> None:
@@ -58,7 +57,7 @@ class MetricsWriter:
         self._events.close()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one line: `step` and the metrics, in full precision; null for NaN."""
+        """Writes one line: `step` and the metrics, in full precision; null for NaN."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         if self._lines is not None:
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
@@ -69,7 +68,7 @@ class MetricsWriter:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl that can be read; [] without a file."""
+    """Reads the undamaged lines of a metrics.jsonl; [] without a file."""
     try:
         return _rows(path)
     except OSError as error:
@@ -78,7 +77,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """See `read`; a kill cuts off the last line, and a disk may damage any."""
+    """Parses the lines; a kill cuts off the last one, and a disk may damage any."""
     if not path.exists():
         return []
     rows, lost = [], []
@@ -98,7 +97,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(event: Event) -> bytes:
-    """One event as TensorBoard has it: length and data, each with a checksum."""
+    """One event in TensorBoard's format: length and data, each with a checksum."""
     data = event.SerializeToString()
     length = struct.pack("<Q", len(data))
     sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint of a run, which may be alive."""
+"""Restoring a checkpoint of a run, which may be alive."""
 
 import time
 from collections.abc import Callable
@@ -22,12 +22,12 @@ REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the ti
 def restore(
     workdir: Path, which: str, read: Callable[[Checkpoints, int], Any]
 ) -> tuple[int, Any]:
-    """The step of a run's checkpoint, and what `read(checkpoints, step)` gives.
+    """Restores a run's checkpoint: its step, and what `read(checkpoints, step)` gives.
 
     Args:
       workdir: of the run, which may be alive.
       which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
-      read: reads what is wanted of the checkpoint.
+      read: reads the wanted part of the checkpoint.
 
     Raises:
       ConfigError: no such checkpoint.

@@ -1,4 +1,4 @@
-"""The directory of a run: its config, its id, its environment, its lock."""
+"""Workdir: the directory of a run, with its config, id, environment and lock."""
 
 import contextlib
 import errno
@@ -34,10 +34,9 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
     Raises:
-      ConfigError: another run is writing there; or another experiment's workdir (lists
-        the differences), a file, what was exported, a directory that holds files with
-        the names of a run's but no config, or whose checkpoints are gone, or a path
-        that cannot be used.
+      ConfigError: another run is writing there; it is another experiment's workdir
+        (lists the differences), or one without its config, id or checkpoints; it holds
+        exported files; or it cannot be a directory.
     """
     with usable(workdir):
         if is_locked(workdir):
@@ -46,7 +45,7 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
 
 
 def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
-    """`check`, for who holds the lock."""
+    """Asserts what `check` does, under the lock."""
     if glob.has_magic(str(workdir.absolute())):
         raise ConfigError(
             f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
@@ -103,12 +102,12 @@ def _check_saved_nothing(workdir: Path) -> None:
 
 
 def has_checkpoints(workdir: Path) -> bool:
-    """Whether a run has saved anything here."""
+    """True if a run has saved anything here."""
     return any(path.name.isdecimal() for path in (workdir / CHECKPOINTS).glob("*"))
 
 
 def run_id(workdir: Path) -> str | None:
-    """What the checkpoints of the run in `workdir` carry; None if that is not known.
+    """Id of the run in `workdir`, which its checkpoints carry; None if unknown.
 
     Raises:
       ConfigError: run.json is damaged.
@@ -118,7 +117,7 @@ def run_id(workdir: Path) -> str | None:
 
 
 def mark_saved(workdir: Path, step: int) -> None:
-    """Notes that the run has a checkpoint, by which a loss of all can be told."""
+    """Records that the run has a checkpoint, by which a loss of all can be told."""
     run = read_json(workdir / RUN)
     if "saved" not in run:
         with dispensable(workdir / RUN):
@@ -126,12 +125,12 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 
 def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
-    """Saves the config, an id of the run and the environment; call it under the lock.
+    """Writes the config, an id of the run and the environment; call it under the lock.
 
-    A resumed run logs what differs in its environment.
+    A resumed run logs the differences in its environment.
 
     Raises:
-      ConfigError: see `check`; or the directory cannot be written to.
+      ConfigError: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
         _check_contents(workdir, config)
@@ -146,7 +145,7 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
 
 
 def update_config(workdir: Path, now: dict[str, Any]) -> None:
-    """Saves the config of a resumed run, and logs what changed; see `MAY_CHANGE`."""
+    """Writes the config of a resumed run, and logs the differences."""
     before = read_json(workdir / CONFIG)
     changed = differences(completed(before), completed(now))
     for line in changed:
@@ -165,7 +164,7 @@ def update_config(workdir: Path, now: dict[str, Any]) -> None:
 
 
 def _tell_changes(file: Path, env: dict[str, Any]) -> None:
-    """Logs what differs from the environment that the run had before."""
+    """Logs the differences from the environment that the run had before."""
     if not file.exists():
         return
     try:
@@ -181,7 +180,7 @@ _HELD: set[IO[str]] = set()  # Lock files that this process holds.
 
 
 def _forget_locks() -> None:
-    """In a forked process: a worker that outlives its run must not keep its lock."""
+    """Closes the locks in a forked process, which may outlive the run."""
     while _HELD:
         _HELD.pop().close()
 
@@ -191,7 +190,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Keeps other runs out of `workdir`, which is made where needed, until it is left.
+    """Locks `workdir`, made where needed, against other runs.
 
     Raises:
       ConfigError: another run is in it, or it cannot be written to.
@@ -222,7 +221,7 @@ def _lock(file: IO[str], workdir: Path) -> None:
 
 
 def is_locked(workdir: Path) -> bool:
-    """Whether a run is writing to `workdir`, as far as its file system can tell."""
+    """True if a run is writing to `workdir`, as far as its file system can tell."""
     try:
         with (workdir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -241,7 +240,7 @@ def _already_running(workdir: Path) -> ConfigError:
 
 @contextlib.contextmanager
 def usable(workdir: Path) -> Iterator[None]:
-    """Turns what the file system refuses into one sentence."""
+    """Turns an error of the file system into a `ConfigError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -257,7 +256,7 @@ def usable(workdir: Path) -> Iterator[None]:
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:
-    """Versions, devices and commit, as saved in env.json."""
+    """Versions, devices and commit, as written to env.json."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
@@ -272,7 +271,7 @@ def environment(devices: DeviceManager) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The git commit of the working directory; `-dirty` when files are changed."""
+    """Commit of the working directory's Git; `-dirty` when files are changed."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -287,7 +286,7 @@ def _commit() -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The keys of a JSON file; raises `ConfigError` if it cannot be read."""
+    """Reads the keys of a JSON file; raises `ConfigError` if it cannot be read."""
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
