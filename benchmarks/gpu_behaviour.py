@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale
+from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale, build
 from configs import digits, digits_resnet
 from haiku_template import cli
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.errors import PlacementError
-from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import Experiment, Program, Result, train
+from haiku_template.storage import Checkpoints
+from haiku_template.training import Result, Trainer, train
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.
@@ -130,9 +130,7 @@ def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
     """The first losses of the digits MLP in float32, here and on the CPU."""
 
     def losses(where: DeviceManager) -> np.ndarray:
-        run = Run(
-            Experiment.from_config(where, scale, digits, scale.mlp_steps).trainer(scale)
-        )
+        run = Run(build(where, scale, digits, scale.mlp_steps))
         run.steps(scale.compared_steps)
         return np.array(where.fetch(run.losses))
 
@@ -147,9 +145,7 @@ def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
 
 def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """The whole loop makes no copy that nobody asked for; one that does is stopped."""
-    trainer = Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
-        scale
-    )
+    trainer = build(devices, scale, digits, scale.mlp_steps)
     every = {"log_every": 5, "eval_every": 20, "save_every": 20}
     with tempfile.TemporaryDirectory() as folder:
         result = quiet_train(trainer, 60, Path(folder) / "run", **every)
@@ -181,18 +177,18 @@ def transfer_guard(devices: DeviceManager, scale: Scale, figures: Figures) -> bo
 
 def checkpoints(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """Saved here and restored anywhere, bit for bit; resumed as if never stopped."""
-    trainer = Experiment.from_config(
-        devices, scale, digits_resnet, scale.resnet_steps
-    ).trainer(scale)
+    trainer = build(devices, scale, digits_resnet, scale.resnet_steps)
     run = Run(trainer)
     run.steps(2)
     passed = True
     with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder)) as saved:
-        saved.save(run.step, run.state, None)
+        saved.save(run.step, run.state.saved(), None)
         saved.wait()
         for name, where in (("on cpu", _cpu()), ("in place", devices)):
-            state = saved.restore(run.step, trainer.abstract)
-            found = _difference(devices.fetch(run.state), where.fetch(state))
+            there = build(where, scale, digits_resnet, scale.resnet_steps)
+            state = saved.restore(run.step, there.abstract.saved())
+            kept = devices.fetch(run.state.saved())
+            found = _difference(kept, where.fetch(state))
             places = {describe(leaf) for leaf in jax.tree.leaves(state)}
             found["where"] = ", ".join(sorted(places))
             figures[f"restored {name}"] = found
@@ -210,18 +206,12 @@ def checkpoints(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
 def resumed(devices: DeviceManager, scale: Scale) -> dict[str, Figures]:
     """How a run that stopped halfway, and one made again, differ from a whole one."""
     whole, half = scale.resumed_steps, scale.resumed_steps // 2
-    programs = {
-        "mlp": Experiment.from_config(devices, scale, digits, scale.mlp_steps).trainer(
-            scale
-        )
-    }
+    trainers = {"mlp": build(devices, scale, digits, scale.mlp_steps)}
     if scale.resumed_resnet:
         steps = scale.resnet_steps
-        programs["resnet"] = Experiment.from_config(
-            devices, scale, digits_resnet, steps
-        ).trainer(scale)
+        trainers["resnet"] = build(devices, scale, digits_resnet, steps)
     differences = {}
-    for name, trainer in programs.items():
+    for name, trainer in trainers.items():
         states = []
         with tempfile.TemporaryDirectory() as folder:
             runs = (("one", whole), ("two", whole), ("three", half), ("three", whole))
@@ -240,7 +230,7 @@ def print_resumed(platform: str, quick: bool) -> None:
 
 
 def quiet_train(
-    trainer: Program, num_steps: int, workdir: Path, **every: int
+    trainer: Trainer, num_steps: int, workdir: Path, **every: int
 ) -> Result:
     """`training.train`, without what it prints."""
     with contextlib.redirect_stdout(io.StringIO()):

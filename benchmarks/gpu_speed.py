@@ -80,15 +80,14 @@ def digits_training(devices: DeviceManager, scale: Scale, figures: Figures) -> b
         ("mlp", digits, scale.mlp_steps),
         ("resnet", digits_resnet, scale.resnet_steps),
     ):
-        programs = {
+        trainers = {
             f"{name} {precision}": build(
                 devices, scale, config_file, num_steps, precision
             )
             for precision in scale.precisions
         }
-        for label, run in race(programs, num_steps, scale, figures).items():
-            data = run.trainer.experiment.data.evaluation
-            metrics = run.trainer.evaluate(run.state, data)
+        for label, run in race(trainers, num_steps, scale, figures).items():
+            metrics = run.trainer.evaluate(run.state)
             figures[label]["accuracy"] = metrics["eval/accuracy"]
             passed &= metrics["eval/accuracy"] >= scale.least_accuracy
             passed &= figures[label]["finite"]
@@ -99,13 +98,13 @@ def throughput(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """How fast ResNet-20 is on random images; its losses stay finite."""
     num_steps = scale.throughput_steps
     for size in scale.batch_sizes:
-        programs = {
+        trainers = {
             f"batch {size} {precision}": build(
                 devices, scale, cifar10_resnet, num_steps, precision, size
             )
             for precision in scale.precisions
         }
-        race(programs, num_steps, scale, figures)
+        race(trainers, num_steps, scale, figures)
     return all(column["finite"] for column in figures.values())
 
 
@@ -143,7 +142,7 @@ def _timed(function: Callable[[Any], Any], x: Any) -> tuple[Any, float]:
 
 def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | None:
     """What the compiler says that a step takes, and what it takes."""
-    programs = {
+    trainers = {
         "mlp": build(devices, scale, digits, scale.mlp_steps),
         "resnet20": build(
             devices,
@@ -154,11 +153,10 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
         ),
     }
     ratios = []
-    for name, trainer in programs.items():
-        state = trainer.init()
-        batch = devices.shard(trainer.experiment.data.train.batch(0))
-        compiled = trainer.train_step.lower(state, batch).compile()
-        sizes = compiled.memory_analysis()
+    for name, trainer in trainers.items():
+        host = trainer.experiment.data.train.batch(0)
+        state, batch = trainer.init(), devices.shard(host)
+        sizes = trainer.lower(host).compile().memory_analysis()
         kinds = ("argument", "output", "alias", "temp")
         found = {
             f"{kind}, bytes": getattr(sizes, f"{kind}_size_in_bytes") for kind in kinds
@@ -166,7 +164,7 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
         # The arguments are there already, and donated ones become results.
         growth = found["temp, bytes"] + found["output, bytes"] - found["alias, bytes"]
         state, _ = jax.block_until_ready(trainer.step(state, batch))
-        measured = _peak_growth(devices, trainer.train_step, state, batch)
+        measured = _peak_growth(devices, trainer.step, state, batch)
         found["predicted growth, bytes"] = growth
         found["measured growth, bytes"] = NOT_ON_CPU if measured is None else measured
         if measured is not None:
@@ -238,10 +236,10 @@ class Run:
 
 
 def race(
-    programs: dict[str, Trainer], num_steps: int, scale: Scale, figures: Figures
+    trainers: dict[str, Trainer], num_steps: int, scale: Scale, figures: Figures
 ) -> dict[str, Run]:
-    """Runs programs in turns, a chunk of steps each, and adds a column for each."""
-    runs = {label: Run(trainer) for label, trainer in programs.items()}
+    """Runs trainers in turns, a chunk of steps each, and adds a column for each."""
+    runs = {label: Run(trainer) for label, trainer in trainers.items()}
     first = {label: run.steps(1) for label, run in runs.items()}
     for run in runs.values():
         run.steps(scale.chunk)  # Warm-up.
