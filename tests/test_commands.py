@@ -172,7 +172,7 @@ def test_the_same_command_again_changes_nothing(finished):
     workdir, _ = finished
     before = digest(workdir), numbers(workdir)
     done = train(workdir, *SHORT, "--simulate_devices=4")
-    assert done.returncode == 0 and "going on from step 40" in done.stdout
+    assert done.returncode == 0 and "resumed at step 40" in done.stdout
     assert (digest(workdir), numbers(workdir)) == before
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert 0 < stopped < 1000
     done = train(workdir, *LONG)
     assert done.returncode == 0, done.stderr
-    assert "going on from step" in done.stdout
+    assert "resumed at step" in done.stdout
     assert (digest(workdir), numbers(workdir)) == uninterrupted
 
 
@@ -403,7 +403,7 @@ def test_a_mistake_in_a_config_file_is_one_sentence(tmp_path, body, words):
 
 CONFIG_WITH_A_MODEL = """
 import haiku as hk
-from haiku_template.config import (default_config)
+from haiku_template.config import default_config
 
 
 def model(num_outputs, axis_name, width):
@@ -439,7 +439,7 @@ def test_a_model_of_yours_in_a_config_file_trains_and_is_evaluated(tmp_path):
 def test_a_script_of_at_most_thirty_lines_trains_a_model_of_yours(tmp_path):
     readme = (ROOT / "README.md").read_text()
     blocks = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
-    script = next(block for block in blocks if "make_program(" in block)
+    script = next(block for block in blocks if "Experiment(" in block)
     assert len(script.strip().splitlines()) <= 30
     (tmp_path / "mine.py").write_text(script)
     done = subprocess.run(

@@ -16,14 +16,16 @@ from safetensors.numpy import load_file, save_file
 from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import describe
-from haiku_template.models import mlp, multiply_out
-from haiku_template.models.gpt import PRESETS
-from haiku_template.runs import Run
-from haiku_template.runs.export import export_safetensors
-from haiku_template.runs.stablehlo import export_forward, export_stablehlo
+from haiku_template.models import bert, gpt, mlp, multiply_out
+from haiku_template.models.gpt.model import PRESETS
+from haiku_template.pretrained import describe
+from haiku_template.runs import (
+    Run,
+    export_forward,
+    export_safetensors,
+    export_stablehlo,
+)
 from haiku_template.training import Experiment
-from haiku_template.training.evaluation import variables
 from haiku_template.training.experiment import run
 from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
@@ -105,7 +107,8 @@ def test_a_process_without_haiku_computes_the_same(
     described = json.loads((output / "forward.json").read_text())
     assert described["platforms"] == ["cpu", "cuda"]
 
-    trainer, _, state = Run.open(workdir, one_device, "latest")
+    finished = Run.open(workdir, one_device, "latest")
+    trainer, state = finished.trainer, finished.state
     batch = trainer.experiment.data.train.batch(0)["inputs"]
     files, expected = [], []
     for size in (1, 3):
@@ -133,9 +136,9 @@ def test_a_process_without_haiku_computes_the_same(
 
 def outputs_of(trainer, config, state, inputs):
     """What the model gives for the averaged parameters, by `hk.transform` alone."""
-    params, net_state = variables(state)
+    params, net_state = state.averaged(), state.net_state
     assert params is state.ema_params
-    model = with_state(trainer.parts["model"])
+    model = with_state(trainer.experiment.model)
     precision = Precision.create(config.precision)
 
     def apply(params, inputs):
@@ -172,12 +175,12 @@ def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, of
     config, workdir = of_bert
     output = tmp_path / "out"
     assert export_safetensors(Run.open(workdir, one_device, "latest"), output) == 1
-    found = describe(output, "bert")
+    found = describe(output, bert.family)
     assert found.config["id2label"] == {"0": "bad", "1": "good"}
     assert found.config["architectures"] == ["BertForSequenceClassification"]
     assert {k: found.arguments[k] for k in SIZES} == SIZES
     tensors = load_file(output / "model.safetensors")
-    _, _, state = Run.open(workdir, one_device, "latest")
+    state = Run.open(workdir, one_device, "latest").state
     head = np.asarray(state.ema_params["bert/head"]["w"])
     np.testing.assert_array_equal(tensors["classifier.weight"], head.T)
     assert "bert.encoder.layer.0.attention.self.query.weight" in tensors
@@ -275,7 +278,7 @@ def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
     config.model = {"name": "gpt", "preset": "124M"}
     run(config, one_device, str(workdir))
     export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
-    arguments = describe(tmp_path / "out", "gpt").arguments
+    arguments = describe(tmp_path / "out", gpt.family).arguments
     assert {k: arguments[k] for k in SIZES} == SIZES
     assert arguments["num_outputs"] == 256
 
@@ -284,7 +287,7 @@ def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     config, workdir = trained(tmp_path, devices, "resnet", ema_decay=0.5)
     output = tmp_path / "out"
     export_safetensors(Run.open(workdir, devices, "latest"), output)
-    _, _, state = Run.open(workdir, devices, "latest")
+    state = Run.open(workdir, devices, "latest").state
     for file, tree in (("model", state.ema_params), ("state", state.net_state)):
         tensors = load_file(output / f"{file}.safetensors")
         expected = {
@@ -307,8 +310,9 @@ def test_a_run_starts_from_what_was_exported_with_its_network_state(
     devices = one_device
     config, workdir = trained(tmp_path, devices, name, ema_decay=0.5)
     output = tmp_path / "out"
-    export_safetensors(Run.open(workdir, devices, "latest"), output)
-    trainer, _, state = Run.open(workdir, devices, "latest")
+    finished = Run.open(workdir, devices, "latest")
+    export_safetensors(finished, output)
+    trainer, state = finished.trainer, finished.state
     config.init_from = str(output / "model.safetensors" if as_file else output)
     start = Experiment.from_config(config, devices).trainer(devices)
     first = start.init()
@@ -350,8 +354,9 @@ def test_adapters_are_merged(tmp_path, one_device):
     config.update_from_flattened_dict(lora)
     config.num_steps = 5
     run(config, one_device, str(workdir))
-    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
-    trainer, _, state = Run.open(workdir, one_device, "latest")
+    finished = Run.open(workdir, one_device, "latest")
+    export_safetensors(finished, tmp_path / "out")
+    trainer, state = finished.trainer, finished.state
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     params = {}
     for path, value in tensors.items():
@@ -372,7 +377,7 @@ def test_what_is_there_is_left_alone(tmp_path, one_device, write):
     config, workdir = experiment(tmp_path, "mlp")
     (tmp_path / "file").write_text("kept")
     with pytest.raises(ConfigError, match="file exists, and nothing is overwritten"):
-        write(config, one_device, workdir, "latest", tmp_path / "file")
+        write(Run(workdir, config, one_device, "latest"), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 
 

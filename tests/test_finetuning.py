@@ -19,8 +19,9 @@ from haiku_template import generation, runs
 from haiku_template.data.text import Tokenizer
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import FAMILIES, export_new, flatten, to_config
-from haiku_template.models import MODELS
+from haiku_template.models import FAMILIES, MODELS
+from haiku_template.params import flatten
+from haiku_template.pretrained import export_new, to_config
 from haiku_template.runs import Run
 from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training import Experiment
@@ -50,17 +51,17 @@ def write_folder(folder, kind, texts, devices, seed=0):
     )
     tokenizer.train_from_iterator(texts, trainer)
     vocabulary = tokenizer.get_vocab_size()
-    name, size = FAMILIES[kind].model, "num_outputs"
+    make, size = MODELS[{"bert": "bert", "gpt2": "gpt"}[kind]], "num_outputs"
     arguments = SIZES | {"dropout": 0.0}
     if kind == "bert":
         size = "vocab_size"
         arguments |= {"mlp_width": 64}
     arguments |= {size: vocabulary}
-    model = MODELS[name](**{"num_outputs": None} | arguments)
+    model = make(**{"num_outputs": None} | arguments)
     tokens = np.zeros((1, 4), np.int32)
     inputs = {"tokens": tokens, "mask": tokens} if kind == "bert" else tokens
     params = devices.init(lambda: model.init(jax.random.key(seed), inputs, False))
-    config = to_config(kind, arguments)
+    config = to_config(FAMILIES[kind], arguments)
     export_new(folder, params, FAMILIES[kind].rules, devices, config=config)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -174,7 +175,7 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     )
     first, second = (
         Experiment.from_config(again, cpu).trainer(cpu).init().params,
-        Run.open(workdir, cpu, "latest")[2].params,
+        Run.open(workdir, cpu, "latest").state.params,
     )
     for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -184,9 +185,9 @@ def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, four_devices, bert):
     config = classifier(*bert, num_steps=2, **{"finetuning.train": ("bert/head/*",)})
     config.model.remat = True
     run(config, four_devices, str(tmp_path))
-    trainer, _, state = Run.open(tmp_path, four_devices, "latest")
+    state = Run.open(tmp_path, four_devices, "latest").state
     assert set(state.params) == {"bert/head"}
-    assert set(trainer.frozen()) >= {"bert/embed", "bert/block_0/mlp/up"}
+    assert set(state.frozen) >= {"bert/embed", "bert/block_0/mlp/up"}
 
 
 def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
@@ -199,8 +200,8 @@ def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
     assert completed(saved, cpu, workdir) == " Rome."
     _, metrics = evaluated(workdir, cpu, "latest")
     assert metrics["eval/loss"] == pytest.approx(losses[-1], abs=1e-6)
-    base = Run.open(workdir, cpu, "latest")[0].frozen()
-    assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
+    frozen = Run.open(workdir, cpu, "latest").state.frozen
+    assert {str(x.dtype) for x in jax.tree.leaves(frozen)} == {"bfloat16"}
 
 
 def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
@@ -264,7 +265,11 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
     other = write_folder(tmp_path / "other", "gpt2", text, cpu, seed=1)
     for folder, changes, words in (
         (gpt2[0], {"finetuning.lora.rank": 4}, "have rank 8"),
-        (gpt2[0], {"finetuning.base_dtype": "float32"}, "trained on another base"),
+        (
+            gpt2[0],
+            {"finetuning.base_dtype": "float32"},
+            "trained on another base",
+        ),
         (other, {"data.vocab_size": None}, "trained on another base"),
     ):
         changes = {"finetuning.adapters": str(adapters)} | changes
@@ -334,14 +339,9 @@ def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
 def test_a_folder_says_how_many_tokens_its_model_has(tmp_path, cpu, gpt2):
     folder, path = gpt2
     config = answers(folder, path, **{"data.tokenizer": None})  # 256 bytes.
-    params = (
-        Experiment.from_config(config, cpu)
-        .trainer(cpu)
-        .start.base.abstract["gpt/positions"]
-    )
-    assert params["embeddings"].shape == (64, 32)
-    shapes = cpu.abstract(Experiment.from_config(config, cpu).trainer(cpu).init).params
-    assert len(shapes["gpt/embed"]["embeddings"]) == 300
+    abstract = Experiment.from_config(config, cpu).trainer(cpu).abstract
+    assert abstract.frozen["gpt/positions"]["embeddings"].shape == (64, 32)
+    assert len(abstract.params["gpt/embed"]["embeddings"]) == 300
 
 
 def test_what_was_exported_is_no_place_for_a_run(tmp_path, cpu, gpt2, answering):
@@ -363,10 +363,10 @@ def test_averaged_adapters_of_one_device_are_used_on_four(tmp_path, four_devices
     one = DeviceManager.create("cpu", num_devices=1)
     config, workdir = answers(*gpt2, num_steps=4, ema_decay=0.5), tmp_path / "run"
     run(config, one, str(workdir))
-    runs.export_adapters(Run.open(workdir, one, "latest"), tmp_path / "out")
-    _, _, state = Run.open(workdir, one, "latest")
+    finished = Run.open(workdir, one, "latest")
+    runs.export_adapters(finished, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "adapters.safetensors")
-    for path, leaf in flatten(state.ema_params).items():
+    for path, leaf in flatten(finished.state.ema_params).items():
         np.testing.assert_array_equal(tensors[path], leaf)
     expected = evaluated(workdir, one, "latest")[1]
     _, found = evaluated(tmp_path / "out", four_devices, "latest")
@@ -378,8 +378,8 @@ def test_adapters_of_a_base_from_the_seed_have_no_home(tmp_path, cpu, gpt2, capl
     config.data.tokenizer = None
     config.model.update(SIZES)
     run(config, cpu, str(tmp_path / "run"))
-    assert "what is frozen was never trained" in caplog.text
-    with pytest.raises(ConfigError, match="comes from its seed"):
+    assert "frozen parameters were never trained" in caplog.text
+    with pytest.raises(ConfigError, match="come from its seed"):
         runs.export_adapters(
             Run.open(tmp_path / "run", cpu, "latest"), tmp_path / "out"
         )

@@ -188,8 +188,8 @@ def test_help_answers_without_the_libraries():
 
 
 REPORTING = """
-from haiku_template import (cli)
-from haiku_template import (prepare)
+from haiku_template import cli
+from haiku_template import prepare
 prepare.REPORT_SECONDS = 0
 cli.run(prepare.main)
 """
@@ -396,9 +396,9 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same(
 MEMORY = """
 import sys
 from pathlib import Path
-from haiku_template import (prepare)
-from haiku_template.data.text import (Tokenizer, documents as text)
-from haiku_template.data.text.files import (TokenWriter)
+from haiku_template import prepare
+from haiku_template.data.text import Tokenizer, documents as text
+from haiku_template.data.text.files import TokenWriter
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():

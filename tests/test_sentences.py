@@ -177,7 +177,7 @@ THEIRS = (
 import jax.numpy as jnp
 import numpy as np
 import haiku as hk
-from haiku_template.data import (BatchSpec, Split, from_split)
+from haiku_template.data import BatchSpec, Split, from_split
 
 def data(spec, kind="right"):
     x = np.zeros((32, 3), np.float32)

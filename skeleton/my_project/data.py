@@ -10,7 +10,7 @@ def data(spec: BatchSpec, *, num_test: int) -> Data:
     """Images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], on the host.
 
     Args:
-      spec: batch size, seed and task, as the config says.
+      spec: batch size, seed and kind of labels, as the config says.
       num_test: examples to evaluate on; a key of `config.data`.
     """
     images, labels = datasets.load_digits(return_X_y=True)
