@@ -9,15 +9,15 @@ model.safetensors, tokenizer.json, which `pip install "haiku_template[text]"` re
 line of answers.jsonl is {"prompt": "Capital of France?", "completion": " Paris"}.
 `python -m haiku_template.export --format=adapters` writes what was learned, alone;
 `--format=safetensors` merges it into a folder like FOLDER, and
-`--config.finetuning.adapters=EXPORTED` goes on from adapters.
+`--config.finetuning.adapters=EXPORTED` starts from adapters.
 
 Lab record: it was run on a small GPT-2 with random weights alone. What a step of GPT-2
 124M needs on one device, as `--dry_run` says (8 examples of 512 tokens at a time,
 compiled for the CPU, jax 0.12.0.1):
 
     10.3 GB  all parameters train, float32      (lora.rank=None, remat=False)
-     7.7 GB  adapters on a float32 base         (base_dtype=float32, remat=False)
-     7.3 GB  adapters on a bfloat16 base        (remat=False)
+     7.7 GB  adapters, frozen in float32        (base_dtype=float32, remat=False)
+     7.3 GB  adapters, frozen in bfloat16       (remat=False)
      1.4 GB  and blocks computed again, as here (4.2 GB with accumulate_steps=1)
 """
 
