@@ -6,6 +6,7 @@ from ml_collections import config_dict
 from haiku_template import config
 from haiku_template.config import default_config
 from haiku_template.errors import ConfigError
+from haiku_template.training import Experiment
 
 
 def test_saved_and_read_again_it_is_the_same(tmp_path):
@@ -92,10 +93,20 @@ def test_missing_and_unknown_keys_are_named():
     with pytest.raises(ConfigError, match="no key seed"):
         config.check(values)
     values = default_config()
-    values.optimizer.learning_rat = 1.0
-    words = r"optimizer\.learning_rat \(did you mean learning_rate\?\)"
+    values.finetuning.multiplier = ()
+    words = r"finetuning\.multiplier \(did you mean multipliers\?\)"
     with pytest.raises(ConfigError, match=words):
         config.check(values)
+
+
+def test_an_unknown_key_of_the_optimizer_is_named_before_data_is_read(one_device):
+    values = default_config()
+    values.optimizer.learning_rat = 1.0
+    values.data = {"name": "npz", "path": "nowhere"}
+    config.check(values)  # It takes the optimizer's own keys, whatever they are.
+    words = r"config\.optimizer: adamw takes no learning_rat; nearest is learning_rate"
+    with pytest.raises(ConfigError, match=words):
+        Experiment.from_config(values, one_device)
 
 
 def test_a_value_that_cannot_be_saved_is_named():

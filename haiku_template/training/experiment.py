@@ -108,6 +108,7 @@ class Experiment:
           PlacementError: the batch does not split over the devices.
         """
         task = make_task(config)
+        optimizer, schedule = _optimizer(config)
         family = family_of(config.model.name)
         source = None
         if config.init_from is not None:
@@ -115,7 +116,6 @@ class Experiment:
         data = make_data(config)
         model = make_model(config, data.num_outputs, devices.axis_name)
         _check_vocabulary(config, data)
-        optimizer, schedule = _optimizer(config)
         if config.precision not in POLICIES:
             raise ConfigError(
                 f"config.precision={config.precision!r}; possible are "

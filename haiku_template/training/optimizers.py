@@ -10,12 +10,15 @@ import jax
 import optax
 
 from haiku_template.errors import ConfigError
+from haiku_template.params import near
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
 
 Schedule = Callable[[Any], Any]
 NOT_DECAYED = ("b", "offset", "scale")
+# Keys of `config.optimizer` beside an optimizer's own.
+KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 DECAY_FRACTION = 0.2  # Of the steps, in which `wsd` decays.
 
 
@@ -133,8 +136,8 @@ def make_optimizer(
         if key not in parameters:
             own = [k for k in parameters if "decay" not in k and "mask" not in k]
             raise ConfigError(
-                f"config.optimizer: {name} takes no {key}; besides weight_decay and "
-                f"clip_norm it takes {', '.join(own)}"
+                f"config.optimizer: {name} takes no {key}{near(key, [*own, *KEYS])}; "
+                f"besides {', '.join(KEYS)} it takes {', '.join(own)}"
             )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     if name == "sgd":
