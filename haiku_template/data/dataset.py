@@ -32,8 +32,7 @@ class BatchSpec(NamedTuple):
       batch_size: B, over all processes.
       seed: chooses the order of the examples and the augmentation.
       labels: kind that the task needs: `classes`, `numbers`, `tokens`, or `any`.
-      process_index: share of each batch to read, from 0.
-      process_count: number of shares that batches are split into.
+      process_index: share of each batch to read, of `process_count`, from 0.
     """
 
     batch_size: int
@@ -47,7 +46,6 @@ class Data(NamedTuple):
     """Training set, evaluation set, and facts that a model needs of them.
 
     Attributes:
-      train: gives the batch of any step.
       evaluation: gives `num_batches` batches that hold each example once; the last may
         be shorter. None when there is nothing to evaluate on.
       num_outputs: classes, or regression targets.
@@ -68,10 +66,7 @@ class Data(NamedTuple):
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:
-    """Makes a batch of each shape that `dataset` gives, the largest first.
-
-    A data set of several shapes says so by a method `each_shape`.
-    """
+    """Batches of each shape that `dataset` gives by `each_shape`, the largest first."""
     several = getattr(dataset, "each_shape", None)
     return several() if several else [dataset.batch(0)]
 
@@ -160,7 +155,6 @@ class ArrayDataset:
     Attributes:
       inputs: array [N, ...].
       labels: array [N] or [N, targets].
-      spec: batch size, seed, and share of this process.
       augment: maps (inputs of a batch, generator) to new inputs, on the host.
 
     Raises:

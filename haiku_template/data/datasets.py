@@ -37,10 +37,9 @@ def from_split(
 
     Args:
       split: training and test arrays.
-      spec: batches to cut them into, and kind of labels.
+      spec: batch size, seed, and kind of labels.
       num_classes: None means as many as the training labels show.
-      preprocess: runs on the inputs on the device; None scales bytes to [0, 1], and
-        leaves other types as they are.
+      preprocess: runs on the inputs on the device; None scales bytes to [0, 1].
       augment: runs on the training inputs on the host.
       where: names the data in errors.
 

@@ -51,8 +51,6 @@ class Placement(NamedTuple):
 
     Attributes:
       path: as `jax.tree_util.keystr` writes it.
-      shape: of the whole array.
-      dtype: its name.
       bytes: on each device that holds a part.
       where: devices and layout, as `describe` gives them.
       committed: False for arrays that nobody placed; computations need not follow them.
@@ -131,11 +129,7 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
 
 
 def check(tree: Any, devices: Sequence[jax.Device]) -> None:
-    """Asserts that every leaf is replicated on the devices.
-
-    Raises:
-      PlacementError: a leaf is not; names the first ones and the remedy.
-    """
+    """Raises `PlacementError` for leaves that are not replicated on the devices."""
     faults = [leaf for leaf in audit(tree, devices) if leaf.verdict]
     if faults:
         first = faults[0]
@@ -149,16 +143,10 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
 
 
 def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
-    """Asserts that no leaf was deleted, as using one crashes on several devices.
+    """Raises `PlacementError` if a leaf was deleted: several devices crash with it.
 
-    Args:
-      tree: pytree of any leaves.
-      what: first words of the message.
-      distinct: also refuse an array that is in the tree twice and cannot be donated
-        twice.
-
-    Raises:
-      PlacementError: names the leaf.
+    `distinct` also refuses an array that is in the tree twice and cannot be donated
+    twice; `what` begins the message.
     """
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     leaves = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
@@ -249,9 +237,8 @@ PLACE = re.compile(r"(\S+\.py:\d+)(?::\d+)? (?:\(|traced for)")
 def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
     """Turns JAX's page about a leaked tracer into a sentence.
 
-    Args:
-      make: the traced function, called again to find which of its results are leaked
-        tracers: `hk.transform`'s init returns such parameters in silence.
+    `make` is the traced function: called again, it tells which of its results are
+    leaked tracers. `hk.transform`'s init returns such parameters in silence.
 
     Raises:
       PlacementError: names these results, and where the value was made.

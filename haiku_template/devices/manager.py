@@ -171,11 +171,7 @@ class DeviceManager(NamedTuple):
         return self.ledger.arrived(placed, begun, copies=self.num_devices)
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
-        """Rows of one device's share of a batch.
-
-        Raises:
-          PlacementError: the batch does not split evenly; names the nearest sizes.
-        """
+        """Rows of a device's share; raises `PlacementError` for an uneven batch."""
         return transfer.check_batch_size(batch_size, self.num_devices, accumulate_steps)
 
     def shard(self, batch: Any) -> Any:
@@ -186,8 +182,8 @@ class DeviceManager(NamedTuple):
             never write to it again.
 
         Returns:
-          On one device a pytree of arrays [B, ...]; on n devices [n, B / n, ...], with
-          row block i on device i.
+          Arrays [B, ...] on one device; [n, B / n, ...] on n, with row block i on
+          device i.
 
         Raises:
           PlacementError: B is not a multiple of the number of devices, or differs
@@ -219,17 +215,16 @@ class DeviceManager(NamedTuple):
 
         `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in
         and out replicated; the batch comes from `shard`. Results must be the same on
-        every device: average them with `mean_over`. `fetch` checks that they are.
-
-        A call waits until fewer than `steps_in_flight` steps are unfinished.
+        every device: average them with `mean_over`; `fetch` checks that they are. A
+        call waits until fewer than `steps_in_flight` steps are unfinished.
 
         Args:
           step: pure function of `replicated` trees, the state first, and of the batch.
           donate_argnums: arguments whose memory the results may take over.
           replicated: number of arguments before the batch.
-          out: `whole`; or `split` for results of each example: each leaf that `step`
-            returns has one entry for each row of its share, and the results are arrays
-            [B, ...] with row block i on device i.
+          out: `whole`; or `split` for results of each example: leaves with one entry
+            for each row of a share become arrays [B, ...], with row block i on device
+            i.
 
         Raises:
           PlacementError: another `out`.
@@ -243,18 +238,12 @@ class DeviceManager(NamedTuple):
         state: Any,
         batches: Iterable[Any],
     ) -> Iterator[Any]:
-        """Maps `step` over batches: per-example results on the host, in order.
+        """Maps `step` over host batches: per-example results on the host, in order.
 
-        A batch with fewer rows than the first, or that does not split over the devices,
-        is padded with rows of zeros, and their results are left out.
-
-        Args:
-          step: from `compile(..., donate_argnums=(), out="split")`.
-          state: its first argument.
-          batches: pytrees of NumPy arrays [B, ...].
-
-        Yields:
-          For each batch a pytree of NumPy arrays [B, ...].
+        `step` is from `compile(..., donate_argnums=(), out="split")`; batches and
+        results are pytrees of NumPy arrays [B, ...]. A batch with fewer rows than the
+        first, or that does not split over the devices, is padded with rows of zeros,
+        whose results are left out.
 
         Raises:
           PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
@@ -294,9 +283,7 @@ class DeviceManager(NamedTuple):
         checks.check(tree, self.devices)
 
     def fetch(self, tree: Any) -> Any:
-        """Copies a tree to the host: pytree of NumPy arrays.
-
-        A replicated leaf comes from one device, a split leaf from all.
+        """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
         Raises:
           PlacementError: the replicas of a leaf differ, or it was deleted; names it.

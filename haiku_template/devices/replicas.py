@@ -18,12 +18,8 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
     """Asserts that every replicated leaf is bitwise the same on all its devices.
 
     Each device reduces its own copy of each leaf to one 32-bit number; only those
-    travel to the host.
-
-    Args:
-      tree: pytree of any leaves; those that are not replicated are passed over.
-      agreed: True if the same step left all copies equal before, so that a device and
-        not the step is to blame.
+    travel to the host. `agreed` tells that the same step left all copies equal before,
+    so that a device and not the step is to blame.
 
     Raises:
       ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.

@@ -73,11 +73,7 @@ def parse(
 
 
 def check_memory_options(fraction: float | None, preallocate: bool | None) -> None:
-    """Checks GPU memory options, whose faults no fallback mends.
-
-    Raises:
-      DeviceError: not a share of a card's memory, or given after JAX has started.
-    """
+    """Raises `DeviceError` for GPU memory options out of range, or given too late."""
     if fraction is not None and not 0 < fraction <= 1:
         raise DeviceError(
             f"--gpu_memory_fraction={fraction} is not a share of the card's memory; "
@@ -308,11 +304,7 @@ def unused_card() -> str:
 
 
 def check_default_device() -> None:
-    """Asserts that `jax.default_device` is still JAX's own.
-
-    Raises:
-      DeviceError: the program overwrote it (A53).
-    """
+    """Raises `DeviceError` if the program overwrote `jax.default_device` (A53)."""
     if not callable(jax.default_device):
         raise DeviceError(
             f"[A53] jax.default_device was overwritten with {jax.default_device!r}, "

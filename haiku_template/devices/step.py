@@ -60,14 +60,8 @@ IN_FLIGHT = InFlight()
 class CompiledStep:
     """Compiled step: `jax.jit` on one device, `jax.pmap` on several.
 
-    `step`, `donate_argnums`, `replicated` and `out` are those of
-    `DeviceManager.compile`.
-
-    Args:
-      devices: those that the step runs on.
-      axis_name: mesh axis over several devices; None on one.
-      ledger: adds up the seconds of each call.
-      limit: most steps that may be dispatched and unfinished.
+    `limit` bounds the steps that are dispatched and unfinished, and `ledger` adds up
+    the seconds of each call. The rest is as in `DeviceManager.compile`.
 
     Raises:
       PlacementError: another `out`.
@@ -123,11 +117,7 @@ class CompiledStep:
         self._takes_state = 0 in np.atleast_1d(np.array(donate_argnums, int))
 
     def lower(self, *args: Any) -> Any:
-        """Lowers the step for arrays of these shapes.
-
-        Raises:
-          PlacementError: the step leaks a tracer.
-        """
+        """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
         with leaks_named():
             return self._jitted.lower(*args)
 
@@ -161,11 +151,9 @@ class CompiledStep:
 
 
 def check_sharded(batch: Any, devices: Sequence[jax.Device]) -> None:
-    """Asserts that a batch is one that `DeviceManager.shard` gives for these devices.
+    """Raises `PlacementError` unless a batch is split over these devices by `shard`.
 
-    Raises:
-      PlacementError: it is elsewhere, or has not one entry for each device: `pmap`
-        would use fewer devices in silence.
+    With other batches `pmap` would use fewer devices in silence.
     """
     fault = astray(batch, devices)
     if fault:

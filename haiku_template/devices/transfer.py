@@ -2,8 +2,7 @@
 
 `jax.device_put_sharded` and `jax.device_put_replicated` left JAX in 0.10. Both give
 arrays with a leading axis of one entry a device, as `pmap` takes them. Here every shard
-goes straight to its own device: nothing is stacked on the host or passes through device
-0.
+goes straight to its own device, not through host stacks or device 0.
 """
 
 import math
@@ -29,12 +28,11 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
 
     Args:
       shards: one pytree for each device, all of one structure; corresponding leaves
-        (NumPy or JAX arrays, PRNG keys, scalars) have one shape and one dtype.
+        (NumPy or JAX arrays, PRNG keys, scalars) have one shape S and one dtype.
       devices: as many distinct devices.
 
     Returns:
-      A pytree like one shard; a leaf of shape S becomes (len(devices), *S), with entry
-      i on `devices[i]`.
+      A pytree like one shard, of arrays [len(devices), *S].
 
     Raises:
       PlacementError: not one shard for each device, or shards that differ in structure,
@@ -69,12 +67,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
 def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     """Puts a copy of `tree` on every device, along a new leading axis.
 
-    Args:
-      tree: a pytree of NumPy or JAX arrays, PRNG keys or scalars.
-      devices: distinct devices, at least one.
-
-    Returns:
-      A pytree like `tree`; a leaf of shape S becomes (len(devices), *S).
+    Leaves (NumPy or JAX arrays, PRNG keys, scalars) of shape S become arrays
+    [len(devices), *S].
 
     Raises:
       PlacementError: no devices, or one named twice.
@@ -216,11 +210,7 @@ def fill_up(batch: Any, rows: int, size: int) -> Any:
 
 
 def check_per_row(results: Any, batch: Any) -> None:
-    """Asserts that a step's results have one entry for each row of its share.
-
-    Raises:
-      PlacementError: a leaf has not; names it.
-    """
+    """Raises `PlacementError` unless results have one entry for each row of a share."""
     rows = np.shape(jax.tree.leaves(batch)[0])[:1]
     for path, leaf in jax.tree_util.tree_leaves_with_path(results):
         if np.shape(leaf)[:1] != rows:

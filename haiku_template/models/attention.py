@@ -24,12 +24,7 @@ LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.
 
 
 class Hardware(NamedTuple):
-    """Platform and compute capability of the devices that compute.
-
-    Attributes:
-      platform: `cpu`, `gpu` or `tpu`.
-      capability: `8.0` of NVIDIA's GPUs, `gfx90a` of AMD's; empty where there is none.
-    """
+    """Platform and compute capability (`8.0`, `gfx90a`; "" for none) of devices."""
 
     platform: str
     capability: str
@@ -90,8 +85,7 @@ def attend(
       query: [B, T, H, C].
       key: [B, S, H, C].
       value: [B, S, H, C].
-      mask: bool [B, 1, T, S], True for visible tokens, computed by XLA; None for causal
-        attention.
+      mask: bool [B, 1, T, S], True for visible tokens, computed by XLA; None is causal.
 
     Raises:
       ConfigError: `cudnn` was asked for and cannot be had; says why.
@@ -112,11 +106,7 @@ def attend(
 def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int) -> str:
     """Chooses the implementation: `xla` or `cudnn`.
 
-    Args:
-      attention: `auto` (cuDNN's flash attention where it exists), `xla` or `cudnn`.
-      hardware: of the devices to compile for.
-      dtype: of queries, keys and values.
-      head_size: C.
+    `attention` is one of these, or `auto` for cuDNN's flash attention where it exists.
 
     Raises:
       ConfigError: `cudnn` was asked for and cannot be had; says why.

@@ -29,10 +29,7 @@ class Rule(NamedTuple):
 class Keyword(NamedTuple):
     """A keyword argument of the model, and its key in config.json.
 
-    Attributes:
-      name: the keyword.
-      key: in config.json.
-      default: value without that key in config.json; its type is required there.
+    Where config.json has no such key, `default` is meant; its type is required there.
     """
 
     name: str

@@ -20,7 +20,7 @@ def mlp(
     Args:
       num_outputs: K.
       axis_name: not used; an MLP keeps no statistics of the batch.
-      width: units of each hidden layer.
+      width: units of each of the hidden layers.
       num_layers: hidden layers, 0 or more.
       dropout: share of hidden units dropped in training, in [0, 1).
 

@@ -171,11 +171,7 @@ class Checkpoints:
             self._trusted = True
 
     def wait(self) -> None:
-        """Waits until the last save is on disk.
-
-        Raises:
-          StorageError: it failed.
-        """
+        """Waits until the last save is on disk; raises `StorageError` if it failed."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -209,10 +205,7 @@ class Checkpoints:
     def restore(self, step: int, abstract: Any) -> Any:
         """Restores the state of `step` straight to its devices.
 
-        Args:
-          step: one of `steps`.
-          abstract: pytree of `jax.ShapeDtypeStruct` with shardings, on any number and
-            kind of devices.
+        `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices.
 
         Raises:
           StorageError: no such step, a damaged checkpoint, or one of another structure:
@@ -227,11 +220,8 @@ class Checkpoints:
     ) -> Any:
         """Restores one field of the state of `step`, such as `params`.
 
-        Args:
-          step: one of `steps`.
-          part: name of the field.
-          abstract: as for `restore`, of the field alone.
-          skip: names of its leaves (`module/name`) that are left out.
+        `abstract` is that field's, as for `restore`; `skip` names leaves
+        (`module/name`) to leave out.
 
         Raises:
           StorageError: as for `restore`.
@@ -243,7 +233,7 @@ class Checkpoints:
             return self._checkpointer.load(step, {part: abstract})[part]
 
     def saved(self, step: int) -> dict[str, Any]:
-        """Shapes and dtypes in the checkpoint of `step`, by field.
+        """Lists a checkpoint's shapes and dtypes by field.
 
         Raises:
           StorageError: no such step, or a damaged checkpoint.

@@ -21,12 +21,8 @@ def dispensable(what: str | Path) -> Iterator[None]:
 class Note:
     """A file to append to, text or bytes: only its first error is a warning.
 
-    What could not be written waits in the file's buffer while there is room, so that a
-    full disk loses no line in part.
-
-    Args:
-      path: its folder is made where needed.
-      mode: `a` for text, `ab` for bytes.
+    Data that could not be written waits in the file's buffer while there is room, so
+    that a full disk loses no line in part. `mode` is `a` for text, `ab` for bytes.
     """
 
     def __init__(self, path: Path, mode: str = "a") -> None:

@@ -22,12 +22,9 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard events. Use as a context manager.
 
-    A run that resumes from step n removes lines after n, so that the file is the same
-    as if it had never stopped. A write error is logged once, and ends no run.
-
-    Args:
-      workdir: folder of the files.
-      start: step that the run resumes from; 0 for a new one.
+    A run that resumes from step `start` (0 for a new one) removes the lines after it,
+    so that the file is the same as if it had never stopped. A write error is logged
+    once, and ends no run.
     """
 
     def __init__(self, workdir: Path, start: int) -> None:

@@ -107,11 +107,7 @@ def has_checkpoints(workdir: Path) -> bool:
 
 
 def run_id(workdir: Path) -> str | None:
-    """Id of the run in `workdir`, which its checkpoints carry; None if unknown.
-
-    Raises:
-      ConfigError: run.json is damaged.
-    """
+    """Id of the run, which its checkpoints carry; None if there is no run.json."""
     file = workdir / RUN
     return read_json(file).get("id") if file.exists() else None
 

@@ -94,12 +94,7 @@ class BucketedDataset:
     A block has as many whole batches as fit an epoch. Its examples are sorted by bucket
     and cut into batches, and the batches are shuffled. So no example is dropped and
     every batch is full; one that a bucket does not fill is completed from the next
-    longer one.
-
-    Attributes:
-      examples: texts or completions, tokenized.
-      lengths: of the buckets, rising; no example is longer than the last.
-      spec: batch size, seed, and share of this process.
+    longer one. `lengths` of the buckets rise; no example is longer than the last.
     """
 
     examples: Texts | Completions

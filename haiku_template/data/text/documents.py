@@ -41,7 +41,7 @@ def byte_text(
     names, whatever other files there are; of a single file it is the end.
 
     Args:
-      spec: batches to cut it into.
+      spec: batch size, seed, and share of this process.
       path: a text file, a folder or several; None for the source of Python's standard
         library, `pydoc` for the topics of its help, in English.
       context: T, bytes of a window's inputs.
@@ -155,17 +155,12 @@ def hold_out(
 ) -> tuple[list[T], list[T]]:
     """Splits items by a hash into training and held-out ones, alike on every machine.
 
-    Holding one out does not depend on the others, and equal keys are never on both
-    sides; only where all would fall on one side, one key is moved.
-
-    Args:
-      items: to be split; both parts keep their order.
-      keys: one an item, beginning with its `rank`.
-      fraction: of the keys, about; 0 for none.
-      alone: words for items with only one key, in the error.
+    Holding one out does not depend on the others, and equal `keys` (each begins with
+    its item's `rank`) are never on both sides. Only where all would fall on one side,
+    one key is moved. `fraction` is of the keys, 0 for none.
 
     Raises:
-      ConfigError: a fraction out of its range, or only one key.
+      ConfigError: a fraction out of its range, or only one key (`alone` says of what).
     """
     if not 0 <= fraction < 1:
         raise ConfigError(

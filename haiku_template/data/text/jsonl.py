@@ -57,7 +57,7 @@ def jsonl(
     that the file holds.
 
     Args:
-      spec: batches to cut them into, and kind of labels.
+      spec: batch size, seed, and kind of labels.
       path: the file.
       tokenizer: a tokenizer.json, or a folder with one; None means bytes of UTF-8.
       context: longest inputs, in tokens: at most the model's positions.
@@ -69,9 +69,9 @@ def jsonl(
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      ConfigError: a line that is no example of the kind, is longer than `context`, or
-        has nothing to learn from; a label that is only held out; nothing to hold out;
-        more tokens than `vocab_size`. Names the line.
+      ConfigError: a line that is no such example, is longer than `context`, or has
+        nothing to learn from; a label that is only held out; nothing to hold out; more
+        tokens than `vocab_size`. Names the line.
     """
     file = given_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:

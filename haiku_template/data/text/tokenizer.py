@@ -113,7 +113,7 @@ class Tokenizer:
           cut: truncate longer texts instead of refusing them.
 
         Returns:
-          `tokens` (int32 [B, T], 0 where padded) and `mask` (int32 [B, T], 0 there).
+          `tokens` and `mask`, both int32 [B, T], 0 where padded.
 
         Raises:
           ConfigError: a text is longer than `context` or `length`.

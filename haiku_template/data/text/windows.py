@@ -47,7 +47,7 @@ def tokens(
     """Token files of any size: mapped into memory, never read whole.
 
     Args:
-      spec: batches to cut them into.
+      spec: batch size, seed, and share of this process.
       path: .safetensors, .npy or .bin, or a folder of them, which are one stream.
       context: T, tokens of a window's inputs.
       order: `random` or `epochs`, as in `TokenDataset`.
@@ -120,23 +120,16 @@ def widen(inputs: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """Windows of T + 1 tokens: T inputs, and as labels the token after each.
+    """Windows of T + 1 tokens, T the context: T inputs, as labels the token after each.
 
     Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
     windows that overlap by one token, and gives each of them once an epoch, shuffled
     anew; fewer than T tokens at the end are left out. A batch may hold the end of one
     epoch and the start of the next.
 
-    Attributes:
-      tokens: the stream to train on.
-      context: T.
-      spec: batch size, seed, and share of this process.
-      vocab_size: every token is less than this.
-      order: `random` or `epochs`.
-
     Raises:
       ConfigError: a stream shorter than a window, an unknown order, a batch that the
-        processes cannot share; from `batch`, a token that is not in the vocabulary.
+        processes cannot share; from `batch`, a token that is not below `vocab_size`.
     """
 
     tokens: TokenStream

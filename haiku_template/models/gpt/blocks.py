@@ -16,13 +16,9 @@ KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] ea
 class Block(hk.Module):
     """Attention, then an MLP, each with a residual connection.
 
-    Args:
-      num_heads: H.
-      num_layers: blocks of the model; initial residual outputs shrink with their
-        number.
-      dropout: share of each residual branch that is dropped, in [0, 1).
-      attention: `auto`, `xla` or `cudnn`.
-      name: of the module.
+    `attention` is `auto`, `xla` or `cudnn`; `dropout` is the share of each residual
+    branch that is dropped, in [0, 1). The more layers, the smaller the initial
+    residuals.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class Cache(NamedTuple):
 
     Attributes:
       blocks: of each block, keys and values: two arrays [B, S, H, D / H].
-      lengths: number of tokens of each example it holds: int32 [B]. Entries beyond are
-        overwritten before they are read.
+      lengths: tokens held of each example: int32 [B]. Later entries are overwritten
+        before they are read.
     """
 
     blocks: tuple[blocks.KeysValues, ...]
