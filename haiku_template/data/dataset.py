@@ -66,7 +66,7 @@ class Data(NamedTuple):
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:
-    """Batches of each shape that `dataset` gives by `each_shape`, the largest first."""
+    """Makes a batch of each shape, the largest first: `dataset.each_shape`, if any."""
     several = getattr(dataset, "each_shape", None)
     return several() if several else [dataset.batch(0)]
 

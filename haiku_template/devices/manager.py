@@ -27,7 +27,7 @@ from haiku_template.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
-# Of what runs once, on CPUs: a fraction of the time to compile, for the same values.
+# For programs that run once, on CPUs: a fraction of the time, the same values.
 COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 
 
@@ -108,7 +108,7 @@ class DeviceManager(NamedTuple):
 
     @property
     def steps_in_flight(self) -> int:
-        """Limit of steps that are dispatched and unfinished."""
+        """Most steps that may be dispatched and unfinished."""
         # Simulated devices share the host's cores: with more device threads than cores
         # waiting in collectives of different steps, all of them wait for ever.
         return 1 if self.platform == "cpu" and self.num_devices > 1 else 4
@@ -152,8 +152,7 @@ class DeviceManager(NamedTuple):
         step that donates the result deletes the source as well.
 
         Raises:
-          PlacementError: values of a leaf do not fit the dtype that JAX makes of its
-            own.
+          PlacementError: values of a leaf do not fit JAX's dtype for them; names it.
         """
         sharding = self.replicated
         tree = transfer.fitting(tree)

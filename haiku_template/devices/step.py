@@ -22,7 +22,7 @@ from haiku_template.devices.checks import (
 from haiku_template.devices.transfer import Ledger, check_per_row
 from haiku_template.errors import PlacementError
 
-# What JAX says when an argument is not where the computation runs.
+# JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 
 

@@ -8,7 +8,7 @@ from haiku_template.doctor.table import Facts, Found, Words, step
 
 cause = step("CUDA libraries")
 
-# What each wheel brings; JAX's CUDA plugin does not start without these.
+# Libraries of each wheel; JAX's CUDA plugin does not start without these.
 NEEDED = {
     "cuda-runtime": ("libcudart.so",),
     "cudnn": ("libcudnn.so", "libcudnn_graph.so"),

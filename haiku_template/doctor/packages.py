@@ -7,7 +7,7 @@ from haiku_template.doctor.variables import hides_the_hint
 
 cause = step("installed packages")
 
-# What is not JAX's own and must fit it.
+# Packages that are not JAX's own and must fit it.
 BESIDE = ("python", "numpy", "scipy")
 SEGMENTATION_FAULT = (-11, 139)
 

@@ -17,7 +17,7 @@ import numpy as np
 from haiku_template.errors import ConfigError
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
-# What jax.nn.dot_product_attention takes to cuDNN's flash attention.
+# Limits of cuDNN's flash attention in jax.nn.dot_product_attention.
 LEAST_CAPABILITY = (8, 0)
 HEAD_MULTIPLE = 8
 LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.

@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 class Keyword(NamedTuple):
     """A keyword argument of the model, and its key in config.json.
 
-    Where config.json has no such key, `default` is meant; its type is required there.
+    `default` stands for an absent key; its type is required of a present one.
     """
 
     name: str

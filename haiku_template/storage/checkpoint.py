@@ -58,8 +58,8 @@ class Checkpoints:
         self._metric = best_metric
         self._highest = best_mode == "max"
         self._run = run
-        self._saving: Any = None  # What Orbax calls the response of the last save.
-        self._trusted = False  # Whether a save of this object was read back.
+        self._saving: Any = None  # Orbax's response to the last save.
+        self._trusted = False  # True once a save was read back.
         # Otherwise the first save compiles a slice for each device and shape.
         context = ocp.Context()
         context.array.saving.use_replica_parallel = False

@@ -167,8 +167,8 @@ def gpt_flops_per_token(
     (remat) does not count, and attention counts as if it were not causal.
 
     With frozen parameters, the backward pass ends at the first block with a trainable
-    one, and only trainable parameters have gradients: 2 operations for the forward
-    pass, 2 backward through it, 2 for its gradient.
+    one. Each parameter then costs 2 operations forward, 2 in the backward pass through
+    it, and, if trainable, 2 for its gradient.
 
     Args:
       num_outputs: V.
