@@ -1,7 +1,7 @@
-"""What the commands share: device flags, and one sentence for a user's mistake.
+"""Device flags, flag parsing and exit codes of the commands.
 
-Exit codes: 0 done, 64 bad configuration or data, 69 device required but unavailable,
-70 loss not finite, 71 a device disagrees, 74 checkpoint storage, 75 told to stop and
+Exit codes: 0 done, 64 bad configuration or data, 69 device required but unavailable, 70
+loss not finite, 71 a device disagrees, 74 checkpoint storage, 75 told to stop and
 saved, 130 interrupted and saved. Imports no JAX, so that `--help` and a mistyped flag
 answer at once.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
 
 USAGE, STORAGE, STOPPED, INTERRUPTED = 64, 74, 75, 130
-# `--config.KEY=None`, which config_flags cannot read for a number.
+# `--config.KEY=None`, which config_flags refuses for numbers.
 UNSET = re.compile(r"--config\.([\w.]+)=None")
 
 _DEVICE = flags.DEFINE_string(
@@ -54,16 +54,13 @@ _GPU_PREALLOCATE = flags.DEFINE_bool(
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM came while nothing was being trained."""
+    """SIGTERM outside the training loop."""
 
     exit_code = STOPPED
 
 
 def stop_on_sigterm() -> None:
-    """Lets SIGTERM end the program in a sentence; while it trains, the loop does that.
-
-    Imports and compilation take a while, and a scheduler may have changed its mind.
-    """
+    """Makes SIGTERM end the program in a sentence until the loop takes it over."""
 
     def stop(*_: object) -> None:
         raise Stopped(
@@ -78,17 +75,13 @@ def stop_on_sigterm() -> None:
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
-    """The devices that the flags ask for. Imports and starts JAX.
+    """Imports JAX and picks the devices that the flags ask for.
 
-    What would keep JAX from them is looked for first, without JAX: its own messages
-    name the wrong cause for most of it.
-
-    Args:
-      num_devices: how many, where no flag says so; None means all.
+    The doctor looks first, without JAX, whose own messages mostly name the wrong cause.
+    `num_devices` counts where no flag does; None means all.
 
     Raises:
-      DeviceError: they cannot be used, and why.
-      DeviceError: they cannot be had.
+      DeviceError: the devices cannot be had, and why.
     """
     asked = "cpu" if _SIMULATE_DEVICES.value else _DEVICE.value
     for finding in doctor.check_environment(asked):
@@ -120,7 +113,7 @@ def run(main: Callable[[], None]) -> None:
     """Parses the flags, calls `main` and exits; users' mistakes show no traceback.
 
     An exception with an `exit_code` is a sentence for the user; any other is a defect
-    and shows where it happened.
+    and shows its traceback.
     """
 
     def guarded(_: list[str]) -> int:
@@ -134,7 +127,7 @@ def run(main: Callable[[], None]) -> None:
                 raise
             fail(error, code)
             if code == STORAGE:
-                os._exit(code)  # Threads that still write would keep Python waiting.
+                os._exit(code)  # Without waiting for threads that write.
             return code
         return 0
 
@@ -146,7 +139,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Parses the flags; what cannot be understood ends the program with a sentence."""
+    """Parses the flags; a mistake ends the program with a sentence."""
     unset = [UNSET.fullmatch(word) for word in argv]
     keys = [match[1] for match in unset if match]
     try:
@@ -157,7 +150,7 @@ def _parse(argv: list[str]) -> list[str]:
         if "config" in flags.FLAGS:
             values = flags.FLAGS["config"].value
             if not isinstance(values, config_dict.ConfigDict):
-                hasattr(values, "keys")  # A file that could not be read says so here.
+                hasattr(values, "keys")  # Raises if the file could not be read.
                 raise ValueError(_returned(_config_file(argv), values))
             for key in keys:
                 *parents, leaf = key.split(".")
@@ -168,10 +161,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _sentence(error: Exception) -> str:
-    """What was wrong on the command line, or where in the config file.
-
-    absl and ml_collections report what was wrong inside longer texts and tracebacks.
-    """
+    """Cuts an error of absl or ml_collections down to its cause and place."""
     text = str(error.args[0] if error.args else error).strip()
     places = re.findall(r'File "(\S+)", line (\d+)', text) or [
         (frame.filename, frame.lineno)
@@ -218,7 +208,7 @@ def _returned(file: Path | None, value: Any) -> str:
 
 
 def _config_file(argv: list[str]) -> Path | None:
-    """What --config names, the last of them, without its function's argument."""
+    """File of the last --config, without its function's argument."""
     found = None
     for word, value in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, given = word.partition("=")

@@ -1,7 +1,7 @@
-"""The configuration of a run: the defaults, what is possible, what was saved.
+"""Configuration of a run: defaults, ranges, and the JSON in a workdir.
 
-A config file is Python and returns `default_config()` with changes; a workdir keeps
-the resolved values as JSON, and only that is read again. Imports no JAX.
+A config file is Python and returns `default_config()` with changes; a workdir keeps the
+resolved values as JSON, and only that is read again. Imports no JAX.
 """
 
 import difflib
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_config() -> config_dict.ConfigDict:
-    """Every key that a run has, complete: config files change some of them.
+    """Makes the complete config with all default values; config files change some.
 
     Intervals count steps; None means at the last step alone. `model`, `data` and `task`
     name an entry of the tables in `models`, `data` and `training.tasks`, or a function
@@ -31,7 +31,7 @@ def default_config() -> config_dict.ConfigDict:
     config.seed = 0  # Initial parameters, order of the data, dropout.
     config.num_steps = 1000  # Optimizer updates in all.
     config.batch_size = 128  # Examples in each update, over all devices.
-    config.accumulate_steps = 1  # Parts of a batch worked through in turn, for memory.
+    config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
     config.ema_decay = config_dict.placeholder(float)  # Evaluate averages; e.g. 0.999.
 
@@ -40,12 +40,12 @@ def default_config() -> config_dict.ConfigDict:
     config.save_every = config_dict.placeholder(int)  # And once at the end.
     config.keep_last = 2  # Checkpoints, the newest.
     config.keep_best = 1  # Checkpoints, the best of those that were evaluated.
-    config.best_metric = "eval/loss"  # What is best.
+    config.best_metric = "eval/loss"  # Ranks checkpoints.
     config.best_mode = "min"  # Or max.
 
     config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
     config.early_stop = config_dict.ConfigDict()
-    config.early_stop.metric = "eval/loss"  # What should become better.
+    config.early_stop.metric = "eval/loss"  # To become better.
     config.early_stop.mode = "min"  # Or max.
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 
@@ -65,14 +65,14 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning = config_dict.ConfigDict()
     config.finetuning.train = ()  # Patterns; all by default, or with lora none.
     config.finetuning.fresh = ()  # Patterns, not in init_from: such as a new head.
-    config.finetuning.base_dtype = "float32"  # Of what is frozen; or bfloat16.
+    config.finetuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16.
     config.finetuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
-    # A folder or file of exported adapters to go on from; or None.
+    # A folder or file of exported adapters to start from; or None.
     config.finetuning.adapters = config_dict.placeholder(str)
     config.finetuning.lora = config_dict.ConfigDict()
     config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
-    config.finetuning.lora.alpha = 16.0  # Adapters count alpha / rank.
-    config.finetuning.lora.dropout = 0.0  # Share of the adapters' inputs.
+    config.finetuning.lora.alpha = 16.0  # LoRA scale, times rank.
+    config.finetuning.lora.dropout = 0.0  # Share of dropped rows of A.
     config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
 
     config.optimizer = _default_optimizer()
@@ -101,7 +101,7 @@ FREE = "optimizer."  # It takes the optimizer's own keys; those left out are def
 
 
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """The resolved values as plain JSON types.
+    """Converts a config to plain JSON types, references resolved.
 
     Raises:
       ConfigError: a value that JSON cannot hold; the message names its key.
@@ -119,7 +119,7 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> config_dict.ConfigDict:
-    """The config that `to_dict` gave these values for."""
+    """Inverse of `to_dict`."""
 
     def tuples(value: Any) -> Any:
         if isinstance(value, dict):
@@ -130,11 +130,7 @@ def from_dict(values: dict[str, Any]) -> config_dict.ConfigDict:
 
 
 def load(path: Path) -> config_dict.ConfigDict:
-    """Reads the JSON that a workdir keeps.
-
-    Raises:
-      ConfigError: the file is missing or damaged.
-    """
+    """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
         return from_dict(completed(json.loads(path.read_text())))
     except FileNotFoundError as error:
@@ -146,10 +142,10 @@ def load(path: Path) -> config_dict.ConfigDict:
 
 
 def of_run(workdir: Path) -> config_dict.ConfigDict:
-    """The config of the run in `workdir`, checked.
+    """Reads and checks the config of the run in `workdir`.
 
     Raises:
-      ConfigError: it is no run's, or one that a script made without a config.
+      ConfigError: there is no run, or a script made it without a config.
     """
     saved = load(workdir / "config.json")
     if not saved:
@@ -168,7 +164,7 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 
 def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
-    """Says what a run's config will import, and refuses what the workdir brought."""
+    """Logs the modules that a run's config imports; refuses those of the workdir."""
     named = {f"{key}.name": str(saved[key].name) for key in ("model", "data", "task")}
     named |= {
         f"optimizer.{key}": str(saved.optimizer.get(key))
@@ -199,7 +195,7 @@ def _say(words: str) -> None:
 
 
 def _files_of(module: str) -> Iterator[Path]:
-    """The files that importing a module would run, found without running any."""
+    """Finds the files that importing a module would run, without running any."""
     path, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -215,7 +211,7 @@ def _files_of(module: str) -> Iterator[Path]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with the keys that came later; an empty one stays empty."""
+    """Adds keys that came later to a saved config; an empty one stays empty."""
     if not values:
         return values
     defaults = to_dict(default_config())
@@ -226,11 +222,11 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(config: config_dict.ConfigDict) -> None:
-    """Asserts what every run needs of its config.
+    """Checks keys, types and ranges of a config.
 
     Raises:
       ConfigError: a key is missing, unknown, of the wrong type or out of range; the
-        message names it and what is possible.
+        message names it and the possible values.
     """
     _check_node(config, default_config(), "")
     values = flatten(config.to_dict())
@@ -289,11 +285,7 @@ def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
 
 
 def interval(text: str, num_steps: int) -> tuple[int, int]:
-    """Reads `START:STOP`, the STOP - START steps that follow step START.
-
-    Raises:
-      ConfigError: it is no such interval, or not within the run.
-    """
+    """Reads `START:STOP`, the steps after START up to STOP, or raises `ConfigError`."""
     start, _, stop = text.partition(":")
     if start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= num_steps:
         return int(start), int(stop)
@@ -304,8 +296,8 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
     )
 
 
-# A resumed run may say otherwise: they change when things happen, not what is computed,
-# but for a schedule that ends with the last step.
+# A resumed run may change them: they do not change its mathematics, but for a schedule
+# that ends with the last step.
 MAY_CHANGE = (
     "num_steps",
     "log_every",
@@ -319,12 +311,12 @@ MAY_CHANGE = (
 
 
 def fixed(values: dict[str, Any]) -> dict[str, Any]:
-    """A saved config without the keys that may change when a run resumes."""
+    """Drops the keys of a saved config that may change when a run resumes."""
     return {key: value for key, value in values.items() if key not in MAY_CHANGE}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What changed between two saved configs, a line for each key."""
+    """Compares two saved configs: a line for each key that differs."""
     before, after = flatten(old), flatten(new)
     absent = "absent"
     return [
@@ -335,7 +327,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted keys."""
+    """Flattens nested dictionaries to dotted keys."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -349,7 +341,7 @@ def _texts(value: tuple) -> bool:
     return all(isinstance(item, str) for item in value)
 
 
-# What numbers make sense; a key that may be None is asked only when it is not.
+# Ranges of values; None is checked against the type alone.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         (

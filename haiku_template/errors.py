@@ -1,7 +1,7 @@
 """Exceptions whose message is a sentence for the user, each with its exit code.
 
-A command shows the sentence without a traceback (`cli.run`); an exception without an
-`exit_code` is a defect and shows where it happened.
+A command shows the sentence without a traceback; an exception without an `exit_code` is
+a defect and shows its traceback.
 """
 
 
@@ -18,7 +18,7 @@ class PlacementError(ValueError):
 
 
 class ReplicaError(PlacementError):
-    """A device's copy of the state is no longer what the others have."""
+    """A replica of the state that came to differ from the others."""
 
     exit_code = 71
 

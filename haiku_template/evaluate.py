@@ -2,9 +2,9 @@
 
     python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best]
 
-Prints one JSON object with `step` and the metrics; for classes also draws which were
-taken for which, as confusion.png in the workdir. Exit codes: 0 done,
-64 bad configuration or data, 69 device not available, 74 checkpoint storage.
+Prints one JSON object with `step` and the metrics; for classes also draws the confusion
+matrix, confusion.png in the workdir. Exit codes: 0 done, 64 bad configuration or data,
+69 device not available, 74 checkpoint storage.
 """
 
 import json
@@ -24,7 +24,7 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Reads the saved config, restores the checkpoint and evaluates it."""
-    config.of_run(Path(_WORKDIR.value))  # Wrong ones are told before JAX starts.
+    config.of_run(Path(_WORKDIR.value))  # Raises before JAX starts.
     devices = cli.device_manager()
     from haiku_template.runs import Run
 

@@ -5,9 +5,8 @@
 
 safetensors: parameters, in Hugging Face's names where the model has them. stablehlo:
 the forward pass with its parameters, for a batch of any size, which JAX runs without
-Haiku. adapters: what was fine-tuned on a frozen base, and the base's hash;
-evaluate, generate and export take this folder as a workdir. Writes a folder, which must
-not exist.
+Haiku. adapters: trainable parameters, and the hash of the frozen ones; evaluate,
+generate and export take this folder as a workdir. The output folder must not exist.
 
 Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 the
 checkpoint or the folder cannot be read or written.
@@ -34,7 +33,7 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and writes it."""
     workdir = Path(_WORKDIR.value)
-    config.of_run(workdir)  # Wrong ones are told before JAX starts.
+    config.of_run(workdir)  # Raises before JAX starts.
     devices = cli.device_manager()
     from haiku_template import runs
 

@@ -1,4 +1,4 @@
-"""Goes on with a text, as the language model of a run would.
+"""Continues a text with the language model of a run.
 
     python -m haiku_template.generate --workdir=runs/gpt_bytes --prompt="def main("
 
@@ -52,7 +52,7 @@ flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Reads prompts and the saved config, restores the parameters, and writes."""
+    """Reads prompts and config, restores the parameters, and prints the text."""
     prompts = read_prompts()
     if _NUM_TOKENS.value < 1:
         raise ConfigError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
@@ -79,12 +79,7 @@ def main() -> None:
 
 
 def read_prompts() -> list[str]:
-    """What --prompt or --prompt_file gives.
-
-    Raises:
-      ConfigError: both were given, the file cannot be read, a prompt is empty, or the
-        text is not UTF-8.
-    """
+    """Reads --prompt or --prompt_file, or raises `ConfigError` if it cannot."""
     path = _PROMPT_FILE.value
     if path is None:
         prompts = [_PROMPT.value]
@@ -107,7 +102,7 @@ def read_prompts() -> list[str]:
 
 
 def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
-    """What the tokens of a run's data set stand for."""
+    """Names the tokenizer of a run's data set."""
     from haiku_template.training import experiment
 
     choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
@@ -133,7 +128,7 @@ def _show(
     streams = [tokenizer.stream() for _ in prompts]
     for stream, prompt in zip(streams, tokens, strict=True):
         for token in prompt:
-            stream(token)  # What follows may depend on it; a space, for example.
+            stream(token)  # The text of later tokens may depend on it.
     alone = len(prompts) == 1
     texts = list(prompts)
     if alone:
@@ -147,11 +142,11 @@ def _show(
 
 
 def guarded() -> None:
-    """`main`, for readers that leave and users who have seen enough."""
+    """Runs `main`; a closed pipe or Ctrl-C ends it quietly."""
     try:
         main()
     except BrokenPipeError:
-        # Python would report it again when it closes standard output.
+        # Else Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(flush=True)

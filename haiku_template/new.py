@@ -1,12 +1,13 @@
-"""Starts a project of yours, which depends on this package at the commit it is at.
+"""Starts a project of yours, pinned to this commit of the package.
 
     python3 -m haiku_template.new --name=my_project --dest=DIR
 
 The project is `skeleton/` with your name in it. `--vendor` puts a wheel of the package
 into it, in place of a Git URL; `--eject=loop` copies the loop and the mathematics of a
-step, for who came to change them. Needs the standard library alone, so that it runs
-before anything is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or
-the directory cannot be used, or there is nothing to pin; then nothing was written.
+step, to be changed. Needs the standard library alone, so that it runs before anything
+is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or the directory
+cannot be used, or there is nothing to pin: then an ArgumentError says why, and nothing
+was written.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
 PACKAGED = (PACKAGE, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 EXTRAS = "[plots]"  # Of the package, in a project.
 LOCAL = "file://localhost"
-# What --eject copies: keys of the config that name the copies, and their originals.
+# Modules that --eject copies, by the keys of the config that name the copies.
 EJECT = {"loop": {"loop": "training/loop.py", "step": "training/step.py"}}
-# What tools make, and what a project makes of itself.
+# Files that tools and runs make.
 MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
-# As they are imported and as pip spells them.
+# Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
 jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
 orbax_checkpoint pip pytest pytest_timeout pytest_xdist rich ruff safetensors
@@ -40,11 +41,7 @@ scikit_learn setuptools sklearn tensorboardx tokenizers xdist
 
 
 def check_name(name: str, root: Path) -> None:
-    """Asserts that `name` can be the package of a project.
-
-    Raises:
-      ArgumentError: not a lower-case identifier, or the name of something else.
-    """
+    """Asserts that `name` is a lower-case identifier, and not taken."""
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
         given = f"--name={name} cannot be a package" if name else "--name is needed"
         raise ArgumentError(None, f"{given}; use lower-case letters, as in my_project")
@@ -59,11 +56,7 @@ def check_name(name: str, root: Path) -> None:
 
 
 def check_dest(dest: str, root: Path) -> Path:
-    """The absolute path of `dest`, where nothing is yet.
-
-    Raises:
-      ArgumentError: not a new or empty directory outside `root`.
-    """
+    """Resolves `dest`, which must be a new or empty directory outside `root`."""
     path = Path(dest).expanduser().resolve()
     if dest and not path.is_relative_to(root):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -75,11 +68,7 @@ def check_dest(dest: str, root: Path) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git says in `root`.
-
-    Raises:
-      ArgumentError: it fails there, or is not installed.
-    """
+    """Runs git in `root`, and returns its output."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
@@ -95,11 +84,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """The commit that `root` is at, and differs from in nothing that is installed.
-
-    Raises:
-      ArgumentError: there is none, or files differ from it.
-    """
+    """Commit of `root`, from which no installed file may differ."""
     commit = git(root, "rev-parse", "HEAD")
     changed = git(root, "status", "--porcelain", "--", *PACKAGED)
     if changed:
@@ -112,11 +97,7 @@ def commit_of(root: Path) -> str:
 
 
 def git_requirement(root: Path) -> tuple[str, str]:
-    """The package at this commit, as pip fetches it with git; and a caution, or "".
-
-    Raises:
-      ArgumentError: see `commit_of`.
-    """
+    """Makes pip's requirement of the package at this commit; and a caution, or ""."""
     commit, caution = commit_of(root), ""
     branches = git(root, "branch", "-r", "--contains", commit, "--format=%(refname)")
     if branches:
@@ -132,7 +113,7 @@ def git_requirement(root: Path) -> tuple[str, str]:
 
 
 def address(url: str, root: Path) -> str:
-    """A remote's URL as pip takes it, and without a password that is in it."""
+    """Converts a remote's URL to pip's form, without its password."""
     if url.startswith("file:///"):
         return url.replace("file://", LOCAL, 1)
     if "://" in url:
@@ -144,18 +125,14 @@ def address(url: str, root: Path) -> str:
 
 
 def local(path: Path) -> str:
-    """A file's URL that names the host: pip 23 takes a requirement without for none."""
+    """URL of a file with a host name, which pip 23 requires."""
     return path.as_uri().replace("file://", LOCAL, 1)
 
 
 def vendor(root: Path, folder: Path) -> str:
-    """Builds a wheel of the package in `folder`; returns the requirement that means it.
+    """Builds a wheel of the package in `folder`; returns pip's requirement of it.
 
-    The commit, or without one what the files hold, is part of its version: no index
-    has such a version, and pip tells two of them apart.
-
-    Raises:
-      ArgumentError: see `commit_of`; or pip fails.
+    No index has its version, which ends in the commit or in a hash of the files.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "source")
@@ -186,7 +163,7 @@ def vendor(root: Path, folder: Path) -> str:
 
 
 def write_project(root: Path, folder: Path, name: str, requirement: str) -> None:
-    """Writes `skeleton/` of `root` to `folder`, with these for its placeholders."""
+    """Copies `skeleton/` of `root` to `folder`, its placeholders replaced."""
     source = root / SKELETON
     ignored = shutil.ignore_patterns(*MADE)
     shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
@@ -214,12 +191,7 @@ def eject(root: Path, folder: Path, name: str, what: str) -> None:
 
 
 def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
-    """Makes the project at `dest`, whole or not at all; returns what to say of it.
-
-    Raises:
-      ArgumentError: there is nothing to pin.
-      OSError: something cannot be read or written.
-    """
+    """Makes the project at `dest`, whole or not at all; returns lines to print."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     partial = dest.with_name(f".{dest.name}.{os.getpid()}")
     try:

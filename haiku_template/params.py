@@ -10,7 +10,7 @@ import haiku as hk
 
 
 def flatten(params: hk.Params) -> dict[str, Any]:
-    """Leaves of {module: {name: leaf}} by path."""
+    """Flattens {module: {name: leaf}} to leaves by path."""
     leaves = hk.data_structures.traverse(params)
     return {f"{module}/{name}": leaf for module, name, leaf in leaves}
 
@@ -25,11 +25,11 @@ def unflatten(leaves: dict[str, Any]) -> hk.Params:
 
 
 def matching(pattern: str, paths: Iterable[str]) -> set[str]:
-    """Paths that fit a shell pattern: `*` is anything, slashes too."""
+    """Selects paths by a shell pattern: `*` is anything, slashes too."""
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """`; nearest is ...` with the most similar of the names, or nothing."""
+    """Formats `; nearest is ...` with the most similar of the names, or nothing."""
     found = difflib.get_close_matches(name, list(itertools.islice(names, 1000)), n=1)
     return f"; nearest is {found[0]}" if found else ""

@@ -1,13 +1,12 @@
-"""Writes what a checkpoint of a run gives for each example, on any devices.
+"""Writes the outputs of a checkpoint for each example, on any devices.
 
     python -m haiku_template.predict --workdir=runs/digits --output=digits.npz \
         [--checkpoint=best]
 
-The examples are those that the run is evaluated on, in their order; each is there once,
-whatever the devices. `.npz` holds arrays `outputs` and `labels`, one row an example;
-`.jsonl` an object with both on each line. Nothing is overwritten. Exit codes: 0 done,
-64 bad configuration or data, 69 device not available, 74 the checkpoint or the file
-cannot be read or written.
+The examples are the run's evaluation set, each once, in its order. `.npz` holds arrays
+`outputs` and `labels`, one row an example; `.jsonl` an object with both on each line.
+Nothing is overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not
+available, 74 the checkpoint or the file cannot be read or written.
 """
 
 from pathlib import Path
@@ -30,7 +29,7 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads the saved config, restores the checkpoint and writes its outputs."""
     workdir, output = Path(_WORKDIR.value), Path(_OUTPUT.value)
-    config.of_run(workdir)  # Wrong ones are told before JAX starts.
+    config.of_run(workdir)  # Raises before JAX starts.
     devices = cli.device_manager()
     from haiku_template.runs import Run, write_predictions
 

@@ -23,8 +23,8 @@ from haiku_template.data.text.tokenizer import FILE, Tokenizer, learn_tokenizer
 from haiku_template.errors import ConfigError
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
-BINARY_BYTES = 8192  # In which a file that is no text shows a zero byte.
-BATCH = 2**19  # Characters that are handed to the tokenizer's threads at once.
+BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
+BATCH = 2**19  # Characters for the tokenizer's threads at once.
 
 _INPUT = flags.DEFINE_string("input", None, "A text file, or a folder of them.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
@@ -45,10 +45,10 @@ flags.mark_flags_as_required(["input", "tokenizer", "output"])
 
 
 def main() -> None:
-    """Checks the paths, gets a tokenizer, writes the tokens, then names the files.
+    """Checks the paths, gets a tokenizer, and writes the token files.
 
     Raises:
-      ConfigError: what a user can mend; then no token file was written.
+      ConfigError: flags, text or tokenizer do not fit; no token file was written.
     """
     named = (_OUTPUT.value, _VALIDATION_OUTPUT.value)
     outputs = [Path(path).expanduser() for path in named if path]
@@ -98,17 +98,12 @@ def write_tokens(
     writer: TokenWriter,
     report: Callable[[int], None],
 ) -> None:
-    """Writes the tokens of all files, one after another, each with its end.
+    """Writes the tokens of all files, each with its end.
 
-    Args:
-      files: UTF-8 text.
-      tokenizer: which tokens.
-      writer: takes the tokens.
-      report: called with the number of bytes that were worked on since the last call.
+    `report` is called with the number of bytes done since its last call.
 
     Raises:
-      ConfigError: a file that cannot be read or is not UTF-8, or that the tokenizer
-        cannot encode.
+      ConfigError: a file cannot be read, is not UTF-8, or cannot be encoded.
     """
     end = [] if tokenizer.end is None else [tokenizer.end]
     for batch in _batches(files):
@@ -120,7 +115,7 @@ def write_tokens(
 
 
 def _batches(files: list[TextFile]) -> Iterator[list[tuple[str, bool]]]:
-    """Groups of pieces, each with whether it is the last of its file."""
+    """Groups pieces of text, each with True if it is the last of its file."""
     batch, length = [], 0
     for file in files:
         for piece in pieces(file):
@@ -134,11 +129,7 @@ def _batches(files: list[TextFile]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _read_input(own: set[Path]) -> list[list[TextFile]]:
-    """The files to train on, and those held out when that is asked for.
-
-    Args:
-      own: files that this command reads or writes, which are no input.
-    """
+    """Lists files to train on and to hold out; `own`, the command's, are no input."""
     found = documents.text_files(_INPUT.value)
     files = [f for f in found if f.path.resolve() not in own and _is_text(f)]
     documents.check_any(files, _INPUT.value)
@@ -162,7 +153,7 @@ def _is_text(file: TextFile) -> bool:
 
 
 def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
-    """Raises `ConfigError` when something would be overwritten or cannot be written."""
+    """Raises `ConfigError` if a file would be overwritten or cannot be written."""
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
     training = _TRAIN_VOCAB_SIZE.value is not None
@@ -185,7 +176,7 @@ def _watched(files: list[TextFile], report: Callable[[int], None]) -> Iterator[s
 
 @contextlib.contextmanager
 def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes of the files are done: a bar, or a line now and then."""
+    """Shows the bytes done: a bar, or a line now and then."""
     from rich import progress
 
     total = sum(file.path.stat().st_size for file in files)

@@ -11,10 +11,10 @@ from haiku_template.errors import ConfigError
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
-    """The entry of a table, or the function that `module:function` names.
+    """Looks up a name in a table, or imports `module:function`.
 
     Raises:
-      ConfigError: neither; the message lists the table and the nearest name.
+      ConfigError: neither is there; the message lists the table and the nearest name.
     """
     if name in table:
         return table[name]
@@ -41,11 +41,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
-    """The module that a config names in place of one of the package.
-
-    Raises:
-      ConfigError: it cannot be imported.
-    """
+    """Imports a user's module, or raises `ConfigError`; without a name the default."""
     if name is None:
         return default
     return _import(name, f"config.{key}={name!r} cannot be imported from here")
@@ -54,14 +50,9 @@ def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
 def make(
     key: str, values: Any, table: dict[str, Callable], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls what `values.name` means with the other values as keyword arguments.
+    """Calls the function of `values.name` with the other values as keyword arguments.
 
-    Args:
-      key: of the config, for messages.
-      values: `name` and the other keys.
-      table: what names mean.
-      *args: of the function.
-      **kwargs: of the function.
+    `*args` and `**kwargs` are further arguments; `key` is named in messages.
 
     Raises:
       ConfigError: an unknown name or key, or a value that does not fit.
@@ -86,7 +77,7 @@ def _import(module: str, refused: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, and what it imports is not.
+            raise  # The module exists, but not one that it imports.
         raise ConfigError(f"{refused}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Assertions for the tests of a project: four properties that each of its runs has.
+"""Assertions for the tests of a project: four properties of each of its runs.
 
 They run a config on CPU devices, on a machine with GPUs too, for a few steps. Import
 this module in tests alone; `make new` makes a project whose tests show how.
@@ -30,7 +30,7 @@ NUM_DEVICES = 4
 def simulate_devices() -> None:
     """Makes the CPU appear as four devices; call it in conftest.py, before JAX starts.
 
-    What one test has compiled the next one need not, until the process ends.
+    Tests of one process share compiled programs.
 
     Raises:
       DeviceError: JAX had started, and with fewer.
@@ -44,11 +44,7 @@ def simulate_devices() -> None:
 
 
 def load_config(path: str | Path) -> config_dict.ConfigDict:
-    """The config that `get_config()` of a Python file gives, checked.
-
-    Raises:
-      ConfigError: a key is missing, unknown, of the wrong type or out of range.
-    """
+    """Runs `get_config()` of a Python file, and checks the config."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -58,12 +54,9 @@ def load_config(path: str | Path) -> config_dict.ConfigDict:
 
 
 def assert_builds(config: config_dict.ConfigDict) -> None:
-    """Asserts that the parts of a run fit: reads its data, and traces both its steps.
+    """Asserts that the parts of a run fit: reads its data and traces both its steps.
 
     Nothing is compiled, and no parameter is allocated.
-
-    Args:
-      config: of the run.
 
     Raises:
       ConfigError: an unknown name or key, a value that does not fit, data that cannot
@@ -78,15 +71,9 @@ def assert_builds(config: config_dict.ConfigDict) -> None:
 def assert_loss_falls(
     config: config_dict.ConfigDict, workdir: Path, num_steps: int = 20
 ) -> None:
-    """Asserts that training lowers the loss of one batch, shown again at each step.
+    """Asserts that the loss of one batch falls in `num_steps` steps on it.
 
-    Args:
-      config: of the run.
-      workdir: an empty directory.
-      num_steps: how often the batch is shown.
-
-    Raises:
-      AssertionError: the loss at the last step is not below that at the first.
+    `workdir` is an empty directory.
     """
     trainer = _build(config, 1, num_steps)
     data = trainer.experiment.data
@@ -107,20 +94,11 @@ def assert_devices_agree(
     num_steps: int = 5,
     tolerance: float = 1e-3,
 ) -> None:
-    """Asserts that four devices compute what one does: losses and gradients' norms.
+    """Asserts that four devices equal one: losses and gradient norms, in float32.
 
-    In float32. Dropout differs between devices, so its rate must be 0 here. What counts
-    examples, such as accuracy, may differ by one whose logits are nearly equal.
-
-    Args:
-      config: of the run.
-      workdir: an empty directory.
-      num_steps: to compare.
-      tolerance: relative and absolute. Sums are made in another order, and a ReLU
-        whose input is zero but for that amplifies it.
-
-    Raises:
-      AssertionError: the first value that differs.
+    Dropout differs between devices, so its rate must be 0. `tolerance` is relative and
+    absolute: sums are added in another order, which a ReLU near zero amplifies.
+    `workdir` is an empty directory.
     """
     runs = []
     for count in (1, NUM_DEVICES):
@@ -139,19 +117,13 @@ def assert_devices_agree(
 def assert_resumes_bitwise(
     config: config_dict.ConfigDict, workdir: Path, num_steps: int = 6
 ) -> None:
-    """Asserts that a run that was stopped half-way ends as if it had not been.
+    """Asserts that a run stopped half-way and resumed ends bitwise as without the stop.
 
-    Args:
-      config: of the run.
-      workdir: an empty directory.
-      num_steps: of the whole run.
-
-    Raises:
-      AssertionError: the first leaf of the state, or the first metric, that differs.
+    State and metrics are compared; `workdir` is an empty directory.
     """
     runs, half = [], num_steps // 2
     for name, stop in (("whole", num_steps), ("parts", half), ("parts", num_steps)):
-        # Built anew, as by another process: a checkpoint is all that is handed on.
+        # Built anew, as by another process: only the checkpoint is shared.
         trainer = _build(config, 1, num_steps)
         runs.append(_train(trainer, stop, workdir / name, eval_every=half))
     (whole, rows), _, (resumed, again) = runs
@@ -170,7 +142,7 @@ def assert_resumes_bitwise(
 
 
 class _First(NamedTuple):
-    """The first batches of a data set alone."""
+    """The first batches of a data set."""
 
     dataset: Any
     num_batches: int
@@ -186,7 +158,7 @@ def _devices(count: int) -> DeviceManager:
 def _build(
     config: config_dict.ConfigDict, count: int, num_steps: int, **changes: Any
 ) -> Trainer:
-    """The trainer of a short run, which evaluates on two batches at most."""
+    """Makes the trainer of a short run, with two evaluation batches at most."""
     config = config.copy_and_resolve_references()
     warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
     config.update({"num_steps": num_steps, **changes})
@@ -209,7 +181,7 @@ def _with_data(trainer: Trainer, data: Data) -> Trainer:
 def _train(
     trainer: Trainer, num_steps: int, workdir: Path, eval_every: int | None = None
 ) -> tuple[Any, list[dict[str, float]]]:
-    """The last state, on the host, and what each step reported, less its speed."""
+    """Trains; returns the last state, on the host, and metrics without `perf/`."""
     result = train(
         trainer,
         num_steps=num_steps,

@@ -2,10 +2,10 @@
 
     python -m haiku_template.train --config=configs/digits.py --workdir=runs/digits
 
-The same command goes on where a stopped run was. Keys of the config are changed after
-it: --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad
-configuration or data, 69 device not available, 70 loss not finite, 71 a device
-disagrees, 74 checkpoint storage, 75 told to stop and saved, 130 interrupted and saved.
+The same command resumes a stopped run. Keys of the config are changed after it:
+--config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad configuration or data,
+69 device not available, 70 loss not finite, 71 a device disagrees, 74 checkpoint
+storage, 75 told to stop and saved, 130 interrupted and saved.
 """
 
 from absl import flags
@@ -40,7 +40,7 @@ flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Checks the config, then the devices, then the data; then trains."""
+    """Checks the config, the devices and the data; then trains."""
     config.check(_CONFIG.value)
     asked, steps = _PROFILE.value, _CONFIG.value.num_steps
     profile = None if asked is None else config.interval(asked, steps)
