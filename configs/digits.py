@@ -13,7 +13,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 2000
     config.batch_size = 128

@@ -1,4 +1,4 @@
-"""A small ResNet with batch normalisation on scikit-learn's digits.
+"""A small ResNet with batch normalization on scikit-learn's digits.
 
     python -m haiku_template.train --config=configs/digits_resnet.py \
         --workdir=runs/digits_resnet
@@ -15,7 +15,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 400
     config.batch_size = 128

@@ -7,18 +7,18 @@
 FOLDER is that of gpt2, gpt2-medium, gpt2-large or gpt2-xl: config.json,
 model.safetensors, tokenizer.json, which `pip install "haiku_template[text]"` reads. A
 line of answers.jsonl is {"prompt": "Capital of France?", "completion": " Paris"}.
-`python -m haiku_template.export --format=adapters` writes what was learned, alone;
-`--format=safetensors` merges it into a folder like FOLDER, and
-`--config.finetuning.adapters=EXPORTED` starts from adapters.
+`python -m haiku_template.export --format=adapters` writes the adapters alone;
+`--format=safetensors` merges them into a folder like FOLDER, and
+`--config.finetuning.adapters=EXPORTED` starts from exported adapters.
 
-Lab record: it was run on a small GPT-2 with random weights alone. What a step of GPT-2
-124M needs on one device, as `--dry_run` says (8 examples of 512 tokens at a time,
+Lab record: run only on a small GPT-2 with random parameters. Memory of a step of GPT-2
+124M on one device, from `--dry_run` (micro-batches of 8 examples of 512 tokens,
 compiled for the CPU, jax 0.12.0.1):
 
     10.3 GB  all parameters train, float32      (lora.rank=None, remat=False)
-     7.7 GB  adapters, frozen in float32        (base_dtype=float32, remat=False)
-     7.3 GB  adapters, frozen in bfloat16       (remat=False)
-     1.4 GB  and blocks computed again, as here (4.2 GB with accumulate_steps=1)
+     7.7 GB  LoRA, float32 frozen parameters    (base_dtype=float32, remat=False)
+     7.3 GB  LoRA, bfloat16 frozen parameters   (remat=False)
+     1.4 GB  and rematerialization, as here     (4.2 GB with accumulate_steps=1)
 """
 
 from ml_collections import config_dict
@@ -28,7 +28,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 1000
     config.batch_size = 32

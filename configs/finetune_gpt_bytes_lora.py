@@ -14,7 +14,7 @@ on topics that were held out:
     3.00  400 steps on the topics from the seed (gpt_bytes, num_steps=400; with this
           learning rate and warm-up: 3.68)
 
-The adapters alone take 265 kB (`python -m haiku_template.export --format=adapters`).
+The adapters take 265 kB (`python -m haiku_template.export --format=adapters`).
 """
 
 from ml_collections import config_dict
@@ -23,7 +23,7 @@ from configs import gpt_bytes
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = gpt_bytes.get_config()
     config.num_steps = 400
     config.eval_every = 200

@@ -1,4 +1,4 @@
-"""A BERT encoder, from a Hugging Face folder, fine-tuned to tell classes of text apart.
+"""A BERT encoder, from a Hugging Face folder, fine-tuned to classify text.
 
     python -m haiku_template.train --config=configs/finetune_text_classifier.py \
         --workdir=runs/texts --config.init_from=FOLDER --config.data.path=texts.jsonl
@@ -7,9 +7,9 @@ FOLDER is that of bert-base, MiniLM or another BERT: config.json, model.safetens
 tokenizer.json, which `pip install "haiku_template[text]"` reads. A line of texts.jsonl
 is {"text": "A fine film.", "label": "positive"}. All parameters train;
 `--config.finetuning.train='("bert/head/*",)'` trains the head alone, and adapters too
-with `--config.finetuning.lora.rank=8`. Hugging Face's own classifiers read what is
-exported after `--config.model.pooling=cls`; they know no mean of the tokens, of which
-`--format=stablehlo` alone writes. To go on from such a folder, head and all:
+with `--config.finetuning.lora.rank=8`. For Hugging Face's own classifiers train with
+`--config.model.pooling=cls`: they cannot average the tokens, which only
+`--format=stablehlo` exports. To start from such a folder, its head included:
 `--config.finetuning.fresh='()'`.
 
 Lab record, all-MiniLM-L6-v2 on 9,531 snippets of film reviews, positive or negative by
@@ -25,7 +25,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 1000
     config.batch_size = 32

@@ -9,7 +9,7 @@ A file of 10,248,871,837 uint16 tokens (19.1 GiB) is mapped, not read. Token fil
     python -m haiku_template.prepare --input=DIRECTORY \
         --tokenizer=tokenizer.json --output=train.safetensors
 
-Lab record: the whole schedule was run nowhere yet. Sizes, batch, rates and schedule are
+Lab record: not run as a whole yet. Sizes, batch, rates and schedule are
 nanoGPT's for GPT-2 124M (0.5 million tokens a step, 600,000 steps, loss 2.85 on
 OpenWebText with eight A100).
 """
@@ -21,11 +21,11 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 600_000
     config.batch_size = 480  # Windows, over all devices; 491,520 tokens in each step.
-    config.accumulate_steps = 5  # Of 12 windows on each of eight devices.
+    config.accumulate_steps = 5  # Micro-batches of 12 windows on each of eight devices.
     config.precision = "bfloat16"
     config.log_every = 10
     config.eval_every = 1000

@@ -20,7 +20,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 1100
     config.batch_size = 16  # Windows; 2,048 bytes in each step.

@@ -15,7 +15,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment."""
+    """Configures the experiment."""
     config = default_config()
     config.num_steps = 4700  # 10 epochs of 60,000 images.
     config.batch_size = 128
