@@ -64,10 +64,7 @@ class Precision(NamedTuple):
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
 
     def cast_outputs(self, outputs: Any) -> Any:
-        """Casts a model's outputs to float32.
-
-        `LazyLogits` stay as they are: their later product is float32.
-        """
+        """Casts outputs to float32; `LazyLogits` stay: their product is float32."""
 
         def is_lazy(x: Any) -> bool:
             return isinstance(x, LazyLogits)

@@ -12,7 +12,7 @@ from haiku_template.config import default_config
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The whole experiment; `default_config` holds every key with its meaning."""
+    """Configures the experiment; `default_config` has every key, with its meaning."""
     config = default_config()
     config.num_steps = 400
     config.batch_size = 128  # Over all devices.

@@ -13,10 +13,10 @@ def model(
     """Images [B, H, W, C] to logits [B, K].
 
     Args:
-      num_outputs: K, which the data says.
-      axis_name: of the devices, None on one: what a layer averages over the batch, it
-        averages over this axis too, or four devices would not equal one.
-      width: channels of each block; with all that follows, a key of `config.model`.
+      num_outputs: K, the number of classes in the data.
+      axis_name: of the devices, None on one. A layer that averages over the batch
+        averages over this axis, too, or four devices would not equal one.
+      width: channels of each block; a key of `config.model`, as all that follow.
       num_blocks: residual blocks.
     """
 

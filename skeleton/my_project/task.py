@@ -1,4 +1,4 @@
-"""The task: what the model's outputs are worth, example by example."""
+"""The task: loss and metrics of the model's outputs, example by example."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,10 @@ def task(
 ) -> dict[str, jax.Array]:
     """Cross-entropy in nats, and accuracy, of each example: float32 [B].
 
-    Training minimizes the average of `loss`; averages of all values are reported, of
-    single batches as train/NAME and of the whole evaluation set as eval/NAME.
+    Training minimizes the average of `loss`. All values are averaged and reported: of
+    single batches as train/NAME, of the evaluation set as eval/NAME.
 
-    Args:
-      logits: the model's outputs, float32 [B, K].
-      batch: `inputs` and `labels`, as `data.py` gives them.
-      smoothing: of the labels, in [0, 1); a key of `config.task`.
+    `logits` are float32 [B, K]; `smoothing`, in [0, 1), is a key of `config.task`.
     """
     labels = batch["labels"]
     targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[1]), smoothing)

@@ -1,4 +1,4 @@
-"""What every run here should do; about half a minute on two cores."""
+"""Four properties of each run here; about half a minute on two cores."""
 
 from pathlib import Path
 
