@@ -92,11 +92,7 @@ class Facts(NamedTuple):
 
 
 def read_facts(file: Path) -> Facts:
-    """Reads the metadata of an adapter file.
-
-    Raises:
-      ConfigError: it is damaged, or holds no adapters.
-    """
+    """Reads an adapter file's metadata, or raises `ConfigError`."""
     read_headers(file)  # Raises one sentence if damaged.
     found = read_metadata(file)
     try:

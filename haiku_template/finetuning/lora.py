@@ -44,12 +44,7 @@ def init_adapters(
 ) -> dict[str, jax.Array]:
     """Initializes A (normal, variance 1 / I) and B (zero), which leave W unchanged.
 
-    Args:
-      shapes: of the adapted matrices, by path.
-      rng: the source of A.
-
-    Returns:
-      float32, by path.
+    `shapes` are of the adapted matrices by path; the adapters are float32, by path.
     """
     adapters = {}
     for i, (path, (inputs, outputs)) in enumerate(sorted(shapes.items())):
@@ -65,15 +60,12 @@ def adapt(
     leaves: dict[str, Any],
     rng: jax.Array | None = None,
 ) -> dict[str, Any]:
-    """Adds adapters to their matrices, in the dtype that both have.
+    """Adds adapters to their matrices, and returns the leaves without adapters.
 
     Args:
       paths: of the adapted matrices.
-      leaves: matrices, adapters and others, by path.
+      leaves: matrices, adapters and others by path, in one dtype.
       rng: the source of dropout; None drops nothing.
-
-    Returns:
-      The leaves without adapters.
     """
     adapted = dict(leaves)
     for i, path in enumerate(sorted(paths)):

@@ -98,11 +98,7 @@ def with_sizes(
 
 
 def vocabulary_of(init_from: str | None) -> int | None:
-    """Vocabulary size of a Hugging Face folder, or of a run whose config has it.
-
-    Raises:
-      ConfigError: a config there is missing, damaged, or of an unknown model.
-    """
+    """Vocabulary size of a Hugging Face folder, or of a run whose config has it."""
     if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
         given = saved and saved.data.get("vocab_size")

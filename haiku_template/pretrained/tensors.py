@@ -62,11 +62,7 @@ class Tensor(NamedTuple):
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype in NumPy.
-
-        Raises:
-          ConfigError: NumPy has none for it.
-        """
+        """The dtype in NumPy; raises `ConfigError` if it has none."""
         if self.dtype not in DTYPES:
             raise ConfigError(
                 f"{self.name} in {self.file} is of dtype {self.dtype}, which cannot be "
@@ -79,9 +75,7 @@ class Tensor(NamedTuple):
 
 
 def locate(source: Path) -> Path:
-    """Finds the safetensors file of a model, or the index of its shards.
-
-    `source` may be either, or a Hugging Face folder.
+    """Finds the safetensors file or the index of `source`: either, or their folder.
 
     Raises:
       ConfigError: there is none, or only a pickle.
@@ -107,8 +101,6 @@ def locate(source: Path) -> Path:
 
 def read_headers(source: Path) -> dict[str, Tensor]:
     """Lists the tensors of a model by name, in the order of the files.
-
-    `source` is as for `locate`.
 
     Raises:
       ConfigError: a file or shard is missing, truncated, damaged or hostile, or the
@@ -229,11 +221,7 @@ def _read_header(file: Path) -> list[Tensor]:
 
 
 def _check_published(file: Path) -> None:
-    """Refuses formats in which Haiku parameters are published, unlike safetensors.
-
-    Raises:
-      ConfigError: it is one; says how safetensors are made of it.
-    """
+    """Refuses the formats of published Haiku parameters, with a way to convert them."""
     with file.open("rb") as opened:
         begin = opened.read(9)
     kind = {".pkl": ".pickle"}.get(file.suffix, file.suffix)

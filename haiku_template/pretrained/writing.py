@@ -262,12 +262,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(file: Path) -> Iterator[Path]:
-    """Context of a path to write, renamed to `file` if nothing goes wrong.
-
-    Raises:
-      ConfigError: `file` exists.
-      StorageError: it cannot be written; nothing of it is left.
-    """
+    """Context of a path to write, renamed to `file`; raises as `new_folder`."""
     check_new(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,7 @@ Writer = Callable[[int, dict[str, float]], None]
 class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
-    Attributes:
-      peak: FLOP/s of matrix products on all devices; None where not measured.
+    `peak` is the FLOP/s of matrix products on all devices; None if not measured.
     """
 
     def __init__(

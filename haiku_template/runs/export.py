@@ -106,11 +106,7 @@ def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndar
 
 
 def _classes(run: Run) -> dict[str, Any]:
-    """Keys of a classifier in Hugging Face's config.json.
-
-    Raises:
-      ConfigError: Hugging Face has no such classifier.
-    """
+    """Keys of a classifier in Hugging Face's config.json, which must have its like."""
     pooling = model_keys(run.config).get("pooling", "cls")
     if pooling != "cls":
         raise ConfigError(

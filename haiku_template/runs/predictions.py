@@ -44,11 +44,7 @@ def write_predictions(run: Run, output: Path) -> int:
 
 
 def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:
-    """Chooses the function that writes a file of this name.
-
-    Raises:
-      ConfigError: there is none.
-    """
+    """Chooses the function that writes a file of this name."""
     writers = {".npz": _write_npz, ".jsonl": _write_jsonl}
     if output.suffix not in writers:
         raise ConfigError(

@@ -36,21 +36,13 @@ class Run:
 
     @classmethod
     def open(cls, workdir: str | Path, devices: DeviceManager, which: str) -> "Run":
-        """Opens a run, and reads no more than its config.
-
-        Raises:
-          ConfigError: `workdir` has no run with a config.
-        """
+        """Opens a run; raises `ConfigError` if `workdir` has none with a config."""
         workdir = Path(workdir)
         return cls(workdir, of_run(workdir), devices, which)
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """The experiment, compiled for the devices.
-
-        Raises:
-          ConfigError: a part of the config cannot be made, such as its data.
-        """
+        """Trainer of the run; raises `ConfigError` if its config does not work here."""
         config = self.config.copy_and_resolve_references()
         config.data.placement = "host"
         # Larger, so that it splits over these devices; the rest is padding.

@@ -42,10 +42,7 @@ def add_up(
     eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
 ) -> dict[str, Any]:
-    """Sums the results of `eval_step` over an evaluation set, in float64.
-
-    Within a batch sums are float32; no batch has more rows than the first.
-    """
+    """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
     size = padded_size(devices, dataset)
     sums: Any = None
     running: deque[dict[str, Any]] = deque()

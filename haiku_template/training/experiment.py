@@ -159,11 +159,7 @@ def _optimizer(
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:
-    """Makes `config.task`, its other keys bound as keyword arguments.
-
-    Raises:
-      ConfigError: an unknown name or key.
-    """
+    """Makes `config.task`, its other keys bound as keyword arguments."""
     values = config.task.to_dict()
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))

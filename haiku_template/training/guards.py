@@ -146,20 +146,12 @@ class Guards:
         self._unchecked.append((step, scalars))
 
     def agree(self, state: Any) -> None:
-        """Asserts after the first step that all replicas are equal.
-
-        Raises:
-          PlacementError: a part is not averaged over devices.
-        """
+        """Raises `PlacementError` if the first step left replicas that differ."""
         check_replicas(state)
         self._agreed = True
 
     def finite(self, step: int, scalars: Any, latest: int | None) -> dict[str, float]:
-        """Fetches a step's scalars.
-
-        Raises:
-          NonFiniteError: the loss is not finite; names the first such step.
-        """
+        """Fetches scalars; raises `NonFiniteError` that names the first bad loss."""
         values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
             step = next(faulty_steps(self._devices, self._unchecked, "loss"), step)
@@ -271,11 +263,7 @@ def check_before_start(
 
 
 def check_norms(trainer: Trainer) -> None:
-    """Asserts that normalization layers average over the devices where they can.
-
-    Raises:
-      PlacementError: a layer does not; names it.
-    """
+    """Raises `PlacementError` if normalization does not average over the devices."""
     devices = trainer.devices
     if devices.axis_name is None:
         return
@@ -304,11 +292,7 @@ def check_norms(trainer: Trainer) -> None:
 
 
 def check_evaluation(trainer: Trainer, best_metric: str) -> None:
-    """Traces the evaluation, so that its faults are found before step 0.
-
-    Raises:
-      ConfigError: `best_metric` is not among its metrics.
-    """
+    """Traces the evaluation, and asserts that `best_metric` is one of its metrics."""
     devices, dataset = trainer.devices, trainer.experiment.data.evaluation
     if dataset is None:
         return

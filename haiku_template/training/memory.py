@@ -297,11 +297,7 @@ def in_units(size: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Reads `24GiB`, `500MiB`, or a number of bytes.
-
-    Raises:
-      ConfigError: it is neither.
-    """
+    """Reads `24GiB`, `500MiB` or a number of bytes, or raises `ConfigError`."""
     number, factor = text.strip(), 1
     for unit in UNITS:
         if number.endswith(unit):

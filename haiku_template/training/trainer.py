@@ -235,10 +235,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
-        """Prefetches the batches of steps `start` to `stop - 1` onto the devices.
-
-        A staged training set is put on the devices here.
-        """
+        """Prefetches the batches of steps `start` to `stop - 1` onto the devices."""
         staged = None
         if self._blocks is not None:
             arrays = self.experiment.data.train.staged()
