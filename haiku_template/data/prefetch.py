@@ -13,14 +13,9 @@ LEAVE_SECONDS = 5.0  # How long leaving waits for a batch that is being made.
 class Prefetcher:
     """Iterates over `make(start), ..., make(stop - 1)`, `depth` of them ahead of time.
 
-    Use it as a context manager: leaving it stops the thread. An error in `make` is
-    raised again at its step.
-
-    Args:
-      make: gives the batch of a step; runs in the background thread, in order.
-      start: the first step.
-      stop: one past the last step.
-      depth: most batches that wait; each occupies its devices' memory.
+    `make` gives the batch of a step; it runs in the background thread, in order, and an
+    error in it is raised again at its step. Each batch ahead occupies its devices'
+    memory. Use it as a context manager: leaving it stops the thread.
     """
 
     def __init__(

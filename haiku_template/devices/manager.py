@@ -34,10 +34,7 @@ COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 class DeviceManager(NamedTuple):
     """Devices of a run, as a value: built once, passed explicitly.
 
-    Attributes:
-      devices: the devices in use; never empty.
-      reason: why these, in one sentence.
-      ledger: adds up bytes copied and seconds waited.
+    `reason` says why these, in one sentence; `ledger` adds up bytes and seconds.
     """
 
     devices: tuple[jax.Device, ...]
@@ -176,13 +173,9 @@ class DeviceManager(NamedTuple):
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
 
-        Args:
-          batch: pytree of NumPy arrays [B, ...]. The CPU uses their memory in place, so
-            never write to it again.
-
-        Returns:
-          Arrays [B, ...] on one device; [n, B / n, ...] on n, with row block i on
-          device i.
+        NumPy arrays [B, ...] keep their shape on one device; on n they become [n, B /
+        n, ...], with row block i on device i. The CPU uses their memory in place, so
+        never write to it again.
 
         Raises:
           PlacementError: B is not a multiple of the number of devices, or differs
@@ -221,9 +214,8 @@ class DeviceManager(NamedTuple):
           step: pure function of `replicated` trees, the state first, and of the batch.
           donate_argnums: arguments whose memory the results may take over.
           replicated: number of arguments before the batch.
-          out: `whole`; or `split` for results of each example: leaves with one entry
-            for each row of a share become arrays [B, ...], with row block i on device
-            i.
+          out: `whole`; or `split` for results of each example: one entry for each row
+            of a share, joined to arrays [B, ...] in the order of the batch.
 
         Raises:
           PlacementError: another `out`.

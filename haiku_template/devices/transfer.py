@@ -26,17 +26,12 @@ AXIS_NAME = "data"
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
     """Puts `shards[i]` on `devices[i]` and joins them along a new leading axis.
 
-    Args:
-      shards: one pytree for each device, all of one structure; corresponding leaves
-        (NumPy or JAX arrays, PRNG keys, scalars) have one shape S and one dtype.
-      devices: as many distinct devices.
-
-    Returns:
-      A pytree like one shard, of arrays [len(devices), *S].
+    Shards are pytrees of one structure; corresponding leaves (NumPy or JAX arrays, PRNG
+    keys, scalars) have one shape S and one dtype, and become [len(devices), *S].
 
     Raises:
-      PlacementError: not one shard for each device, or shards that differ in structure,
-        shape or dtype; the message names the leaf.
+      PlacementError: not one shard for each of distinct devices, or shards that differ
+        in structure, shape or dtype; the message names the leaf.
       TypeError: `shards` is no sequence, or a leaf no number or array of numbers.
     """
     devices = _distinct(devices)
@@ -67,8 +62,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
 def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     """Puts a copy of `tree` on every device, along a new leading axis.
 
-    Leaves (NumPy or JAX arrays, PRNG keys, scalars) of shape S become arrays
-    [len(devices), *S].
+    Leaves as in `device_put_sharded`, of shape S, become [len(devices), *S].
 
     Raises:
       PlacementError: no devices, or one named twice.

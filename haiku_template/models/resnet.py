@@ -20,12 +20,12 @@ def resnet(
 ) -> hk.TransformedWithState:
     """A ResNet with a 3 x 3 stem and no pooling after it: [B, H, W, C] to [B, K].
 
-    Batch statistics are those of the whole batch, however many devices share it; their
+    Batch statistics are those of the whole batch, averaged over `axis_name`; their
     moving averages are the network state.
 
     Args:
       num_outputs: K.
-      axis_name: mesh axis over which batch statistics are averaged; None on one device.
+      axis_name: mesh axis of the devices; None on one device.
       channels: of each group; each group after the first halves H and W.
       blocks: residual blocks in each group, of two convolutions each.
       norm_decay: decay of the moving averages, for each step.

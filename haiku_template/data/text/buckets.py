@@ -18,11 +18,9 @@ MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
 
 class Tokens(NamedTuple):
-    """Tokens of many texts, one text after another.
+    """Tokens of many texts, `flat`: one text after another, int32.
 
-    Attributes:
-      flat: of all texts: int32.
-      starts: begin of each text, and end of the last: int64 [N + 1].
+    `starts` are their first positions, and the end of the last: int64 [N + 1].
     """
 
     flat: np.ndarray
@@ -63,9 +61,8 @@ class Texts(NamedTuple):
 class Completions(NamedTuple):
     """Prompts with their completions, for a language model.
 
-    Attributes:
-      tokens: of prompt and completion together; two or more of each.
-      prompts: number of them that are the prompt's: int64 [N].
+    `tokens` are a prompt's and its completion's; `prompts` counts the former: int64
+    [N].
     """
 
     tokens: Tokens

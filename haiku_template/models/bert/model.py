@@ -65,8 +65,7 @@ def bert(
       token_types: number of token types (segments).
       dropout: share of units dropped in training, in [0, 1); none of the attention's.
       norm_eps: added to variances.
-      remat: recompute each block in the backward pass: a third more work for much less
-        memory.
+      remat: recompute each block in the backward pass: more work, much less memory.
 
     Raises:
       ValueError: an unknown pooling, or a value out of its range.

@@ -68,21 +68,16 @@ def gpt(
 
     `forward(tokens, is_training, cache=None)`: with `cache="new"`, or the `Cache` of an
     earlier call, it returns (`LazyLogits`, `Cache`). The tokens follow those in the KV
-    cache; the caller ensures that they fit.
+    cache; the caller ensures that they fit. The model keeps no statistics of the batch,
+    so `axis_name` is not used.
 
     Args:
-      num_outputs: V.
-      axis_name: not used; it keeps no statistics of the batch.
-      preset: `124M`, `355M`, `774M` or `1558M`: GPT-2's four sizes.
-      num_layers: blocks; None means the preset's, here and below.
-      width: D.
-      num_heads: H.
-      context: S, the most tokens that are seen at once.
+      preset: `124M`, `355M`, `774M` or `1558M`: GPT-2's four sizes, for each of
+        `num_layers` (blocks), `width`, `num_heads` and `context` that is None.
       dropout: share dropped in training, in [0, 1): after the embedding, the attention
         and the MLP; never inside attention, as its fused forms cannot.
       attention: `auto` (cuDNN's flash attention where it exists), `xla` or `cudnn`.
-      remat: recompute each block in the backward pass: a third more work for much less
-        memory.
+      remat: recompute each block in the backward pass: more work, much less memory.
 
     Raises:
       ValueError: a value out of its range.
