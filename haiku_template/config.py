@@ -45,7 +45,7 @@ def default_config() -> config_dict.ConfigDict:
 
     config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
     config.early_stop = config_dict.ConfigDict()
-    config.early_stop.metric = "eval/loss"  # To become better.
+    config.early_stop.metric = "eval/loss"  # To be improved.
     config.early_stop.mode = "min"  # Or max.
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 
@@ -71,7 +71,7 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning.adapters = config_dict.placeholder(str)
     config.finetuning.lora = config_dict.ConfigDict()
     config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
-    config.finetuning.lora.alpha = 16.0  # LoRA scale, times rank.
+    config.finetuning.lora.alpha = 16.0  # LoRA scale times rank.
     config.finetuning.lora.dropout = 0.0  # Share of dropped rows of A.
     config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
 

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters of frozen matrices.
 
-They transform the tree of parameters, so that any Haiku model can have them: it gets W
-+ (alpha / rank) A B for W. The sum is computed once a step for the whole batch, and
-kept for the backward pass.
+They transform the tree of parameters, so that any Haiku model can have them: instead of
+W it gets W + (alpha / rank) A B, computed once a step for the whole batch, and kept for
+the backward pass.
 
 Shapes: W [I, O] (inputs, outputs), A [I, R], B [R, O], R the rank.
 """

@@ -92,7 +92,7 @@ class Plan(NamedTuple):
         return unflatten(adapt(self.lora, self.adapted, leaves, rng))
 
     def merge(self, params: hk.Params, frozen: hk.Params) -> hk.Params:
-        """Does as `combine`, but adds adapters in float32; other dtypes stay."""
+        """Merges like `combine`, with adapters added in float32; other dtypes stay."""
         leaves = flatten(frozen)
         wide = {path: leaves[path].astype(jnp.float32) for path in self.adapted}
         return self.combine(params, unflatten(leaves | wide))

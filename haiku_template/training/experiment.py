@@ -177,7 +177,7 @@ def make_data(config: config_dict.ConfigDict) -> Data:
     labels = make_task(config).labels
     spec = BatchSpec(config.batch_size, config.seed, labels)
     values = config.data.to_dict()
-    values.pop("placement", None)  # It says where the data lives, not what it is.
+    values.pop("placement", None)  # Not an argument of the data set.
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = vocabulary_of(config.init_from)
     name, data = values["name"], make("data", values, DATASETS, spec)
@@ -244,7 +244,7 @@ def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
 def _tokens_per_example(task: Task, data: Data) -> int:
     batch = data.train.batch(0) if task.labels == "tokens" else {}
     labels = batch.get("labels")
-    # With a mask, what is learned from differs between examples.
+    # With a mask, examples differ in the number of these tokens.
     return 0 if np.ndim(labels) != 2 or "loss_mask" in batch else labels.shape[1]
 
 

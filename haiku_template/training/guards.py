@@ -151,7 +151,7 @@ class Guards:
         self._agreed = True
 
     def finite(self, step: int, scalars: Any, latest: int | None) -> dict[str, float]:
-        """Fetches scalars; raises `NonFiniteError` that names the first bad loss."""
+        """Fetches scalars; raises `NonFiniteError` if the loss is not finite."""
         values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
             step = next(faulty_steps(self._devices, self._unchecked, "loss"), step)
@@ -250,7 +250,7 @@ def check_before_start(
 ) -> Budget:
     """Traces a run for faults before step 0, and returns its memory budget.
 
-    A run that resumes has `starts` False.
+    `starts` is False for a run that resumes.
 
     Raises:
       PlacementError: a norm is not averaged over the devices.

@@ -57,7 +57,7 @@ class TrainState(NamedTuple):
     loss_scale: tuple[jax.Array, ...]
 
     def trained(self) -> "TrainState":
-        """Drops the frozen parameters, which a compiled step takes apart."""
+        """Drops the frozen parameters, a separate argument of a compiled step."""
         return self._replace(frozen={})
 
     def saved(self) -> dict[str, Any]:

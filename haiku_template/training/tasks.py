@@ -1,9 +1,9 @@
 """Tasks: per-example losses and metrics of a model's outputs.
 
 `loss` is what training minimizes; other values are reported. Training averages them
-over a batch, evaluation over a set, on all micro-batches and devices. The value
-`example_weight`, if there is one, weighs each example. What is no average, such as
-perplexity, is derived from averages on the host.
+over a batch, evaluation over a set, across micro-batches and devices; the value
+`example_weight`, if there is one, weights the examples. Metrics that are no averages,
+such as perplexity, are derived from averages on the host.
 
 Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 """

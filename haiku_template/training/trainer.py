@@ -155,7 +155,7 @@ class Trainer:
         if self.plan.frozen:
             learned = {k: x.size for k, x in flatten(self.abstract.params).items()}
             trained = {k: n for k, n in learned.items() if k in self.plan.trained}
-            # Adapters have the paths of their matrices.
+            # Adapters have the paths of their matrices, and a suffix.
             added = {k: n for k, n in learned.items() if k not in trained}
             sizes = {"trained": trained, "added": added}
         return Work(tokens, tokens * flops(**sizes))
