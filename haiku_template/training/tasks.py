@@ -46,19 +46,22 @@ class Task(NamedTuple):
         lambda averages, counts: {}
     )
 
-    def __call__(self, outputs: Any, batch: Any) -> Values:
+    def __call__(self, outputs: Any, batch: Any, **options: Any) -> Values:
         """Computes the per-example values of a batch."""
-        return self.values(outputs, batch)
+        return self.values(outputs, batch, **options)
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
-    """Makes a task of a plain function; a task stays as it is.
+    """Makes a task of a plain function or a partial task; a task stays as it is.
 
     Raises:
       ConfigError: it is neither, or a task of another kind of labels.
     """
     if not callable(task):
         raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
+    if isinstance(task, functools.partial) and isinstance(task.func, Task):
+        bound = functools.partial(task.func.values, *task.args, **task.keywords)
+        task = task.func._replace(values=bound)
     task = task if isinstance(task, Task) else Task(task)
     if task.labels not in LABELS:
         raise ConfigError(

@@ -62,9 +62,7 @@ def test_a_language_model_reports_tokens_and_utilisation(tmp_path, devices, caps
 own_task = Task(
     lambda outputs, batch: language_model(outputs, batch), "tokens", derive=perplexity
 )
-partial_task = language_model._replace(
-    values=functools.partial(language_model.values, chunk=4)
-)
+partial_task = functools.partial(language_model, chunk=4)
 
 
 def unlike(outputs, batch):
