@@ -64,7 +64,7 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
     size = INPUTS.nbytes + 4 * len(LABELS)  # int64 becomes int32 there.
     staged_once = size * devices.num_devices + 4 * 8 * staging.BLOCK_STEPS
     travelled = devices.ledger.totals()["bytes_to_devices"] - before
-    evaluations = 4 * (16 * 64 + 16 * 4 + 16)
+    evaluations = 4 * (16 * 64 + 16 * 4 + 16 * 4)  # Inputs, labels and places.
     assert travelled == staged_once + evaluations
     assert f"staged on each device, {INPUTS.nbytes + LABELS.nbytes:,}" in (
         capsys.readouterr().out
