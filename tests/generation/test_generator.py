@@ -1,6 +1,7 @@
 """Generation from a checkpoint, against the plain forward pass over the same tokens."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,9 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
         load(Run.open(tmp_path, DEVICES, "latest"))
 
 
-def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices):
+def test_a_checkpoint_of_another_model_or_none_is_refused(
+    trained, four_devices, tmp_path
+):
     _, workdir = trained
     with pytest.raises(ConfigError, match="--checkpoint=7 .* there are steps .*100"):
         load(Run.open(workdir, DEVICES, "7"))
@@ -178,6 +181,9 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(trained, four_devices)
         load(Run.open(workdir, four_devices, "latest"))
     with pytest.raises(ConfigError, match="is not the workdir of a run"):
         load(Run.open(workdir.parent, DEVICES, "latest"))
+    shutil.copy(workdir / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="holds no checkpoints"):
+        load(Run.open(tmp_path, DEVICES, "latest"))
 
 
 def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):

@@ -244,8 +244,8 @@ READ_SPARSE = """
 import sys
 from pathlib import Path
 import numpy as np
-from haiku_template.data import (DATASETS, BatchSpec)
-from haiku_template.data.text.files import (open_tokens)
+from haiku_template.data import DATASETS, BatchSpec
+from haiku_template.data.text.files import open_tokens
 
 def status(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -298,7 +298,7 @@ READ_MUCH = """
 import sys
 from pathlib import Path
 import numpy as np
-from haiku_template.data.text.files import (open_tokens)
+from haiku_template.data.text.files import open_tokens
 
 def resident():
     for line in Path("/proc/self/status").read_text().splitlines():
