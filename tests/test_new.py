@@ -220,9 +220,9 @@ def test_nothing_that_was_ejected_is_still_imported_from_the_package(ejected, pr
 
 def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     for name, before, line in [
-        ("loop.py", "    rows = read(", "    print('a loop of mine')"),
-        ("steps.py", "        return new, ", "        scalars['mine'] = 7.0"),
-        ("steps.py", "    def forward(", "    print('a forward of mine')"),
+        ("loop.py", "        start, state = ", "        print('a loop of mine')"),
+        ("step.py", "        return new, ", "        scalars['mine'] = 7.0"),
+        ("step.py", "    def forward(", "    print('a forward of mine')"),
     ]:
         path = ejected / NAME / name
         text = path.read_text()
