@@ -50,7 +50,7 @@ ANNEXES = {"doctor", "finetuning", "generation", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
 # Of the package without the doctor, of the doctor, and of the hour.
 # The design wants 10,000 and 1,400: these numbers only go down.
-BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 14_800, 2_400, 2_100
+BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 14_200, 2_400, 2_000
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",

@@ -14,7 +14,6 @@ from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import Guards, StopSignals, check_before_start
-from haiku_template.training.memory import budget_table
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -130,7 +129,7 @@ def train(
             workdirs.update_config(directory, config or {})
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
-        report.print(budget_table(budget))
+        report.print(budget.table())
         trainer.compile()  # Not part of the throughput.
         guards = Guards(devices, trainer.experiment.data.train, state)
         signals = stack.enter_context(StopSignals())

@@ -72,6 +72,10 @@ class Budget(NamedTuple):
     process: int | None
     host: int | None
 
+    def table(self) -> Table:
+        """The budget as `budget_table` shows it."""
+        return budget_table(self)
+
 
 def memory_budget(
     trainer: Trainer, limit: int | None = None, *, starts: bool = True
