@@ -170,7 +170,7 @@ def test_another_kind_of_device_is_warned_of_where_its_trace_differs(tmp_path, c
 
 MODULE = """
 import haiku as hk
-from haiku_template.config import (default_config)
+from haiku_template.config import default_config
 
 def model(num_outputs, axis_name):
     return hk.transform(lambda x, is_training: SCALE * hk.Linear(num_outputs)(
