@@ -97,14 +97,19 @@ def test_missing_and_unknown_keys_are_named():
     words = r"finetuning\.multiplier \(did you mean multipliers\?\)"
     with pytest.raises(ConfigError, match=words):
         config.check(values)
+    values = default_config()
+    values.optimizer.learning_rat = 1.0
+    words = r"optimizer\.learning_rat \(did you mean learning_rate\?\)"
+    with pytest.raises(ConfigError, match=words):
+        config.check(values)
 
 
 def test_an_unknown_key_of_the_optimizer_is_named_before_data_is_read(one_device):
     values = default_config()
-    values.optimizer.learning_rat = 1.0
+    values.optimizer.epsroot = 1.0
     values.data = {"name": "npz", "path": "nowhere"}
     config.check(values)  # It takes the optimizer's own keys, whatever they are.
-    words = r"config\.optimizer: adamw takes no learning_rat; nearest is learning_rate"
+    words = r"config\.optimizer: adamw takes no epsroot; nearest is eps_root"
     with pytest.raises(ConfigError, match=words):
         Experiment.from_config(values, one_device)
 
