@@ -23,7 +23,7 @@ from haiku_template.errors import (
 )
 from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
-from haiku_template.training.trainer import Trainer
+from haiku_template.training.trainer import Trainer, canonical_shape
 
 # Beyond it a square, as in Adam's second moment, overflows float32.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
@@ -297,7 +297,7 @@ def check_evaluation(trainer: Trainer, best_metric: str) -> None:
     if dataset is None:
         return
     batch = pad(dataset.batch(0), padded_size(devices, dataset))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    shapes = jax.tree.map(canonical_shape, batch)
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     variables = state.averaged(), state.net_state
     sums = devices.abstract(eval_step, variables, state.frozen, shapes)

@@ -76,7 +76,7 @@ class Trainer:
         self.precision = Precision.create(experiment.precision, devices.platform)
         self._model_init = make_model_init(
             model=self._model,
-            inputs=jax.tree.map(_canonical_shape, example["inputs"]),
+            inputs=jax.tree.map(canonical_shape, example["inputs"]),
             preprocess=data.preprocess,
             precision=self.precision,
             seed=experiment.seed,
@@ -364,6 +364,6 @@ def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any
     return gather_and_step
 
 
-def _canonical_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
+def canonical_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
     """The shape, with JAX's dtype: float64 becomes float32."""
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
