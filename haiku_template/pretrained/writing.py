@@ -241,7 +241,11 @@ def write_folder(
 
 def check_new(folder: Path) -> None:
     """Raises `ConfigError` if `folder` exists."""
-    if folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError as error:  # A name that is too long, say.
+        raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
+    if exists:
         raise ConfigError(
             f"{folder} exists, and nothing is overwritten; name one that does not"
         )

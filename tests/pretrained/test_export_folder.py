@@ -15,6 +15,7 @@ from haiku_template.errors import ConfigError, StorageError
 from haiku_template.models import FAMILIES, Rule, bert, gpt
 from haiku_template.params import flatten
 from haiku_template.pretrained import (
+    check_new,
     describe,
     export_like,
     export_new,
@@ -272,3 +273,8 @@ def test_others_may_read_what_is_written(references, tmp_path, one_device):
         path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")
     }
     assert modes == {"out": 0o755, "config.json": 0o644, "model.safetensors": 0o644}
+
+
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
+    with pytest.raises(StorageError, match="cannot be written: File name too long"):
+        check_new(tmp_path / ("x" * 300))
