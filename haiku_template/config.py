@@ -150,8 +150,8 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
     saved = load(workdir / "config.json")
     if not saved:
         raise ConfigError(
-            f"the run in {workdir} was made by a script, without a config; go on from "
-            "there"
+            f"the run in {workdir} was made by a script, without a config; use it "
+            "from that script"
         )
     if "model_type" in saved:
         raise ConfigError(

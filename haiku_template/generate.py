@@ -30,9 +30,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "latest", "Which one: latest, best, or a step."
 )
-_PROMPT = flags.DEFINE_string("prompt", "\n", "The text to go on with.")
+_PROMPT = flags.DEFINE_string("prompt", "\n", "The text to continue.")
 _PROMPT_FILE = flags.DEFINE_string(
-    "prompt_file", None, "A file with a prompt a line, which go on side by side."
+    "prompt_file", None, "A file with a prompt a line, continued side by side."
 )
 _NUM_TOKENS = flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")
 _TEMPERATURE = flags.DEFINE_float(
@@ -93,7 +93,7 @@ def read_prompts() -> list[str]:
     for number, prompt in enumerate(prompts, 1):
         where = f"line {number} of {path}" if path else "--prompt"
         if not prompt:
-            raise ConfigError(f"{where} is empty; a model goes on with some text")
+            raise ConfigError(f"{where} is empty; a model continues some text")
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ConfigError(f"{where} is not UTF-8")
     if not prompts:

@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ArgumentError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 64
-    print(*said, "go on with", f"  cd {shlex.quote(str(dest))}", sep="\n")
+    print(*said, "next:", f"  cd {shlex.quote(str(dest))}", sep="\n")
     print("  make train\n  make test")
     return 0
 

@@ -21,7 +21,7 @@ _CONFIG = config_flags.DEFINE_config_file(
     accept_new_attributes=True,
     lock_config=False,
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes, and goes on.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print what the run needs of each device's memory, and stop."
 )

@@ -120,7 +120,7 @@ def test_it_says_how_to_go_on_and_what_is_pinned(tree, tmp_path):
     lines = make(root, dest).stdout.splitlines()
     assert lines[0].startswith(f"{NAME} depends on haiku_template[plots] @ git+file:")
     assert "on no remote" in lines[1] and "on this machine alone" in lines[1]
-    rest = ["go on with", f"cd '{dest}'", "make train", "make test"]
+    rest = ["next:", f"cd '{dest}'", "make train", "make test"]
     assert [line.strip() for line in lines[2:]] == rest
     assert {path.name for path in tmp_path.iterdir()} == {"root", "a project"}
 

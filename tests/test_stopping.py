@@ -91,7 +91,7 @@ def test_a_run_whose_reader_goes_away_goes_on_with_its_log(tmp_path):
     process.stdout.close()
     assert process.wait(timeout=100) == 0
     log = (tmp_path / "train.log").read_text()
-    assert "standard output is lost, and the run goes on" in log
+    assert "standard output is lost, and the run continues" in log
     assert "step     40/40  eval loss" in log and "done      step 40" in log
     assert (tmp_path / "checkpoints/40").is_dir()
 

@@ -170,7 +170,7 @@ def _padded(length: int, context: int) -> int:
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
     """Checks a prompt, and cuts its beginning if it is longer than the context."""
     if not prompt:
-        raise ConfigError("the prompt is empty; a model goes on with some text")
+        raise ConfigError("the prompt is empty; a model continues some text")
     for place, token in enumerate(prompt):
         if not 0 <= token < model.vocabulary:
             raise ConfigError(
@@ -179,7 +179,7 @@ def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
             )
     if len(prompt) > model.context:
         logger.warning(
-            "a prompt has %d tokens and the model sees %d at once: it goes on with "
+            "a prompt has %d tokens and the model sees %d at once: it continues "
             "the last %d",
             *(len(prompt), model.context, model.context),
         )

@@ -107,7 +107,7 @@ class Display:
             draw(*args, **kwargs)
         except OSError as error:
             self._screen.quiet = True
-            self._log.print(f"standard output is lost, and the run goes on: {error}")
+            self._log.print(f"standard output is lost, and the run continues: {error}")
             with contextlib.suppress(OSError, ValueError):
                 # Python would try to write the rest at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ def dispensable(what: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("%s is not written, and the run goes on: %s", what, error)
+        logger.warning("%s is not written, and the run continues: %s", what, error)
 
 
 class Note:

@@ -109,8 +109,8 @@ def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
         )
     raise ConfigError(
         f"the run in {workdir} computed something else ({changed}): {reason}. Nothing "
-        "was changed there: use another --workdir or restore what was edited; to go on "
-        f"all the same, remove {file}"
+        "was changed there: use another --workdir or restore what was edited; to "
+        f"resume all the same, remove {file}"
     )
 
 

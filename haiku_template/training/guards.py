@@ -240,7 +240,7 @@ class StopSignals:
         """Makes the error to raise once `step` is saved."""
         return Interrupted(
             f"{self.received.name} received: step {step} is saved, and the same "
-            "command goes on from there",
+            "command resumes it",
             EXIT_CODES[self.received],
         )
 

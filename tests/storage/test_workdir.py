@@ -172,7 +172,7 @@ def test_what_a_run_can_do_without_ends_no_run(tmp_path, caplog, note):
     run(tmp_path, 20, log_every=1)
     assert (tmp_path / "checkpoints/20").is_dir()
     told = [r.getMessage() for r in caplog.records if note in r.getMessage()]
-    assert len([words for words in told if "the run goes on" in words]) == 1
+    assert len([words for words in told if "the run continues" in words]) == 1
 
 
 def test_a_disk_that_fills_up_ends_no_notes_and_the_rest_is_written_later(
@@ -191,7 +191,7 @@ def test_a_disk_that_fills_up_ends_no_notes_and_the_rest_is_written_later(
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         writer.write(100, values)
     told = [r.getMessage() for r in caplog.records]
-    assert len(told) == 2 and all("the run goes on" in words for words in told)
+    assert len(told) == 2 and all("the run continues" in words for words in told)
     rows = [
         json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]
     ]

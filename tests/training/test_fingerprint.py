@@ -1,4 +1,4 @@
-"""A workdir goes on with the mathematics that it began with, and with no other."""
+"""A workdir resumes with the mathematics that it began with, and with no other."""
 
 import json
 import logging
