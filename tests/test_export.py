@@ -89,9 +89,9 @@ def of_bert(tmp_path_factory):
     ("name", "precision"),
     [
         ("mlp", "float32"),
-        ("resnet", "bfloat16"),
-        ("bert", "float32"),
-        ("gpt", "float32"),
+        pytest.param("resnet", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("bert", "float32", marks=pytest.mark.slow),
+        pytest.param("gpt", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_without_haiku_computes_the_same(
@@ -283,6 +283,7 @@ def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
     assert arguments["num_outputs"] == 256
 
 
+@pytest.mark.slow
 def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     config, workdir = trained(tmp_path, devices, "resnet", ema_decay=0.5)
     output = tmp_path / "out"

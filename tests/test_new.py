@@ -184,6 +184,7 @@ def test_without_git_a_wheel_is_what_is_possible(tree, tmp_path):
 # What a project does.
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(project):
     done = run(
         project,
@@ -218,6 +219,7 @@ def test_nothing_that_was_ejected_is_still_imported_from_the_package(ejected, pr
                 assert not theirs & (names | {node.module}), name
 
 
+@pytest.mark.slow
 def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     for name, before, line in [
         ("loop.py", "        start, state = ", "        print('a loop of mine')"),

@@ -71,6 +71,7 @@ def printed(notebook):
 @pytest.mark.parametrize(
     "path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem
 )
+@pytest.mark.slow
 def test_notebook_runs(path):
     stored = nbformat.read(path, as_version=4)
     notebook = copy.deepcopy(stored)

@@ -62,6 +62,7 @@ def config(**names):
     return values
 
 
+@pytest.mark.slow
 def test_a_config_that_is_right_passes_all_four(tmp_path):
     right = config()
     testing.simulate_devices()

@@ -77,6 +77,7 @@ def test_each_length_is_compiled_once(one_device, tmp_path):
     assert result.metrics["train/loss"] < np.log(256)
 
 
+@pytest.mark.slow
 def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
     made = trainer(one_device, tmp_path, "classification")
     peaks = []

@@ -36,7 +36,9 @@ def build(module, num_devices=1, **changes):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("module", [digits, digits_resnet])
+@pytest.mark.parametrize(
+    "module", [digits, pytest.param(digits_resnet, marks=pytest.mark.slow)]
+)
 def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     trainer = build(module, num_devices)
     devices = trainer.devices
@@ -67,6 +69,7 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     assert budget.step_peak >= arguments + budget.temporaries
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_path):
     trainer = build(digits_resnet, model=small())
     parted = changed(trainer, accumulate_steps=4)
@@ -108,6 +111,7 @@ def models(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_says_the_least(monkeypatch):
     monkeypatch.setattr(budgets, "_init_peak", lambda *_: 0)
     trainer = build(digits, batch_size=4)

@@ -257,6 +257,7 @@ def losses_in(rows):
 
 
 @pytest.mark.parametrize("prefix", ["train/", "eval/"])
+@pytest.mark.slow
 def test_a_run_reports_perplexity_of_the_averages_and_learns(runs, prefix):
     found = [row for row in runs[1] if f"{prefix}loss" in row]
     assert len(found) == (40 if prefix == "train/" else 1)
@@ -268,11 +269,13 @@ def test_a_run_reports_perplexity_of_the_averages_and_learns(runs, prefix):
     assert found[-1][f"{prefix}perplexity"] < 6
 
 
+@pytest.mark.slow
 def test_four_devices_agree_with_one(runs):
     one, four = losses_in(runs[1]), losses_in(runs[4])
     np.testing.assert_allclose(one, four, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_half_precision_reaches_the_loss_and_stays_near_float32(runs, one_device):
     seen = []
 

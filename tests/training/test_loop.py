@@ -94,7 +94,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert "step     10/10  eval loss" in shown and "step     10/10  loss" in shown
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
     options = {"ema_decay": 0.9, "model": resnet_of(num_devices)}
     whole = train(
@@ -117,6 +117,7 @@ def resnet_of(num_devices):
     return resnet(3, axis_name, channels=(4,), blocks=1)
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_devices_agrees(tmp_path):
     whole = train(made(1), num_steps=30, workdir=tmp_path / "a", log_every=1)
     for num_devices, stop in ((4, 10), (1, 10)):
@@ -141,7 +142,11 @@ def run_config(module, num_devices, num_steps, workdir, **changes):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    ("module", "num_steps", "atol"), [(digits, 200, 1e-5), (digits_resnet, 20, 1e-4)]
+    ("module", "num_steps", "atol"),
+    [
+        (digits, 200, 1e-5),
+        pytest.param(digits_resnet, 20, 1e-4, marks=pytest.mark.slow),
+    ],
 )
 def test_configs_have_the_same_losses_on_four_devices(
     tmp_path, module, num_steps, atol
@@ -163,6 +168,7 @@ def test_configs_have_the_same_losses_on_four_devices(
 
 
 @pytest.mark.usefixtures("optimized")
+@pytest.mark.slow
 def test_three_thousand_steps_on_eight_simulated_devices_do_not_hang(tmp_path):
     result = train(
         made(8), num_steps=3000, workdir=tmp_path, log_every=500, eval_every=500
