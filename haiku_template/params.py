@@ -2,21 +2,24 @@
 
 import difflib
 import fnmatch
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import haiku as hk
+import jax
 
 
-def flatten(params: hk.Params) -> dict[str, Any]:
-    """Flattens {module: {name: leaf}} to leaves by path."""
-    leaves = hk.data_structures.traverse(params)
-    return {f"{module}/{name}": leaf for module, name, leaf in leaves}
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves of {module: {name: leaf}}, or of any pytree, by path."""
+    named = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {named(path): leaf for path, leaf in leaves}
 
 
 def unflatten(leaves: dict[str, Any]) -> hk.Params:
-    """Inverse of `flatten`."""
+    """Inverse of `flatten` for Haiku's parameters."""
     params: dict[str, dict[str, Any]] = {}
     for path, leaf in leaves.items():
         module, _, name = path.rpartition("/")

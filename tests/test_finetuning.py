@@ -268,9 +268,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
         (
             gpt2[0],
             {"finetuning.base_dtype": "float32"},
-            "trained on another base",
+            "trained with other frozen parameters",
         ),
-        (other, {"data.vocab_size": None}, "trained on another base"),
+        (other, {"data.vocab_size": None}, "trained with other frozen parameters"),
     ):
         changes = {"finetuning.adapters": str(adapters)} | changes
         config = answers(folder, gpt2[1], **changes)

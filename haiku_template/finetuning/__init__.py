@@ -1,42 +1,20 @@
 """Fine-tuning: trainable and frozen parameters, LoRA, pretrained parameters."""
 
-from haiku_template.finetuning.adapters import (
-    ADAPTERS,
-    check_frozen,
-    check_same_frozen,
-    fingerprint,
-    load_adapters,
-    read_facts,
-    save_adapters,
-)
-from haiku_template.finetuning.lora import Lora
-from haiku_template.finetuning.plan import Finetuning, Plan, make_plan, scale_updates
-from haiku_template.finetuning.source import (
-    STATE,
-    Source,
-    is_folder,
-    open_source,
-    vocabulary_of,
-    with_sizes,
-)
-
-__all__ = [
-    "ADAPTERS",
-    "STATE",
-    "Finetuning",
-    "Lora",
-    "Plan",
-    "Source",
-    "check_frozen",
-    "check_same_frozen",
-    "fingerprint",
-    "is_folder",
-    "load_adapters",
-    "make_plan",
-    "open_source",
-    "read_facts",
-    "save_adapters",
-    "scale_updates",
-    "vocabulary_of",
-    "with_sizes",
-]
+from haiku_template.finetuning.adapters import ADAPTERS as ADAPTERS
+from haiku_template.finetuning.adapters import check_frozen as check_frozen
+from haiku_template.finetuning.adapters import check_same_frozen as check_same_frozen
+from haiku_template.finetuning.adapters import fingerprint as fingerprint
+from haiku_template.finetuning.adapters import load_adapters as load_adapters
+from haiku_template.finetuning.adapters import read_facts as read_facts
+from haiku_template.finetuning.adapters import save_adapters as save_adapters
+from haiku_template.finetuning.lora import Lora as Lora
+from haiku_template.finetuning.plan import Finetuning as Finetuning
+from haiku_template.finetuning.plan import Plan as Plan
+from haiku_template.finetuning.plan import make_plan as make_plan
+from haiku_template.finetuning.plan import scale_updates as scale_updates
+from haiku_template.finetuning.source import STATE as STATE
+from haiku_template.finetuning.source import Source as Source
+from haiku_template.finetuning.source import is_folder as is_folder
+from haiku_template.finetuning.source import open_source as open_source
+from haiku_template.finetuning.source import vocabulary_of as vocabulary_of
+from haiku_template.finetuning.source import with_sizes as with_sizes

@@ -33,11 +33,6 @@ class Lora(NamedTuple):
     dropout: float = 0.0
     patterns: tuple[str, ...] = ("*/w",)
 
-    @property
-    def scale(self) -> float:
-        """LoRA scale: the factor of A B."""
-        return self.alpha / self.rank
-
 
 def init_adapters(
     lora: Lora, shapes: dict[str, tuple[int, ...]], rng: jax.Array
@@ -55,36 +50,24 @@ def init_adapters(
 
 
 def adapt(
-    lora: Lora,
-    paths: Iterable[str],
-    leaves: dict[str, Any],
-    rng: jax.Array | None = None,
+    lora: Lora, paths: Iterable[str], leaves: dict[str, Any], rng: jax.Array | None
 ) -> dict[str, Any]:
-    """Adds adapters to their matrices, and returns the leaves without adapters.
+    """Adds adapters to the matrices of `paths`; returns the leaves without adapters.
 
-    Args:
-      paths: of the adapted matrices.
-      leaves: matrices, adapters and others by path, in one dtype.
-      rng: the source of dropout; None drops nothing.
+    `leaves` by path have one dtype; `rng` is the source of dropout, None drops nothing.
     """
     adapted = dict(leaves)
     for i, path in enumerate(sorted(paths)):
         a, b = adapted.pop(path + A), adapted.pop(path + B)
         if rng is not None and lora.dropout:
-            kept = jax.random.bernoulli(
-                jax.random.fold_in(rng, i), 1 - lora.dropout, (len(a), 1)
-            )
+            own = jax.random.fold_in(rng, i)
+            kept = jax.random.bernoulli(own, 1 - lora.dropout, (len(a), 1))
             a = jnp.where(kept, a / (1 - lora.dropout), 0)
-        # alpha / R belongs to the thin factor, where it costs least.
-        adapted[path] = adapted[path] + a @ (lora.scale * b)
+        # The LoRA scale belongs to the thin factor, where it costs least.
+        adapted[path] = adapted[path] + a @ (lora.alpha / lora.rank * b)
     return adapted
 
 
 def is_adapter(name: str) -> bool:
     """Tests if a parameter's name is an adapter's."""
     return name.endswith((A, B))
-
-
-def is_adapted(leaf: Any) -> bool:
-    """Tests if a parameter can have an adapter."""
-    return len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)

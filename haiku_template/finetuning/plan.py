@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters, is_adapted
+from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters
 from haiku_template.params import flatten, matching, near, unflatten
 
 DTYPES = ("float32", "bfloat16")
@@ -67,17 +67,18 @@ class Plan(NamedTuple):
         trained, frozen = hk.data_structures.partition(
             lambda module, name, _: f"{module}/{name}" in self.trained, whole
         )
-        return trained, jax.tree.map(self._cast, frozen)
+        return trained, jax.tree.map(
+            lambda x: x.astype(self.dtype) if _is_float(x) else x, frozen
+        )
 
     def init_params(self, whole: hk.Params, rng: jax.Array) -> hk.Params:
         """Makes the trainable parameters before step 0, adapters among them.
 
         `whole` are all of the model's; of frozen ones only the shape counts.
         """
-        trained, frozen = self.split(whole)
-        shapes = {k: x.shape for k, x in flatten(frozen).items() if k in self.adapted}
+        shapes = {k: x.shape for k, x in flatten(whole).items() if k in self.adapted}
         adapters = unflatten(init_adapters(self.lora, shapes, rng))
-        return hk.data_structures.merge(trained, adapters)
+        return hk.data_structures.merge(self.split(whole)[0], adapters)
 
     def combine(
         self, params: hk.Params, frozen: hk.Params, rng: jax.Array | None = None
@@ -97,25 +98,21 @@ class Plan(NamedTuple):
         wide = {path: leaves[path].astype(jnp.float32) for path in self.adapted}
         return self.combine(params, unflatten(leaves | wide))
 
-    def _cast(self, leaf: Any) -> Any:
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(dtype=self.dtype) if is_float else leaf
-        return leaf.astype(self.dtype) if is_float else leaf
-
 
 def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
-    """Resolves a user's patterns on one model.
-
-    Args:
-      shapes: the model's parameters, arrays or `jax.ShapeDtypeStruct`.
+    """Resolves a user's patterns on a model's parameters, or on their shapes.
 
     Raises:
       ConfigError: a pattern fits nothing, a fresh parameter would never train, or a
         value is out of its range.
     """
-    leaves = flatten(shapes)
-    lora = _check_lora(finetuning.lora or Lora(rank=0))
+    leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
+    if lora.rank < 0 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:
+        raise ConfigError(
+            f"lora: rank={lora.rank}, alpha={lora.alpha} and dropout={lora.dropout} "
+            "are not all possible: rank is 0 or more, alpha more than 0, dropout in "
+            "[0, 1)"
+        )
     if finetuning.base_dtype not in DTYPES:
         raise ConfigError(
             f"base_dtype={finetuning.base_dtype!r}; possible are {', '.join(DTYPES)}"
@@ -129,10 +126,9 @@ def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
             f"adapters={finetuning.adapters} belong to frozen parameters, and all "
             "parameters are to train; give lora.rank or train"
         )
-    adapted = set()
-    if lora.rank:
-        can = {path for path in frozen if is_adapted(leaves[path])}
-        adapted = _select("lora (frozen matrices)", lora.patterns, can)
+    matrices = {k for k in frozen if leaves[k].ndim == 2 and _is_float(leaves[k])}
+    patterns = lora.patterns if lora.rank else ()
+    adapted = _select("lora (frozen matrices)", patterns, matrices)
     fresh = _select("fresh", finetuning.fresh, leaves)
     stuck = sorted(fresh & frozen)
     if stuck:
@@ -154,16 +150,16 @@ def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:
     Layer-wise decay: `[(f"*/block_{i}/*", 0.8 ** (12 - i)) for i in range(12)]`.
     """
 
-    def factor(path: str) -> float:
+    def scale(module: str, name: str, update: jax.Array) -> jax.Array:
+        path = f"{module}/{name}"
         fits = (f for pattern, f in multipliers if fnmatch.fnmatchcase(path, pattern))
-        return next(fits, 1.0)
+        return next(fits, 1.0) * update
 
-    def scale(updates: Any, params: Any = None) -> Any:
-        del params
-        scaled = {path: factor(path) * x for path, x in flatten(updates).items()}
-        return unflatten(scaled)
+    return optax.stateless(lambda updates, _: hk.data_structures.map(scale, updates))
 
-    return optax.stateless(scale)
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
@@ -190,12 +186,3 @@ def _check_multipliers(multipliers: Multipliers, paths: Collection[str]) -> None
                 "left out of train"
             )
     _select("multipliers", [pattern for pattern, _ in multipliers], paths)
-
-
-def _check_lora(lora: Lora) -> Lora:
-    if lora.rank >= 0 and lora.alpha > 0 and 0 <= lora.dropout < 1:
-        return lora
-    raise ConfigError(
-        f"lora: rank={lora.rank}, alpha={lora.alpha} and dropout={lora.dropout} are "
-        "not all possible: rank is 0 or more, alpha more than 0, dropout in [0, 1)"
-    )

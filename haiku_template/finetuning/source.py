@@ -1,5 +1,6 @@
 """Pretrained parameters of a run: files, or another run's checkpoint."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Collection
@@ -24,13 +25,11 @@ from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 logger = logging.getLogger(__name__)
 
 STATE = "state.safetensors"  # Network state, beside the parameters' file.
-# (shapes of all parameters, paths to leave out, shapes of the Haiku state or None) to
-# ({path: leaf} in the dtypes of the shapes, on the devices; the Haiku state, or None
-# for the seed's).
-Source = Callable[
-    [hk.Params, Collection[str], hk.State | None],
-    tuple[dict[str, jax.Array], hk.State | None],
-]
+# Parameters by path, on the devices; the Haiku state, or None for the seed's.
+Loaded = tuple[dict[str, jax.Array], hk.State | None]
+# From shapes and dtypes of all parameters, paths to leave out, and shapes of the Haiku
+# state, or None to leave it out.
+Source = Callable[[hk.Params, Collection[str], hk.State | None], Loaded]
 
 
 def open_source(
@@ -51,27 +50,79 @@ def open_source(
         raise ConfigError(
             f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
             "possible are a workdir, a Hugging Face or exported folder and a "
-            "safetensors file; "
-            "where a run's source has moved, its config.json may be told"
+            "safetensors file; where a run's source has moved, its config.json may be "
+            "told"
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(
-            f"config.init_from={init_from} holds adapters and no whole model; give "
-            "its base there, and the adapters as config.finetuning.adapters"
+            f"config.init_from={init_from} holds adapters and no whole model; give the "
+            "source of their frozen parameters there, and the adapters as "
+            "config.finetuning.adapters"
         )
-    if is_workdir(path):
+    if _is_workdir(path):
         return _of_workdir(path, devices)
     if is_folder(init_from):
         describe(path, family)
     rules = family.rules if family else ()
+    file = (path if path.is_dir() else path.parent) / STATE
 
-    def of_files(
-        shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
-    ) -> tuple[dict[str, jax.Array], hk.State | None]:
+    def of_files(shapes: hk.Params, skip: Collection[str], state: Any) -> Loaded:
         leaves = read(path, shapes, rules + same_names(shapes), devices, skip=skip)
-        return leaves, _read_net_state(path, net_state or {}, devices)
+        if state and file.is_file():
+            return leaves, unflatten(read(file, state, same_names(state), devices))
+        if state:
+            logger.warning(
+                "network state starts afresh, not as it was trained: %s is not there, "
+                "which would give %s",
+                *(file, ", ".join(list(flatten(state))[:4])),
+            )
+        return leaves, None
 
     return of_files
+
+
+def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
+    """Opens a run's best checkpoint, or its latest: the averages if there are any."""
+    saved = load(workdir / CONFIG)
+    if not saved:
+        raise ConfigError(
+            f"the run in {workdir} was made by a script, without a config"
+        )
+    if saved.finetuning.train or saved.finetuning.lora.rank is not None:
+        raise ConfigError(
+            f"config.init_from={workdir} is a run that trained a part of its model, "
+            "and holds no more than that; export it with --format=safetensors and "
+            "start from that, or with --format=adapters for config.finetuning.adapters"
+        )
+
+    def of_run(shapes: hk.Params, skip: Collection[str], state: Any) -> Loaded:
+        wanted = {k: v for k, v in flatten(shapes).items() if k not in skip}
+
+        def parts(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
+            averaged = checkpoints.saved(step).get("ema_params")
+            part = "ema_params" if averaged else "params"
+            whole = unflatten({k: _as_saved(leaf) for k, leaf in wanted.items()})
+            read = functools.partial(checkpoints.restore_part, step)
+            return (
+                read(part, whole, skip) if whole else {},
+                read("net_state", state) if state else None,
+            )
+
+        _, (params, read_state) = restore(workdir, BEST_OR_LATEST, parts)
+        leaves = flatten(params)
+        # Leaf by leaf, so that no second copy of all of them exists.
+        for path, leaf in wanted.items():
+            if leaf.dtype != leaves[path].dtype:
+                cast = functools.partial(jnp.asarray, dtype=leaf.dtype)
+                leaves[path] = devices.init(cast, leaves[path])
+        return leaves, read_state
+
+    return of_run
+
+
+def _as_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.update(dtype=jnp.float32) if is_float else leaf
 
 
 def with_sizes(
@@ -115,8 +166,7 @@ def is_folder(init_from: str | None) -> bool:
     return init_from is not None and path.is_dir() and not _has_config(path)
 
 
-def is_workdir(path: Path) -> bool:
-    """Tests if a run has written here."""
+def _is_workdir(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir()
 
 
@@ -125,74 +175,6 @@ def _has_config(path: Path) -> bool:
     try:
         config = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError):
-        return is_workdir(path)
+        config = None
     ours = isinstance(config, dict) and "model_type" not in config
-    return is_workdir(path) or (ours and "model" in config)
-
-
-def _read_net_state(
-    path: Path, shapes: hk.State, devices: DeviceManager
-) -> hk.State | None:
-    file = (path if path.is_dir() else path.parent) / STATE
-    if shapes and file.is_file():
-        return unflatten(read(file, shapes, same_names(shapes), devices))
-    if shapes:
-        logger.warning(
-            "network state starts afresh, not as it was trained: %s is not there, "
-            "which would give %s",
-            file,
-            ", ".join(list(flatten(shapes))[:4]),
-        )
-    return None
-
-
-def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
-    """Opens a run's best checkpoint, or its latest: the averages if there are any."""
-    saved = load(workdir / CONFIG)
-    if not saved:
-        raise ConfigError(
-            f"the run in {workdir} was made by a script, without a config"
-        )
-    if saved.finetuning.train or saved.finetuning.lora.rank is not None:
-        raise ConfigError(
-            f"config.init_from={workdir} is a run that trained a part of its model, "
-            "and holds no more than that; export it with --format=safetensors and "
-            "start from that, or with --format=adapters for config.finetuning.adapters"
-        )
-
-    def of_run(
-        shapes: hk.Params, skip: Collection[str], net_state: hk.State | None
-    ) -> tuple[dict[str, jax.Array], hk.State | None]:
-        wanted = {k: v for k, v in flatten(shapes).items() if k not in skip}
-        as_saved = {k: _like_saved(leaf) for k, leaf in wanted.items()}
-
-        def parts(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
-            averaged = checkpoints.saved(step).get("ema_params")
-            name = "ema_params" if averaged else "params"
-            params = {}
-            if wanted:
-                whole = unflatten(as_saved)
-                params = checkpoints.restore_part(step, name, whole, skip)
-            if not net_state:
-                return params, None
-            return params, checkpoints.restore_part(step, "net_state", net_state)
-
-        _, (params, state) = restore(workdir, BEST_OR_LATEST, parts)
-        leaves = flatten(params)
-        # Leaf by leaf, so that no second copy of all of them exists.
-        for path, leaf in wanted.items():
-            if leaf.dtype != leaves[path].dtype:
-                leaves[path] = devices.init(_cast_to(leaf.dtype), leaves[path])
-        return leaves, state
-
-    return of_run
-
-
-def _like_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    dtype = jnp.float32 if is_float else leaf.dtype
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-
-
-def _cast_to(dtype: Any) -> Any:
-    return lambda leaf: leaf.astype(dtype)
+    return _is_workdir(path) or (ours and "model" in config)

@@ -105,7 +105,7 @@ def test_all_of_a_run_can_train_on(cpu, pretrained):
     assert int(state.step) == 0
 
 
-def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
+def test_a_run_whose_frozen_part_changed_does_not_resume(tmp_path, cpu, pretrained):
     source = tmp_path / "source.safetensors"
     trainer = Experiment.from_config(config(init_from=str(pretrained)), cpu).trainer(
         cpu
@@ -119,9 +119,9 @@ def test_a_run_whose_base_changed_does_not_go_on(tmp_path, cpu, pretrained):
     experiment.run(values, cpu, str(workdir))  # Nothing is left to do.
     leaves["mlp/~/linear_0/b"] = leaves["mlp/~/linear_0/b"] + 1
     save_file(leaves, source)
-    with pytest.raises(ConfigError, match="were trained on another base"):
+    with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
         experiment.run(values, cpu, str(workdir))
-    with pytest.raises(ConfigError, match="were trained on another base"):
+    with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
         evaluated(workdir, cpu)[1]
     assert (workdir / "metrics.jsonl").read_text() == before
     with pytest.raises(ConfigError, match="trained a part of its model"):
