@@ -12,6 +12,7 @@ from haiku_template.devices.selection import available
 from haiku_template.devices.step import mean_over, sum_over
 from haiku_template.devices.transfer import (
     Ledger,
+    canonical_shapes,
     check_host_batch,
     device_put_replicated,
     device_put_sharded,
@@ -28,6 +29,7 @@ __all__ = [
     "ReplicaError",
     "audit_table",
     "available",
+    "canonical_shapes",
     "check_host_batch",
     "check_replicas",
     "describe",

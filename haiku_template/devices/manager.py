@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +20,8 @@ from haiku_template.devices.step import CompiledStep, with_axis
 from haiku_template.devices.transfer import (
     AXIS_NAME,
     Ledger,
+    canonical_shapes,
     device_put_split,
-    tree_bytes,
 )
 from haiku_template.errors import DeviceError
 
@@ -139,8 +139,7 @@ class DeviceManager(NamedTuple):
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
-        shapes = jax.eval_shape(with_axis(fn, self.axis_name), *args)
-        return transfer.shapes(shapes, self.replicated)
+        return jax.eval_shape(self._once(fn), *args)
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
@@ -153,7 +152,6 @@ class DeviceManager(NamedTuple):
         """
         sharding = self.replicated
         tree = transfer.fitting(tree)
-        begun = time.perf_counter()
         seen: set[int] = set()
 
         def place(leaf: Any) -> jax.Array:
@@ -163,8 +161,11 @@ class DeviceManager(NamedTuple):
             seen.add(id(leaf))
             return jax.device_put(leaf, sharding)
 
-        placed = jax.tree.map(place, tree)
-        return self.ledger.arrived(placed, begun, copies=self.num_devices)
+        with self.ledger.timed("to_devices"):
+            placed = jax.block_until_ready(jax.tree.map(place, tree))
+        size = hk.data_structures.tree_bytes(placed)
+        self.ledger.add("bytes_to_devices", self.num_devices * size)
+        return placed
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """Rows of a device's share; raises `PlacementError` for an uneven batch."""
@@ -184,17 +185,20 @@ class DeviceManager(NamedTuple):
         """
         self.check_batch_size(transfer.check_host_batch(batch))
         batch = transfer.fitting(batch)
-        begun = time.perf_counter()
-        return self.ledger.arrived(device_put_split(batch, self.devices), begun)
+        with self.ledger.timed("to_devices"):
+            placed = jax.block_until_ready(device_put_split(batch, self.devices))
+        size = hk.data_structures.tree_bytes(placed)
+        self.ledger.add("bytes_to_devices", size)
+        return placed
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         if self.axis_name is None:
-            return transfer.shapes(batch, self.replicated)
+            return canonical_shapes(batch, self.replicated)
         n = self.num_devices
         batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
         spec = PartitionSpec(self.axis_name)
-        return transfer.shapes(batch, NamedSharding(self.replicated.mesh, spec))
+        return canonical_shapes(batch, NamedSharding(self.replicated.mesh, spec))
 
     def compile(
         self,
@@ -261,9 +265,8 @@ class DeviceManager(NamedTuple):
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
-        begun = time.perf_counter()
-        jax.block_until_ready(tree)
-        self.ledger.add_since("compute", begun)
+        with self.ledger.timed("compute"):
+            jax.block_until_ready(tree)
 
     def audit(self, tree: Any) -> list[checks.Placement]:
         """Placement of each leaf of a state, with a verdict for each that is astray."""
@@ -285,10 +288,9 @@ class DeviceManager(NamedTuple):
         )
         self.wait(copies)
         check_replicas(tree)
-        begun = time.perf_counter()
-        fetched = jax.device_get(copies)
-        self.ledger.add_since("from_devices", begun)
-        self.ledger.add("bytes_from_devices", tree_bytes(copies))
+        with self.ledger.timed("from_devices"):
+            fetched = jax.device_get(copies)
+        self.ledger.add("bytes_from_devices", hk.data_structures.tree_bytes(copies))
         return fetched
 
     @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,15 +39,11 @@ class InFlight:
     def dispatch(self, run: Callable[[], Any], limit: int, ledger: Ledger) -> Any:
         """Calls `run`, for (results, token), once fewer than `limit` are unfinished."""
         with self._lock:
-            begun = time.perf_counter()
-            while len(self.tokens) >= limit:
-                jax.block_until_ready(self.tokens.popleft())
-            ledger.add_since("compute", begun)
-            begun = time.perf_counter()
-            try:
+            with ledger.timed("compute"):
+                while len(self.tokens) >= limit:
+                    jax.block_until_ready(self.tokens.popleft())
+            with ledger.timed("dispatch"):
                 results, token = run()
-            finally:
-                ledger.add_since("dispatch", begun)
             if not isinstance(token, jax.core.Tracer):  # Traced in another program.
                 self.tokens.append(token)
             return results

@@ -5,6 +5,7 @@ arrays with a leading axis of one entry a device, as `pmap` takes them. Here eve
 goes straight to its own device, not through host stacks or device 0.
 """
 
+import contextlib
 import math
 import threading
 import time
@@ -250,19 +251,14 @@ def _fitting(path: Any, leaf: Any) -> Any:
     return cut
 
 
-def shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Abstract arrays of a tree: shapes, JAX's dtypes, and a sharding.
+def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32."""
 
-    float64 becomes float32 unless `jax_enable_x64` is set; PRNG keys stay keys.
-    """
+    def canonical_shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = x.dtype
-        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
-    return jax.tree.map(shape, tree)
+    return jax.tree.map(canonical_shape, tree)
 
 
 class Ledger:
@@ -289,16 +285,14 @@ class Ledger:
         with self._lock:
             self._totals[name] += amount
 
-    def add_since(self, name: str, begun: float) -> None:
-        """Adds the seconds since `begun`, a reading of `time.perf_counter()`."""
-        self.add(name, time.perf_counter() - begun)
-
-    def arrived(self, placed: Any, begun: float, copies: int = 1) -> Any:
-        """Waits for a copy to the devices that began at `begun`, and adds its cost."""
-        jax.block_until_ready(placed)
-        self.add_since("to_devices", begun)
-        self.add("bytes_to_devices", copies * tree_bytes(placed))
-        return placed
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds that a block takes."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begun)
 
     def totals(self) -> Counter[str]:
         """Totals by name; one that was never entered counts as 0."""
@@ -307,17 +301,10 @@ class Ledger:
 
     def waits(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yields the same items; seconds until each is there count as `waiting`."""
-        iterator = iter(items)
+        iterator, end = iter(items), object()
         while True:
-            begun = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
+            with self.timed("waiting"):
+                item = next(iterator, end)
+            if item is end:
                 return
-            self.add_since("waiting", begun)
             yield item
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves; PRNG keys are those of their key data."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.storage.workdir import has_checkpoints, usable, write_atomically
@@ -45,10 +46,10 @@ def needed(config: dict[str, Any]) -> bool:
 def of(trainer: Trainer) -> dict[str, str]:
     """Digests each part of an experiment, the same on any number of devices."""
     data, functions = trainer.experiment.data, trainer.functions()
-    abstract = jax.tree.map(_shape, trainer.abstract)
+    abstract = canonical_shapes(trainer.abstract)
     state, frozen = abstract.trained(), abstract.frozen
     batch = data.train.batch(0)
-    shapes = jax.tree.map(_shape, batch)
+    shapes = canonical_shapes(batch)
     rows = len(jax.tree.leaves(batch)[0])
     padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
     found = {
@@ -112,10 +113,6 @@ def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
         "was changed there: use another --workdir or restore what was edited; to "
         f"resume all the same, remove {file}"
     )
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> str:

@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.devices import DeviceManager, check_replicas, device_name
+from haiku_template.devices import (
+    DeviceManager,
+    canonical_shapes,
+    check_replicas,
+    device_name,
+)
 from haiku_template.errors import (
     ConfigError,
     Interrupted,
@@ -23,7 +28,7 @@ from haiku_template.errors import (
 )
 from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
-from haiku_template.training.trainer import Trainer, canonical_shape
+from haiku_template.training.trainer import Trainer
 
 # Beyond it a square, as in Adam's second moment, overflows float32.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
@@ -297,7 +302,7 @@ def check_evaluation(trainer: Trainer, best_metric: str) -> None:
     if dataset is None:
         return
     batch = pad(dataset.batch(0), padded_size(devices, dataset))
-    shapes = jax.tree.map(canonical_shape, batch)
+    shapes = canonical_shapes(batch)
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     variables = state.averaged(), state.net_state
     sums = devices.abstract(eval_step, variables, state.frozen, shapes)

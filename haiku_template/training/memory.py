@@ -17,7 +17,7 @@ from rich.table import Table
 from haiku_template.data import each_shape
 from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
-from haiku_template.devices import DeviceManager, describe
+from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.perf import matmul_bytes
@@ -173,15 +173,11 @@ def _closed_over(trainer: Trainer) -> list[Any]:
     """Finds the constants of the train step, largest first."""
     state = trainer.abstract
     batch = each_shape(trainer.experiment.data.train)[0]
-    shapes = jax.tree.map(_without_sharding, (state.trained(), state.frozen, batch))
+    shapes = canonical_shapes((state.trained(), state.frozen, batch))
     step = trainer.functions().step
     jaxpr = jax.make_jaxpr(step, axis_env=[(AXIS_NAME, 1)])(*shapes)
     arrays = {id(x): x for x in _constants(jaxpr) if hasattr(x, "nbytes")}
     return sorted(arrays.values(), key=lambda x: -x.nbytes)
-
-
-def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ import optax
 from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager, check_host_batch
+from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models.attention import for_devices
@@ -76,7 +75,7 @@ class Trainer:
         self.precision = Precision.create(experiment.precision, devices.platform)
         self._model_init = make_model_init(
             model=self._model,
-            inputs=jax.tree.map(canonical_shape, example["inputs"]),
+            inputs=canonical_shapes(example["inputs"]),
             preprocess=data.preprocess,
             precision=self.precision,
             seed=experiment.seed,
@@ -285,9 +284,8 @@ class Trainer:
 
         def make(step: int) -> Any:
             nonlocal last
-            begun = time.perf_counter()
-            batch = self._train.batch(step)
-            devices.ledger.add_since("data", begun)
+            with devices.ledger.timed("data"):
+                batch = self._train.batch(step)
             if batch is not last[0]:  # Staged data gives one object for many steps.
                 last = batch, devices.shard(batch)
             return last[1] if staged is None else StagedBatch(staged, last[1])
@@ -362,8 +360,3 @@ def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any
         return step(state, frozen, blocks.gather(arrays, rows, state.step))
 
     return gather_and_step
-
-
-def canonical_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
-    """The shape, with JAX's dtype: float64 becomes float32."""
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
