@@ -27,6 +27,13 @@ def unflatten(leaves: dict[str, Any]) -> hk.Params:
     return params
 
 
+def leaves_by_path(tree: Any, simple: bool = False) -> dict[str, Any]:
+    """Leaves of any tree by path: `['mlp']['w']`, or in simple form `mlp/w`."""
+    form = {"simple": True, "separator": "/"} if simple else {}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, **form): leaf for path, leaf in leaves}
+
+
 def matching(pattern: str, paths: Iterable[str]) -> set[str]:
     """Selects paths by a shell pattern: `*` is anything, slashes too."""
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}

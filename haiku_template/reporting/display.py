@@ -19,6 +19,7 @@ from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
+from haiku_template.params import leaves_by_path
 from haiku_template.reporting.perf import bound_text, rate_text, speed_text
 from haiku_template.storage import workdir as names
 from haiku_template.storage.files import Note
@@ -169,7 +170,7 @@ def parameter_tables(params: Any) -> Tables:
 
     If they are many, the screen has a row for each module, or for each kind of module.
     """
-    leaves = dict(_named(params))
+    leaves = leaves_by_path(params, simple=True)
     by_module = next(
         fold
         for fold in (
@@ -246,11 +247,6 @@ def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
         row = (f"{number:,}", f"{number / total:.2%}", f"{size:,}", ", ".join(dtypes))
         table.add_row(what, *row)
     return [table]
-
-
-def _named(params: Any) -> Iterator[tuple[str, jax.Array]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def memory_text(devices: DeviceManager) -> str:

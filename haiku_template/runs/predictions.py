@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from haiku_template.errors import ConfigError
+from haiku_template.params import leaves_by_path
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
 
@@ -57,13 +58,8 @@ def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:
 def _write_npz(file: Path, batches: Iterator[Rows]) -> int:
     """Writes arrays [N, ...] named `outputs` and `labels`, or `outputs/NAME`."""
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    leaves = jax.tree_util.tree_leaves_with_path(joined)
-    arrays = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in leaves
-    }
-    np.savez(file, **arrays)
-    return len(leaves[0][1])
+    np.savez(file, **leaves_by_path(joined, simple=True))
+    return len(jax.tree.leaves(joined)[0])
 
 
 def _write_jsonl(file: Path, batches: Iterator[Rows]) -> int:

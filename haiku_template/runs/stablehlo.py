@@ -12,6 +12,7 @@ import numpy as np
 from haiku_template.data import each_shape
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, plain_outputs
+from haiku_template.params import leaves_by_path
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.registry import resolve
 from haiku_template.runs.run import Run
@@ -114,13 +115,12 @@ def _inputs(exported: jax.export.Exported) -> Any:
 
 def _described(tree: Any) -> dict[str, Any]:
     """Describes shapes and dtypes by name, "" for a single array; `b` is the batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): {
+        path: {
             "shape": [n if isinstance(n, int) else str(n) for n in leaf.shape],
             "dtype": str(leaf.dtype),
         }
-        for path, leaf in leaves
+        for path, leaf in leaves_by_path(tree, simple=True).items()
     }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from haiku_template.errors import StorageError
+from haiku_template.params import leaves_by_path
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
 
@@ -295,10 +296,8 @@ def _damaged_metrics(directory: Path) -> list[Path]:
 def _named_leaves(tree: Any) -> dict[str, str]:
     """Dtype and shape of each leaf by name, alike for tuples and for Orbax's lists."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            f"{leaf.dtype}{list(leaf.shape)}"
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        path: f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves_by_path(tree, simple=True).items()
     }
 
 

@@ -26,6 +26,7 @@ from haiku_template.errors import (
     NonFiniteError,
     PlacementError,
 )
+from haiku_template.params import leaves_by_path
 from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Trainer
@@ -47,8 +48,8 @@ def _faults(leaves: list[jax.Array]) -> jax.Array:
 def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     """Finds non-finite leaves on their devices: `NaN` or `infinite` by path."""
     leaves = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        path: leaf
+        for path, leaf in leaves_by_path(tree).items()
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     faults = devices.fetch(_faults(list(leaves.values())))
@@ -105,7 +106,7 @@ def blame(devices: DeviceManager, train: Any, step: int) -> str:
     Steps count from 1; the message names the device that has the row.
     """
     batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for path, leaf in leaves_by_path(batch).items():
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         flat = np.abs(np.asarray(leaf, np.float64)).reshape(len(leaf), -1)
@@ -116,7 +117,7 @@ def blame(devices: DeviceManager, train: Any, step: int) -> str:
             device = devices.devices[row * devices.num_devices // len(leaf)]
             return (
                 f"the batch of step {step} has a value of magnitude {value:.3g} in its "
-                f"{jax.tree_util.keystr(path)}, row {row}, which is on "
+                f"{path}, row {row}, which is on "
                 f"{device_name(device)}"
             )
     return ""

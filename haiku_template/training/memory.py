@@ -20,6 +20,7 @@ from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
+from haiku_template.params import leaves_by_path
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -141,11 +142,8 @@ def _check_state(state: TrainState, memory: int) -> None:
 
 def _largest(state: TrainState) -> str:
     """Names the largest arrays of a state, with their sizes."""
-    leaves = [
-        (jax.tree_util.keystr(path), _bytes(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    largest = sorted(leaves, key=lambda leaf: -leaf[1])[:LARGEST]
+    sizes = {path: _bytes(leaf) for path, leaf in leaves_by_path(state).items()}
+    largest = sorted(sizes.items(), key=lambda leaf: -leaf[1])[:LARGEST]
     return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
 
