@@ -1,36 +1,15 @@
 """Pretrained parameters in files of others: safetensors in Hugging Face's names."""
 
-from haiku_template.pretrained.folder import (
-    CONFIG,
-    Description,
-    describe,
-    to_config,
-)
-from haiku_template.pretrained.reading import read, restore
-from haiku_template.pretrained.writing import (
-    Shard,
-    check_new,
-    export_like,
-    export_new,
-    new_file,
-    new_folder,
-    to_json,
-    write_folder,
-)
-
-__all__ = [
-    "CONFIG",
-    "Description",
-    "Shard",
-    "check_new",
-    "describe",
-    "export_like",
-    "export_new",
-    "new_file",
-    "new_folder",
-    "read",
-    "restore",
-    "to_config",
-    "to_json",
-    "write_folder",
-]
+from haiku_template.pretrained.folder import CONFIG as CONFIG
+from haiku_template.pretrained.folder import Description as Description
+from haiku_template.pretrained.folder import describe as describe
+from haiku_template.pretrained.folder import to_config as to_config
+from haiku_template.pretrained.reading import read as read
+from haiku_template.pretrained.reading import restore as restore
+from haiku_template.pretrained.writing import check_new as check_new
+from haiku_template.pretrained.writing import export_like as export_like
+from haiku_template.pretrained.writing import export_new as export_new
+from haiku_template.pretrained.writing import new_file as new_file
+from haiku_template.pretrained.writing import new_folder as new_folder
+from haiku_template.pretrained.writing import to_json as to_json
+from haiku_template.pretrained.writing import write_folder as write_folder

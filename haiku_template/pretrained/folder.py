@@ -1,11 +1,11 @@
 """Hugging Face's config.json, to and from a model's keyword arguments."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.errors import ConfigError
 from haiku_template.models import FAMILIES, Family
+from haiku_template.pretrained.tensors import read_json
 
 CONFIG = "config.json"
 
@@ -24,26 +24,9 @@ class Description(NamedTuple):
     arguments: dict[str, Any]
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Reads a folder's config.json.
-
-    Raises:
-      ConfigError: it is missing, or no JSON object with a model_type.
-    """
-    path = Path(folder) / CONFIG
-    try:
-        config = json.loads(path.read_text())
-        if not isinstance(config["model_type"], str):
-            raise TypeError("model_type is no text")
-        return config
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path} does not exist; the folder of a Hugging Face model has one"
-        ) from error
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is damaged: it is no JSON object with a model_type"
-        ) from error
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads a folder's config.json."""
+    return read_json(folder / CONFIG, "model_type", str)
 
 
 def describe(folder: str | Path, expected: Family | None = None) -> Description:
@@ -53,21 +36,29 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
       ConfigError: config.json is missing or damaged, or its model is of another family,
         or has a setting that no family computes.
     """
-    path, config = Path(folder) / CONFIG, read_config(folder)
-    kind, architectures = config["model_type"], config.get("architectures") or []
-    possible = FAMILIES if expected is None else {expected.model_type: expected}
-    family = possible.get(kind)
-    if family is None:
+    path, config = Path(folder) / CONFIG, read_config(Path(folder))
+    kind = config["model_type"]
+    known = FAMILIES if expected is None else {expected.model_type: expected}
+    if kind not in known:
         raise ConfigError(
             f"{path} describes a model of type {kind!r}; possible are "
-            f"{', '.join(possible)}" + " for this model" * (expected is not None)
+            f"{', '.join(known)}" + " for this model" * (expected is not None)
         )
-    if not set(map(str, architectures)) <= set(family.architectures):
+    family, arguments = known[kind], {}
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if not set(architectures) <= set(family.architectures):
         raise ConfigError(
-            f"{path} describes the architecture {', '.join(map(str, architectures))}; "
+            f"{path} describes the architecture {', '.join(architectures)}; "
             f"possible are {', '.join(family.architectures)}"
         )
-    arguments = _arguments(path, config, family)
+    for name, key, default in family.keywords:
+        value = arguments[name] = config.get(key, default)
+        accepted = int if isinstance(default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted) or value < 0:
+            needed = "whole number" if accepted is int else "number"
+            raise ConfigError(
+                f"{path} has {key}={value!r}; a {needed} is needed, such as {default}"
+            )
     for key, possible in family.fixed(config).items():
         value = config.get(key, possible[0])
         if value not in possible:
@@ -78,32 +69,15 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
     return Description(config, family, arguments)
 
 
-def _arguments(path: Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    values = {}
-    for name, key, default in family.keywords:
-        value = config.get(key, default)
-        accepted = int if isinstance(default, int) else (int, float)
-        if isinstance(value, bool) or not isinstance(value, accepted) or value < 0:
-            what = "whole number" if accepted is int else "number"
-            raise ConfigError(
-                f"{path} has {key}={value!r}; a {what} is needed, such as {default}"
-            )
-        values[name] = value
-    return values
-
-
 def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     """Makes the config.json of a model made here, for other software to load it.
 
     `arguments` made the model; those left out have the family's defaults.
     """
-    sizes = {
-        keyword.key: arguments.get(keyword.name, keyword.default)
-        for keyword in family.keywords
+    kinds = {
+        "model_type": family.model_type,
+        "architectures": [family.architectures[0]],
     }
+    sizes = {key: arguments.get(name, value) for name, key, value in family.keywords}
     fixed = {key: possible[0] for key, possible in family.fixed(sizes).items()}
-    return (
-        {"model_type": family.model_type, "architectures": [family.architectures[0]]}
-        | fixed
-        | sizes
-    )
+    return kinds | fixed | sizes

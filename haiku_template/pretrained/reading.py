@@ -1,6 +1,5 @@
 """Reading of pretrained parameters: from files onto the devices."""
 
-import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 
 from haiku_template.devices import DeviceManager, host_buffer
 from haiku_template.errors import ConfigError
-from haiku_template.params import flatten, near, unflatten
+from haiku_template.params import flatten, matching, near, unflatten
 from haiku_template.pretrained.rules import TRANSFORMS, Match, Rule, match
 from haiku_template.pretrained.tensors import pieces, read_headers
 
@@ -38,22 +37,22 @@ def restore(
       ConfigError: the files cannot be read or do not fit, or a pattern fits nothing.
     """
     skeleton = devices.abstract(init)
-    paths = list(flatten(skeleton))
+    paths, made = flatten(skeleton), set()
     for pattern in fresh:
-        if not fnmatch.filter(paths, pattern):
+        found = matching(pattern, paths)
+        if not found:
             raise ConfigError(
                 f"fresh={pattern!r} fits no parameter of the model"
                 f"{near(pattern, paths)}"
             )
-    made = {path for pattern in fresh for path in fnmatch.filter(paths, pattern)}
-    loaded = read(source, skeleton, rules, devices, skip=made)
+        made |= found
+    leaves = read(source, skeleton, rules, devices, skip=made)
 
     def some() -> dict[str, jax.Array]:
         return {path: x for path, x in flatten(init()).items() if path in made}
 
     # Compiled, so that what is not returned is not computed either.
-    values = loaded | (devices.init(some) if made else {})
-    return unflatten({path: values[path] for path in paths})
+    return unflatten(leaves | (devices.init(some) if made else {}))
 
 
 def read(
@@ -67,8 +66,8 @@ def read(
     """Reads tensors into parameters: all that fit the skeleton, or none.
 
     All names, shapes and dtypes are checked before the first value is read. Parameters
-    go one by one from a mapped file into a host buffer of their own, and to the
-    devices; none of them shares the file's memory, so that a file may change later.
+    go one by one into a host buffer of their own, and to the devices; none of them
+    shares the file's memory, so that a file may change later.
 
     Args:
       source: as for `restore`.
@@ -85,12 +84,11 @@ def read(
         not fit; or tied tensors differ.
     """
     wanted = {k: v for k, v in flatten(skeleton).items() if k not in skip}
-    tensors = read_headers(Path(source))
-    matches, tied = match(tensors, wanted, rules, skip)
-    by_path = {found.path: found for found in matches}
-    for found in tied:
-        _check_tied(found, by_path[found.path])
-    return {found.path: _load(found, wanted[found.path], devices) for found in matches}
+    matches = match(read_headers(Path(source)), wanted, rules, skip)
+    for first, *tied in matches.values():
+        for found in tied:
+            _check_tied(found, first)
+    return {k: _load(found[0], wanted[k], devices) for k, found in matches.items()}
 
 
 def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
@@ -104,12 +102,11 @@ def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
 
 def _check_tied(found: Match, first: Match) -> None:
     """Asserts that two tensors of one parameter hold the same bytes."""
-    same = (found.transform, found.tensor.dtype) == (
-        first.transform,
-        first.tensor.dtype,
-    )
+    same = [(m.transform, m.tensor.dtype) for m in (found, first)]
     pairs = zip(pieces(found.tensor), pieces(first.tensor), strict=True)
-    if not same or any(a.tobytes() != b.tobytes() for (_, a), (_, b) in pairs):
+    if same[0] != same[1] or any(
+        a.tobytes() != b.tobytes() for (_, a), (_, b) in pairs
+    ):
         raise ConfigError(
             f"{found.tensor} and {first.tensor} differ, and in this model both are "
             f"{found.path}: tied tensors must be equal"

@@ -4,7 +4,9 @@ A parameter's path is its module and its name: `gpt/block_0/attention/qkv/w`.
 """
 
 import functools
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +19,10 @@ from haiku_template.params import near
 from haiku_template.pretrained.tensors import FLOATS, Tensor
 
 GUESSES = 50  # Names for which the nearest is looked for, which takes milliseconds.
-
-
 # Views of a parameter with the axes of the file's tensor, to read into and to write.
-TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "same": lambda parameter: parameter,
-    "transpose": lambda parameter: parameter.T,
+TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "same": np.asarray,
+    "transpose": np.transpose,
 }
 
 
@@ -34,19 +34,19 @@ class Match(NamedTuple):
     transform: str
 
 
-def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str | None] | None:
-    """Finds the first rule for a tensor, and its path; None without a rule."""
+def find(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
+    """Finds the first rule for a tensor, and its path; (None, None) without a rule."""
     for rule in rules:
         fits = _expression(rule.pattern).fullmatch(name)
         if fits:
             return rule, rule.target and rule.target.format(*fits.groups())
-    return None
+    return None, None
 
 
 def tensor_name(
     rules: Sequence[Rule], path: str, with_brackets: bool = True
-) -> tuple[str, Rule] | None:
-    """Names the tensor of a parameter, and its rule; None without one.
+) -> tuple[str | None, Rule | None]:
+    """Names the tensor of a parameter, and its rule; (None, None) without one.
 
     `with_brackets` keeps the parts of names that may be missing.
     """
@@ -56,12 +56,11 @@ def tensor_name(
             kept = r"\1" if with_brackets else ""
             pattern = re.sub(r"\[(.*?)\]", kept, rule.pattern)
             return pattern.format(*fits.groups()), rule
-    return None
+    return None, None
 
 
 @functools.cache
 def _expression(pattern: str) -> re.Pattern:
-    """Translates a pattern into a regular expression."""
     parts = {"{}": r"(\d+)", "*": ".*", "[": "(?:", "]": ")?"}
     words = re.split(r"(\{\}|[*\[\]])", pattern)
     return re.compile("".join(parts.get(word) or re.escape(word) for word in words))
@@ -72,90 +71,66 @@ def match(
     skeleton: dict[str, Any],
     rules: Sequence[Rule],
     skip: Collection[str] = (),
-) -> tuple[list[Match], list[Match]]:
-    """Matches tensors to parameters.
-
-    Args:
-      tensors: of the files, by name.
-      skeleton: shapes and dtypes of the parameters, by path.
-      skip: paths of parameters that are not to be read.
+) -> dict[str, list[Match]]:
+    """Matches tensors, by name, to parameters by path: shapes and dtypes.
 
     Returns:
-      One match for each parameter; and those of tied tensors, which must hold the same
-      bytes.
+      The tensors of each parameter: one, and those tied to it, of the same bytes.
 
     Raises:
-      ConfigError: parameters are missing in the files, the files hold others, or shapes
-        or dtypes do not fit. The message lists every one.
+      ConfigError: parameters outside of `skip` are missing in the files, the files hold
+        others, or shapes or dtypes do not fit. The message lists every one.
     """
-    matches: dict[str, Match] = {}
-    tied, extra = [], []
+    matches: dict[str, list[Match]] = {}
+    extra = []
     fits = {name: find(rules, name) for name in tensors}
-    for name in sorted(tensors, key=lambda name: _rank(rules, fits[name])):
-        rule, path = fits[name] or (None, name)
-        if rule and path in matches:
-            tied.append(Match(path, tensors[name], rule.transform))
-        elif rule and path in skeleton:
-            matches[path] = Match(path, tensors[name], rule.transform)
+    order = [*rules, None]  # Of tied tensors, that of the earliest rule comes first.
+    for name in sorted(tensors, key=lambda name: order.index(fits[name][0])):
+        rule, path = fits[name]
+        if path in skeleton:
+            found = Match(path, tensors[name], rule.transform)
+            matches.setdefault(path, []).append(found)
         elif not rule or not (path is None or path in skip or rule.optional):
             extra.append(name)
-    missing = [path for path in skeleton if path not in matches]
-    faults = [
-        *_missing(missing, extra, skeleton, rules),
-        *_extra(extra, tensors, missing, rules),
-        *(fault for m in [*matches.values(), *tied] for fault in _unfit(m, skeleton)),
-    ]
+    faults = list(_faults(matches, extra, tensors, skeleton, rules))
     if faults:
-        mismatched = len(faults) - len(missing) - len(extra)
+        count = Counter(fault.split()[0] for fault in faults)
         raise ConfigError(
-            f"the files do not fit the model, and nothing was read: {len(missing)} "
-            f"missing, {len(extra)} extra, {mismatched} mismatched (parameters that no "
-            "file holds can start fresh)\n  " + "\n  ".join(faults)
+            f"the files do not fit the model, and nothing was read: {count['missing']} "
+            f"missing, {count['extra']} extra, {count['mismatch']} mismatched "
+            "(parameters that no file holds can start fresh)\n  " + "\n  ".join(faults)
         )
-    return list(matches.values()), tied
+    return matches
 
 
-def _rank(rules: Sequence[Rule], fit: tuple[Rule, str | None] | None) -> int:
-    """Position of a tensor's rule: of tied tensors the earliest gives the values."""
-    return rules.index(fit[0]) if fit else len(rules)
-
-
-def _missing(
-    paths: list[str], extra: list[str], skeleton: dict[str, Any], rules: Sequence[Rule]
-) -> Iterator[str]:
-    for i, path in enumerate(paths):
-        named = tensor_name(rules, path)
-        expected = f"{named[0]} is not in the files" if named else "no rule leads to it"
-        guess = near(named[0], extra) if named and i < GUESSES else ""
-        yield f"missing  {path} {_words(skeleton[path])}: {expected}{guess}"
-
-
-def _extra(
-    names: list[str],
+def _faults(
+    matches: dict[str, list[Match]],
+    extra: list[str],
     tensors: dict[str, Tensor],
-    missing: list[str],
+    skeleton: dict[str, Any],
     rules: Sequence[Rule],
 ) -> Iterator[str]:
-    wanted = [named[0] for named in (tensor_name(rules, m) for m in missing) if named]
-    for i, name in enumerate(names):
-        guess = near(name, wanted) if i < GUESSES else ""
+    names = {p: tensor_name(rules, p)[0] for p in skeleton if p not in matches}
+    for i, (path, name) in enumerate(names.items()):
+        expected = f"{name} is not in the files" if name else "no rule leads to it"
+        guess = near(name, extra) if name and i < GUESSES else ""
+        yield f"missing  {path} {_words(skeleton[path])}: {expected}{guess}"
+    for i, name in enumerate(extra):
+        guess = near(name, filter(None, names.values())) if i < GUESSES else ""
         yield f"extra    {tensors[name]}{guess}"
-
-
-def _unfit(found: Match, skeleton: dict[str, Any]) -> Iterator[str]:
-    """Yields misfits of a tensor's shape or dtype, in words."""
-    path, tensor, transform = found
-    target = skeleton[path]
-    shape = TRANSFORMS[transform](np.broadcast_to(False, target.shape)).shape
-    what = f"mismatch {tensor} for {path} {_words(target)}"
-    if tensor.shape != shape:
-        yield f"{what}: shape {list(shape)} is needed in the file"
-    elif jnp.issubdtype(target.dtype, jnp.floating) and tensor.dtype not in FLOATS:
-        yield f"{what}: one of {', '.join(FLOATS)} is needed in the file"
-    elif not jnp.issubdtype(target.dtype, jnp.floating) and (
-        tensor.numpy_dtype != target.dtype
-    ):
-        yield f"{what}: {target.dtype} is needed in the file"
+    for path, tensor, transform in itertools.chain(*matches.values()):
+        target = skeleton[path]
+        shape = TRANSFORMS[transform](np.broadcast_to(False, target.shape)).shape
+        is_float, needed = jnp.issubdtype(target.dtype, jnp.floating), None
+        if tensor.shape != shape:
+            needed = f"shape {list(shape)}"
+        elif is_float and tensor.dtype not in FLOATS:
+            needed = f"one of {', '.join(FLOATS)}"
+        elif not is_float and tensor.numpy_dtype != target.dtype:
+            needed = target.dtype
+        if needed:
+            what = f"{tensor} for {path} {_words(target)}"
+            yield f"mismatch {what}: {needed} is needed in the file"
 
 
 def _words(leaf: Any) -> str:

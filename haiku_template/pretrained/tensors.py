@@ -1,12 +1,10 @@
 """Tensor files: safetensors, in one file or in Hugging Face's shards.
 
-Headers are read first; values only when asked for, through mappings of a few megabytes
-that are dropped again.
+Headers are read first; values only when asked for, a few megabytes at a time.
 """
 
 import json
 import math
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,45 +18,29 @@ from haiku_template.errors import ConfigError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Code that reads published Haiku parameters, by a file's suffix or first bytes.
+_UNPICKLE = "__import__('pickle').load(open({!r}, 'rb'))"
 PUBLISHED = {
     ".npz": "dict(numpy.load({!r}))",
     ".npy": "numpy.load({!r}, allow_pickle=True).item()",
     ".joblib": "__import__('joblib').load({!r})",
-    ".pickle": "__import__('pickle').load(open({!r}, 'rb'))",
+    ".pickle": _UNPICKLE,
+    ".pkl": _UNPICKLE,
 }
 MAGIC = {b"PK\3\4": ".npz", b"\x93NUM": ".npy", b"\x80": ".pickle"}
-PIECE = 2**24  # Bytes mapped at a time, unless one row of a tensor has more.
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
+PIECE = 2**22  # Bytes read at a time, unless one row of a tensor has more.
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES: dict[str, Any] = FLOATS | {"BOOL": np.bool_}
+DTYPES |= {f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)}
+DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 
 
 class Tensor(NamedTuple):
-    """One tensor in its file.
-
-    Attributes:
-      dtype: as safetensors spells it, such as `F32` or `BF16`.
-      offset: bytes of the file before its first.
-    """
+    """One tensor in its file; `dtype` as safetensors spells it: `F32`, `BF16`."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -80,27 +62,30 @@ def locate(source: Path) -> Path:
     Raises:
       ConfigError: there is none, or only a pickle.
     """
-    if source.suffix in PICKLES:
-        raise _is_pickle(source)
-    if source.is_file():
+    there = sorted(source.glob("*"))
+    pickles = [path for path in (source, *there) if path.suffix in PICKLES]
+    if source.is_file() and not pickles:
         _check_published(source)
         return source
     for name in (SINGLE, INDEX):
         if (source / name).is_file():
             return source / name
-    there = sorted(path.name for path in source.glob("*"))
-    for name in there:
-        if Path(name).suffix in PICKLES:
-            raise _is_pickle(source / name)
-    found = f"it holds {', '.join(there[:8])}" if there else "nothing is there"
+    if pickles:
+        raise ConfigError(
+            f"{pickles[0]} is a pickle, which may run any code when it is read, and is "
+            "refused; to convert it, in an environment with PyTorch and transformers: "
+            f"AutoModel.from_pretrained({str(pickles[0].parent)!r})"
+            f".save_pretrained('converted') writes converted/{SINGLE}"
+        )
+    names = ", ".join(path.name for path in there[:8])
     raise ConfigError(
         f"{source} is no safetensors file and no folder with {SINGLE} or {INDEX}; "
-        f"{found}"
+        + (f"it holds {names}" if names else "nothing is there")
     )
 
 
 def read_headers(source: Path) -> dict[str, Tensor]:
-    """Lists the tensors of a model by name, in the order of the files.
+    """Lists the tensors of a model by name.
 
     Raises:
       ConfigError: a file or shard is missing, truncated, damaged or hostile, or the
@@ -118,12 +103,11 @@ def read_headers(source: Path) -> dict[str, Tensor]:
             "cannot be found beside it"
         )
     tensors = [tensor for file in files for tensor in _read_header(file)]
-    found = [(tensor.name, tensor.file.name) for tensor in tensors]
-    wrong = sorted(name for name, _ in set(found) ^ set(places.items()))
+    found = {(tensor.name, tensor.file.name) for tensor in tensors}
+    wrong = sorted({name for name, _ in found ^ set(places.items())})
     if wrong:
         raise ConfigError(
-            f"{located} and its files disagree on the place of "
-            f"{', '.join(dict.fromkeys(wrong))}"
+            f"{located} and its files disagree on the place of {', '.join(wrong)}"
         )
     return {tensor.name: tensor for tensor in tensors}
 
@@ -134,26 +118,30 @@ def read_index(index: Path) -> dict[str, Any]:
     Raises:
       ConfigError: it is damaged, or names a file outside of its folder.
     """
-    try:
-        content = json.loads(index.read_text())
-        names = {str(name) for name in content["weight_map"].values()}
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise ConfigError(
-            f"{index} is damaged: it is no JSON with a weight_map from tensors to files"
-        ) from error
-    for name in names:
-        if not name or Path(name).name != name:
+    content = read_json(index, "weight_map", dict)
+    for name in content["weight_map"].values():
+        if not name or Path(str(name)).name != name:
             raise ConfigError(
                 f"{index} names {name!r}, which is no file of its own folder"
             )
     return content
+
+
+def read_json(path: Path, key: str, kind: type) -> dict[str, Any]:
+    """Reads a JSON object, or raises `ConfigError` unless its `key` is of a type."""
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content[key], kind):
+            raise TypeError(f"{key} is no {kind.__name__}")
+        return content
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path} does not exist; the folder of a Hugging Face model has one"
+        ) from error
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged: it is no JSON object whose {key} is a {kind.__name__}"
+        ) from error
 
 
 def read_metadata(file: Path) -> dict[str, str]:
@@ -163,73 +151,52 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
-    """Reads a tensor a few rows at a time.
-
-    Yields:
-      (rows, values): an index into an array of the tensor's shape, and values mapped
-      from the file, not to be kept beyond the next piece.
+    """Reads a tensor a few rows at a time: an index into it, and the values there.
 
     Raises:
       ConfigError: the file is shorter by now than its header says.
     """
-    dtype, shape = tensor.numpy_dtype, tensor.shape
-    if not math.prod(shape):
-        return
-    row = math.prod(shape[1:]) * dtype.itemsize
-    total, rows = (shape or (1,))[0], max(1, PIECE // row)
-    with tensor.file.open("rb") as file:
-        for first in range(0, total, rows):
-            count = min(rows, total - first)
-            try:
-                mapped = np.memmap(
-                    file, np.uint8, "r", tensor.offset + first * row, (count * row,)
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    f"{tensor.file} was truncated while it was read"
-                ) from error
-            values = mapped.view(np.ndarray).view(dtype)
-            if shape:
-                yield slice(first, first + count), values.reshape(count, *shape[1:])
-            else:
-                yield ..., values.reshape(())
+    total, *rest = tensor.shape or (1,)
+    row = math.prod(rest) * tensor.numpy_dtype.itemsize
+    rows = max(1, PIECE // max(1, row))
+    for first in range(0, total if row else 0, rows):
+        part = slice(first, min(first + rows, total)) if tensor.shape else ()
+        try:
+            # Opened for each piece: what a mapping has read counts until it is closed.
+            with safe_open(tensor.file, framework="numpy") as file:
+                values = file.get_slice(tensor.name)[part]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{tensor.file} was truncated while it was read"
+            ) from error
+        yield part, values
 
 
 def _read_header(file: Path) -> list[Tensor]:
     try:
-        # The library's checks: sizes, offsets, no gap, no overlap, nothing behind.
-        with safe_open(file, framework="numpy"):
-            pass
-        with file.open("rb") as opened:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(size))
-    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        # The library checks sizes and offsets: no gap, no overlap, nothing behind.
+        with safe_open(file, framework="numpy") as opened:
+            found = [(name, opened.get_slice(name)) for name in [*opened.keys()]]
+            return [
+                Tensor(name, file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                for name, tensor in found
+            ]
+    except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"{file} is truncated, damaged, or no safetensors file: {error}"
         ) from error
-    header.pop("__metadata__", None)
-    return [
-        Tensor(
-            name,
-            file,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            8 + size + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    ]
 
 
 def _check_published(file: Path) -> None:
     """Refuses the formats of published Haiku parameters, with a way to convert them."""
     with file.open("rb") as opened:
         begin = opened.read(9)
-    kind = {".pkl": ".pickle"}.get(file.suffix, file.suffix)
-    if kind not in (*PUBLISHED, ".safetensors"):
-        found = (kind for magic, kind in MAGIC.items() if begin.startswith(magic))
-        kind = next(found, None)
-    if kind is None or kind == ".safetensors" or begin[8:] == b"{":
+    if file.suffix == ".safetensors" or begin[8:] == b"{":
         return  # Safetensors begin with eight bytes of a length, and JSON.
+    by_content = (kind for magic, kind in MAGIC.items() if begin.startswith(magic))
+    kind = next(filter(PUBLISHED.get, (file.suffix, *by_content)), None)
+    if kind is None:
+        return
     names = "{f'{m}/{k}': x for m, p in params.items() for k, x in p.items()}"
     if kind == ".npz":
         names = "{k.replace('//', '/'): x for k, x in params.items()}"
@@ -241,13 +208,4 @@ def _check_published(file: Path) -> None:
         f"{PUBLISHED[kind].format(str(file))}\n"
         f"    safetensors.numpy.save_file({{k: numpy.array(x, order='C') for k, x in "
         f"{names}.items()}}, 'converted.safetensors')"
-    )
-
-
-def _is_pickle(file: Path) -> ConfigError:
-    return ConfigError(
-        f"{file} is a pickle, which may run any code when it is read, and is refused; "
-        "to convert it, in an environment with PyTorch and transformers: AutoModel."
-        f"from_pretrained({str(file.parent)!r}).save_pretrained('converted') writes "
-        f"converted/{SINGLE}"
     )

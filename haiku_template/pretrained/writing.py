@@ -1,13 +1,14 @@
 """Writing of parameters: safetensors in Hugging Face's names, for other software."""
 
 import contextlib
+import functools
 import json
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import haiku as hk
 import numpy as np
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 FORMAT = {"format": "pt"}  # transformers asks for it.
 # Files copied beside the tensors: tokenizers, and the pooling of sentences.
 BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
+Makers = dict[str, Callable[[], np.ndarray]]  # Functions that make tensors, by name.
 
 
 def export_like(
@@ -67,38 +69,31 @@ def export_like(
     """
     source, leaves = Path(source), flatten(params)
     located, headers = locate(source), read_headers(source)
-    shards = {
-        file.name: Shard(read_metadata(file), {})
-        for file in dict.fromkeys(tensor.file for tensor in headers.values())
-    }
-    written, rounded = set(), Counter()
+    files = {tensor.file.name: tensor.file for tensor in headers.values()}
+    shards: dict[str, Makers] = {name: {} for name in files}
+    new, rounded = dict(leaves), Counter()
     for name, tensor in headers.items():
-        rule, path = find(rules, name) or (None, None)
-        written.add(path)
-        if path in leaves and tensor.numpy_dtype.itemsize < leaves[path].dtype.itemsize:
-            rounded[str(tensor.numpy_dtype)] += 1
-        shards[tensor.file.name].tensors[name] = (
-            _from_params(path, leaves[path], rule, tensor.numpy_dtype, devices)
-            if path in leaves
-            else _from_file(tensor)
-        )
-    new = {path: leaf for path, leaf in leaves.items() if path not in written}
-    for dtype, number in rounded.items():
+        rule, path = find(rules, name)
+        make = functools.partial(_whole, tensor)
+        if path in leaves:
+            leaf, dtype = leaves[path], tensor.numpy_dtype
+            make = functools.partial(_tensor, path, leaf, rule, dtype, devices)
+            rounded[str(dtype)] += dtype.itemsize < leaf.dtype.itemsize
+            new.pop(path, None)
+        shards[tensor.file.name][name] = make
+    for dtype, number in (+rounded).items():
         logger.warning(
             "%d tensors are written as %s, as they are in %s: what was trained in "
             "float32 is rounded to it",
-            number,
-            dtype,
-            source,
+            *(number, dtype, source),
         )
+
+    def common(brackets: bool) -> int:
+        return sum(tensor_name(rules, path, brackets)[0] in headers for path in leaves)
+
     # New names have the prefix that may be missing, in brackets, if the others have.
-    brackets = max(
-        (True, False), key=lambda b: len(headers.keys() & _named(leaves, rules, b))
-    )
-    list(shards.values())[-1].tensors.update(
-        _new_tensors(new, rules, devices, with_brackets=brackets)
-    )
-    index = read_index(located) if located.suffix == ".json" else {}
+    brackets = max((True, False), key=common)
+    [*shards.values()][-1].update(_new_tensors(new, rules, devices, brackets))
     others = {
         str(path.relative_to(source)): path.read_bytes()
         for pattern in BESIDE
@@ -107,9 +102,10 @@ def export_like(
     }
     if config is not None:
         others[CONFIG] = to_json(read_config(source) | config)
-    write_folder(
-        Path(folder), shards, others, located.name, index.get("metadata") or {}
-    )
+    metadata = {name: read_metadata(file) for name, file in files.items()}
+    if located.suffix == ".json":
+        metadata[located.name] = read_index(located).get("metadata")
+    write_folder(Path(folder), shards, others, located.name, metadata)
 
 
 def export_new(
@@ -136,21 +132,20 @@ def export_new(
       StorageError: the files cannot be written.
     """
     leaves = flatten(params)
-    tensors = _new_tensors(leaves, rules, devices)
     groups, room = [{}], shard_bytes
+    tensors = _new_tensors(leaves, rules, devices)
     for (name, make), leaf in zip(tensors.items(), leaves.values(), strict=True):
         if leaf.nbytes > room and groups[-1]:
             groups.append({})
             room = shard_bytes
         groups[-1][name] = make
         room -= leaf.nbytes
-    total = len(groups)
+    total, located = len(groups), INDEX
     names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-    names, located = ([SINGLE], SINGLE) if total == 1 else (names, INDEX)
-    shards = {
-        name: Shard(FORMAT, group) for name, group in zip(names, groups, strict=True)
-    }
-    write_folder(Path(folder), shards, {CONFIG: to_json(config)}, located, {})
+    if total == 1:
+        names, located = [SINGLE], SINGLE
+    shards, others = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
+    write_folder(Path(folder), shards, others, located, dict.fromkeys(names, FORMAT))
 
 
 def _new_tensors(
@@ -158,85 +153,80 @@ def _new_tensors(
     rules: Sequence[Rule],
     devices: DeviceManager,
     with_brackets: bool = True,
-) -> dict[str, Callable[[], np.ndarray]]:
+) -> Makers:
     """Functions that make the tensors of parameters, in the parameters' order."""
-    named = {path: tensor_name(rules, path, with_brackets) for path in leaves}
-    unnamed = [path for path, found in named.items() if found is None]
+    made, unnamed = {}, []
+    for path, leaf in leaves.items():
+        name, rule = tensor_name(rules, path, with_brackets)
+        if name is None:
+            unnamed.append(path)
+        made[name] = functools.partial(_tensor, path, leaf, rule, leaf.dtype, devices)
     if unnamed:
         raise ConfigError(
             f"the rename table names no tensor for {', '.join(unnamed)}; nothing was "
             "written"
         )
-    return {
-        name: _from_params(path, leaves[path], rule, leaves[path].dtype, devices)
-        for path, (name, rule) in named.items()
-    }
+    return made
 
 
-def _named(leaves: dict[str, Any], rules: Sequence[Rule], brackets: bool) -> set[str]:
-    found = (tensor_name(rules, path, brackets) for path in leaves)
-    return {name for name, _ in filter(None, found)}
+def _tensor(
+    path: str, leaf: Any, rule: Rule, dtype: np.dtype, devices: DeviceManager
+) -> np.ndarray:
+    values = devices.fetch(leaf)
+    with np.errstate(over="ignore"):
+        # safetensors writes non-contiguous arrays in the wrong order.
+        array = np.asarray(TRANSFORMS[rule.transform](values), dtype, order="C")
+    if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
+        raise ConfigError(
+            f"{path} has values up to {np.abs(values).max():.3g}, which {dtype}, its "
+            "dtype in the folder that was read, cannot hold; nothing was written"
+        )
+    return array
 
 
-def _from_params(
-    path: str, leaf: Any, rule: Rule, dtype: Any, devices: DeviceManager
-) -> Callable[[], np.ndarray]:
-    view = TRANSFORMS[rule.transform]
-
-    def make() -> np.ndarray:
-        values = devices.fetch(leaf)
-        with np.errstate(over="ignore"):
-            # safetensors writes non-contiguous arrays in the wrong order.
-            array = np.asarray(view(values), dtype, order="C")
-        if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
-            raise ConfigError(
-                f"{path} has values up to {np.abs(values).max():.3g}, which {dtype}, "
-                "its dtype in the folder that was read, cannot hold; nothing was "
-                "written"
-            )
-        return array
-
-    return make
-
-
-def _from_file(tensor: Tensor) -> Callable[[], np.ndarray]:
-    def make() -> np.ndarray:
-        array = np.empty(tensor.shape, tensor.numpy_dtype)
-        for rows, values in pieces(tensor):
-            array[rows] = values
-        return array
-
-    return make
-
-
-class Shard(NamedTuple):
-    """Content of one file: its metadata, and functions that make its tensors."""
-
-    metadata: dict[str, str]
-    tensors: dict[str, Callable[[], np.ndarray]]
+def _whole(tensor: Tensor) -> np.ndarray:
+    array = np.empty(tensor.shape, tensor.numpy_dtype)
+    for rows, values in pieces(tensor):
+        array[rows] = values
+    return array
 
 
 def write_folder(
     folder: Path,
-    shards: dict[str, Shard],
+    shards: dict[str, Makers],
     others: dict[str, bytes],
     located: str,
-    metadata: dict[str, Any],
+    metadata: dict[str, dict[str, Any] | None],
 ) -> None:
     """Writes a new folder, whole or not at all.
 
     Args:
-      shards: the files of tensors, by name.
+      shards: functions that make the tensors, by file and name.
       others: the content of other files, by name.
       located: name of the only file of tensors, or of their index.
-      metadata: of the index.
+      metadata: of the files of tensors and of the index, by name.
 
     Raises:
       ConfigError: `folder` exists.
       StorageError: it cannot be written; nothing of it is left.
     """
+    size, places = 0, {}
     with new_folder(folder) as partial:
-        _fill(partial, shards, others, located, metadata)
+        for name, content in others.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_bytes(content)
+        for name, makers in shards.items():
+            tensors = {tensor: make() for tensor, make in makers.items()}
+            save_tensors(partial / name, tensors, metadata.get(name))
+            size += sum(array.nbytes for array in tensors.values())
+            places |= dict.fromkeys(tensors, name)
+            tensors.clear()  # Memory holds one file at a time.
+        if located not in shards:
+            known = metadata.get(located) or {}
+            if known.get("total_size") != size:
+                known = {"total_size": size}
+            index = {"metadata": known, "weight_map": places}
+            (partial / located).write_bytes(to_json(index))
 
 
 def check_new(folder: Path) -> None:
@@ -270,10 +260,8 @@ def new_file(file: Path) -> Iterator[Path]:
     check_new(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{file.name}.", dir=file.parent
-        ) as temporary:
-            partial = Path(temporary) / file.name
+        with TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
+            partial = Path(folder) / file.name
             yield partial
             partial.rename(file)
     except (OSError, SafetensorError) as error:
@@ -281,39 +269,13 @@ def new_file(file: Path) -> Iterator[Path]:
 
 
 def save_tensors(
-    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]
+    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
     """Writes a safetensors file with the usual permissions of a new file."""
     file.touch()
     mode = file.stat().st_mode
-    save_file(tensors, file, metadata)
+    save_file(tensors, file, metadata or None)
     file.chmod(mode)  # The library lets only the owner read.
-
-
-def _fill(
-    folder: Path,
-    shards: dict[str, Shard],
-    others: dict[str, bytes],
-    located: str,
-    metadata: dict[str, Any],
-) -> None:
-    for name, content in others.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    size = 0
-    for name, shard in shards.items():
-        tensors = {tensor: make() for tensor, make in shard.tensors.items()}
-        save_tensors(folder / name, tensors, shard.metadata)
-        size += sum(array.nbytes for array in tensors.values())
-    if located in shards:
-        return
-    if metadata.get("total_size") != size:
-        metadata = {"total_size": size}
-    places = {
-        tensor: name for name, shard in shards.items() for tensor in shard.tensors
-    }
-    index = {"metadata": metadata, "weight_map": places}
-    (folder / located).write_bytes(to_json(index))
 
 
 def to_json(content: dict[str, Any]) -> bytes:

@@ -13,7 +13,6 @@ from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
 from haiku_template.params import flatten
 from haiku_template.pretrained import (
     CONFIG,
-    Shard,
     check_new,
     export_like,
     export_new,
@@ -50,9 +49,8 @@ def export_safetensors(run: Run, output: Path) -> int:
     family = family_of(config.model.name)
     if family is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
-        shards = {name: Shard({}, _makers(devices, t)) for name, t in trees.items()}
-        others = {CONFIG: to_json(to_dict(config))}
-        write_folder(output, shards, others, SINGLE, {})
+        shards = {name: _makers(devices, tree) for name, tree in trees.items()}
+        write_folder(output, shards, {CONFIG: to_json(to_dict(config))}, SINGLE, {})
         return run.step
     rules, source = family.rules, config.init_from
     described = _classes(run) if HEAD in params else {}

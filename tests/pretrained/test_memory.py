@@ -72,7 +72,7 @@ def test_a_gigabyte_is_read_with_little_more_than_its_parameters(tmp_path):
             above, parameters = map(float, printed.split())
             assert abs(parameters - size) < 1
             assert above < 150, f"{above} MB above the parameters, for {dtype}"
-            # What is mapped of the file counts here too: 16 MB of it at a time.
+            # What is read of the file counts here too, twice: 4 MB of it at a time.
             assert above < 50
     finally:
         path.unlink()
