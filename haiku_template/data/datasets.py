@@ -4,20 +4,15 @@ A data set function takes a `BatchSpec` and the keys of `config.data` except `na
 and returns `Data`. It imports no JAX and downloads nothing.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from haiku_template.data import files, images
-from haiku_template.data.dataset import (
-    ArrayDataset,
-    BatchSpec,
-    Data,
-    EvaluationSet,
-    check_examples,
-)
+from haiku_template.data import dataset, files, images
+from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.text import byte_text, jsonl, tokens
 from haiku_template.errors import ConfigError
 
@@ -35,47 +30,63 @@ def from_split(
 ) -> Data:
     """Makes `Data` of arrays.
 
+    Without labels, an output is as large as an input.
+
     Args:
-      split: training and test arrays.
-      spec: batch size, seed, and kind of labels.
       num_classes: None means as many as the training labels show.
       preprocess: runs on the inputs on the device; None scales bytes to [0, 1].
       augment: runs on the training inputs on the host.
       where: names the data in errors.
 
     Raises:
-      ConfigError: an empty part, parts of different shapes, labels outside the classes
-        or of the wrong type; names the part.
+      ConfigError: an empty part, parts of different shapes, labels that are missing,
+        outside the classes or of the wrong type; names the part.
     """
-    if preprocess is None:
-        is_bytes = split.x_train.dtype == np.uint8
-        preprocess = images.scale_pixels if is_bytes else _unchanged
-    training, test = f"the training part of {where}", f"the test part of {where}"
-    check_examples(split.x_train, split.y_train, training)
-    check_examples(split.x_test, split.y_test, test)
-    pairs = {"x": (split.x_train, split.x_test), "y": (split.y_train, split.y_test)}
-    for name, (a, b) in pairs.items():
-        if a.shape[1:] != b.shape[1:]:
+    if preprocess is None and split.x_train.dtype == np.uint8:
+        preprocess = images.scale_pixels
+    parts = {
+        f"the training part of {where}": (split.x_train, split.y_train),
+        f"the test part of {where}": (split.x_test, split.y_test),
+    }
+    train, test = (dataset.named(*part, name) for name, part in parts.items())
+    if train.keys() != test.keys():
+        raise ConfigError(f"one part of {where} has labels; give both, or neither")
+    for name, array in train.items():
+        a, b = list(array.shape[1:]), list(test[name].shape[1:])
+        if a != b:
             raise ConfigError(
-                f"an example in {name}_train of {where} has shape {list(a.shape[1:])} "
-                f"and in {name}_test {list(b.shape[1:])}; they must agree"
+                f"an example's {name} in the training part of {where} has shape {a} "
+                f"and in the test part {b}; they must agree"
             )
-    train = ArrayDataset(split.x_train, split.y_train, spec, augment)
-    evaluation = EvaluationSet(split.x_test, split.y_test, spec.batch_size)
-    if spec.labels == "numbers" or (
-        # Of a task that takes any: numbers with a fraction are no classes.
-        spec.labels != "classes" and split.y_train.dtype.kind == "f"
-    ):
-        if split.y_train.dtype.kind not in "fiub":
+    data = Data(
+        dataset.ArrayDataset(split.x_train, split.y_train, spec, augment),
+        dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
+        _count_outputs(parts, spec.labels, num_classes),
+    )
+    return data._replace(preprocess=preprocess) if preprocess else data
+
+
+def _count_outputs(
+    parts: dict[str, tuple[np.ndarray, Any]], kind: str, num_classes: int | None
+) -> int:
+    """Checks the labels of both parts; returns the number of outputs."""
+    (where, (inputs, labels)), (test, (_, test_labels)) = parts.items()
+    if labels is None:
+        if kind != "any":
             raise ConfigError(
-                f"{training} has labels of type {split.y_train.dtype}; regression "
-                "takes numbers"
+                f"{where} has no labels, and the task needs {kind}; for one that needs "
+                'none, give BatchSpec(..., labels="any")'
             )
-        num_outputs = int(np.prod(split.y_train.shape[1:]))
-    else:
-        num_outputs = _check_classes(split.y_train, num_classes, training)
-        _check_classes(split.y_test, num_outputs, test)
-    return Data(train, evaluation, num_outputs, preprocess)
+        return math.prod(inputs.shape[1:])
+    # Of a task that takes any, numbers with a fraction are no classes.
+    if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
+        num_outputs = _check_classes(labels, num_classes, where)
+        return _check_classes(test_labels, num_outputs, test)
+    if labels.dtype.kind not in "fiub":
+        raise ConfigError(
+            f"{where} has labels of type {labels.dtype}; regression takes numbers"
+        )
+    return math.prod(labels.shape[1:])
 
 
 def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
@@ -107,25 +118,24 @@ def digits(spec: BatchSpec) -> Data:
     Source: https://archive.ics.uci.edu/dataset/80, shipped inside scikit-learn.
     """
     try:
-        from sklearn import datasets
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise ConfigError(
             "the digits data set comes with scikit-learn, which is not installed: "
             'pip install "haiku_template[examples]"'
         ) from error
-    x, y = datasets.load_digits(return_X_y=True)
-    x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    y = y.astype(np.int32)
+    x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
-    train, test = order[:1437], order[1437:]
-    split = files.Split(x[train], y[train], x[test], y[test])
+    x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)[order]
+    y = y.astype(np.int32)[order]
+    split = files.Split(x[:1437], y[:1437], x[1437:], y[1437:])
     return from_split(split, spec, num_classes=10, where="digits")
 
 
 def _arrays(
     name: str, what: str, read: Callable[[Path], files.Split]
 ) -> Callable[..., Data]:
-    """Data set function for x_train, y_train, x_test and y_test in one file format."""
+    """Makes the data set function of one file format."""
 
     def arrays(
         spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
@@ -140,9 +150,7 @@ def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     what = "the directory with MNIST's or Fashion-MNIST's four idx files"
     split = files.read_mnist(files.given_path(path, "mnist", what))
-    return from_split(
-        split, spec, num_classes=10, preprocess=images.scale_pixels, where=str(path)
-    )
+    return from_split(split, spec, num_classes=10, where=str(path))
 
 
 def cifar10(
@@ -150,19 +158,14 @@ def cifar10(
 ) -> Data:
     """CIFAR-10: 50,000 images 32 x 32 to train on, 10,000 to test."""
     what = "the directory with CIFAR-10's binary files"
-    split = files.read_cifar10(files.given_path(path, "cifar10", what))
     return from_split(
-        split,
+        files.read_cifar10(files.given_path(path, "cifar10", what)),
         spec,
         num_classes=10,
         preprocess=images.standardize_cifar10,
         augment=images.crop_and_flip if crop_and_flip else None,
         where=str(path),
     )
-
-
-def _unchanged(inputs: Any) -> Any:
-    return inputs
 
 
 DATASETS: dict[str, Callable[..., Data]] = {

@@ -3,10 +3,10 @@
 Each returns a `Split`. A missing or damaged file is a `ConfigError` that names it.
 """
 
-import functools
 import gzip
 import io
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.dataset import host_memory
 from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -27,12 +26,25 @@ T = TypeVar("T")
 
 
 class Split(NamedTuple):
-    """Training and test examples: inputs [N, ...], labels [N] or [N, targets]."""
+    """Training and test examples: inputs [N, ...], labels [N, ...] or None for both."""
 
     x_train: np.ndarray
-    y_train: np.ndarray
+    y_train: np.ndarray | None
     x_test: np.ndarray
-    y_test: np.ndarray
+    y_test: np.ndarray | None
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(size: int, words: str, advice: str) -> None:
+    """Raises `ConfigError` unless `size` bytes, as the words say, fit this machine."""
+    if size > (memory := host_memory()):
+        raise ConfigError(
+            f"{words}, and this machine has {memory:,} bytes of memory; {advice}"
+        )
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:
@@ -53,11 +65,10 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     except ConfigError:
         raise
     except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
+        words = str(error).split("\n")[0] or type(error).__name__
+        problem = f"is damaged, or of another kind: {words}"
         if isinstance(error, OSError) and error.strerror:
             problem = f"cannot be read: {error.strerror}"
-        else:
-            words = str(error).split("\n")[0] or type(error).__name__
-            problem = f"is damaged, or of another kind: {words}"
         raise ConfigError(f"the data file {path} {problem}") from error
     near = sorted(p.name for p in path.parent.glob("*"))[:8]
     there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
@@ -65,30 +76,28 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     raise ConfigError(f"the data file {path} {what}; {there}")
 
 
-def _read_parts(path: Path, read: Callable[[Path, str], np.ndarray]) -> Split:
-    """Reads the four arrays of a split, by their names, from one file."""
-    return Split(
-        *(read_with(path, functools.partial(read, name=n)) for n in Split._fields)
-    )
-
-
 def read_npz(path: Path) -> Split:
     """Reads x_train, y_train, x_test and y_test from a .npz file, as Keras has them."""
 
-    def array(file: Path, name: str) -> np.ndarray:
-        with file.open("rb") as f, zipfile.ZipFile(f) as archive:
-            names = {key.removesuffix(".npy"): key for key in archive.namelist()}
-            if name not in names:
-                raise ValueError(f"it has no array {name}, only {', '.join(names)}")
-            info = archive.getinfo(names[name])
-            with archive.open(info) as packed:
-                header = io.BytesIO(packed.read(NPY_HEADER))
-            _check_promise(*npy_header(header), info.file_size - header.tell())
-            _check_memory(file, name, info.file_size)
-            with archive.open(info) as packed:
-                return np.lib.format.read_array(packed, allow_pickle=False)
+    def arrays(file: Path) -> Split:
+        with zipfile.ZipFile(file) as archive:
+            return Split(*(_read_member(archive, name, file) for name in Split._fields))
 
-    return _read_parts(path, array)
+    return read_with(path, arrays)
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, file: Path) -> np.ndarray:
+    names = {key.removesuffix(".npy"): key for key in archive.namelist()}
+    if name not in names:
+        raise ValueError(f"it has no array {name}, only {', '.join(names)}")
+    info = archive.getinfo(names[name])
+    with archive.open(info) as packed:
+        header = io.BytesIO(packed.read(NPY_HEADER))
+    _check_promise(*npy_header(header), info.file_size - header.tell())
+    words = f"the data file {file} has {info.file_size:,} bytes of {name}"
+    check_memory(info.file_size, words, "config.data.name=npy maps files of any size")
+    with archive.open(info) as packed:
+        return np.lib.format.read_array(packed, allow_pickle=False)
 
 
 def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
@@ -111,23 +120,14 @@ def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -
         )
 
 
-def _check_memory(file: Path, name: str, size: int) -> None:
-    if size > host_memory():
-        raise ConfigError(
-            f"the data file {file} has {size:,} bytes of {name}, and this machine has "
-            f"{host_memory():,} bytes of memory; config.data.name=npy maps files of "
-            "any size"
-        )
-
-
 def read_safetensors(path: Path) -> Split:
     """Reads x_train, y_train, x_test and y_test from a .safetensors file."""
 
-    def tensor(file: Path, name: str) -> np.ndarray:
+    def arrays(file: Path) -> Split:
         with safe_open(file, framework="numpy") as tensors:
-            return tensors.get_tensor(name)
+            return Split(*map(tensors.get_tensor, Split._fields))
 
-    return _read_parts(path, tensor)
+    return read_with(path, arrays)
 
 
 def read_npy(directory: Path) -> Split:
@@ -140,9 +140,7 @@ def read_npy(directory: Path) -> Split:
         # A plain view: slicing numpy.memmap itself is several times slower.
         return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    return Split(
-        *(read_with(directory / f"{name}.npy", read) for name in Split._fields)
-    )
+    return Split(*(read_with(directory / f"{x}.npy", read) for x in Split._fields))
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -200,8 +198,8 @@ def read_cifar10(directory: Path) -> Split:
     (https://www.cs.toronto.edu/~kriz/cifar.html).
     """
 
-    def read(file: Path) -> np.ndarray:
-        data = np.frombuffer(file.read_bytes(), np.uint8)
+    def records(file: Path) -> np.ndarray:
+        data = np.fromfile(file, np.uint8)
         if len(data) == 0 or len(data) % CIFAR_RECORD:
             raise ValueError(
                 f"its {len(data)} bytes are no whole number of {CIFAR_RECORD}-byte "
@@ -209,11 +207,10 @@ def read_cifar10(directory: Path) -> Split:
             )
         return data.reshape(-1, CIFAR_RECORD)
 
-    def examples(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(images), records[:, 0].astype(np.int32)
+    def examples(*names: str) -> tuple[np.ndarray, np.ndarray]:
+        data = np.concatenate([read_with(directory / name, records) for name in names])
+        images = data[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(images), data[:, 0].astype(np.int32)
 
-    names = [f"data_batch_{i}.bin" for i in range(1, 6)]
-    train = np.concatenate([read_with(directory / name, read) for name in names])
-    test = read_with(directory / "test_batch.bin", read)
-    return Split(*examples(train), *examples(test))
+    train = examples(*(f"data_batch_{i}.bin" for i in range(1, 6)))
+    return Split(*train, *examples("test_batch.bin"))

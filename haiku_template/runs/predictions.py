@@ -17,7 +17,7 @@ Rows = dict[str, Any]
 
 
 def write_predictions(run: Run, output: Path) -> int:
-    """Writes outputs and labels of a run's evaluation set, in its order.
+    """Writes outputs and labels, if any, of a run's evaluation set, in its order.
 
     `output` ends in `.npz`, which needs all of it in memory, or in `.jsonl`.
 
@@ -36,12 +36,13 @@ def write_predictions(run: Run, output: Path) -> int:
         raise ConfigError(f"the data set {run.config.data.name} has nothing to predict")
     state = run.state
     with new_file(output) as file, run.devices.explicit_transfers():
-        outputs = enumerate(run.trainer.predict(state))
-        rows = (
-            {"outputs": x, "labels": dataset.batch(index)["labels"]}
-            for index, x in outputs
-        )
+        batches = enumerate(run.trainer.predict(state))
+        rows = ({"outputs": x, **_labels(dataset.batch(i))} for i, x in batches)
         return write(file, rows)
+
+
+def _labels(batch: Rows) -> Rows:
+    return {name: batch[name] for name in ("labels",) if name in batch}
 
 
 def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:

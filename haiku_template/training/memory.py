@@ -15,7 +15,7 @@ import jax
 from rich.table import Table
 
 from haiku_template.data import each_shape
-from haiku_template.data.dataset import host_memory
+from haiku_template.data.files import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.transfer import AXIS_NAME

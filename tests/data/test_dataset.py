@@ -143,9 +143,22 @@ def test_an_evaluation_set_holds_every_example_once_in_order(count, batch_size):
     assert len(batches[-1]["labels"]) == (count % batch_size or batch_size)
 
 
+def test_without_labels_batches_hold_inputs_alone():
+    inputs = numbered(10)[0]
+    train, evaluation = training_set(inputs, None, 4), EvaluationSet(inputs, None, 4)
+    assert train.staged_size == (10, inputs.nbytes)
+    augmented = training_set(inputs, None, 4, augment=add_noise)
+    for dataset in (train, evaluation, augmented):
+        for step in range(3):
+            assert dataset.batch(step).keys() == {"inputs"}
+    expected = array_dataset(10, 4).batch(7)["inputs"]
+    np.testing.assert_array_equal(train.batch(7)["inputs"], expected)
+    np.testing.assert_array_equal(evaluation.batch(2)["inputs"], inputs[8:])
+
+
 @pytest.mark.parametrize("make", [training_set, EvaluationSet])
 def test_an_empty_set_is_refused_with_its_shapes(make):
-    words = re.escape("inputs have shape [0, 2] and labels [0]")
+    words = re.escape("inputs [0, 2] and labels [0]")
     with pytest.raises(ConfigError, match=words):
         make(*numbered(0), 4)
 
@@ -159,53 +172,3 @@ def test_unequal_lengths_are_refused_with_both(make):
 def test_a_batch_that_processes_cannot_share_is_refused_with_the_figures():
     with pytest.raises(ConfigError, match="batch of 10 .* by 4 processes"):
         array_dataset(20, 10, process_count=4)
-
-
-def test_a_grain_pipeline_gives_a_permutation_every_epoch():
-    pipeline = grain_pipeline(10).shuffle(seed=1).repeat().batch(4)
-    epochs = read_labels(GrainDataset(pipeline), 10).reshape(4, 10)
-    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(10), (4, 1)))
-    assert len(np.unique(epochs, axis=0)) > 1
-
-
-def test_a_grain_batch_depends_on_the_step_alone():
-    def make():
-        return GrainDataset(grain_pipeline(10).shuffle(seed=1).repeat().batch(4))
-
-    backwards, forwards = make(), make()
-    batches = {step: backwards.batch(step) for step in reversed(range(12))}
-    for step in range(12):
-        assert_same(forwards.batch(step), batches[step])
-
-
-def test_a_grain_evaluation_set_holds_every_example_once():
-    dataset = GrainDataset(grain_pipeline(10).batch(4))
-    assert dataset.num_batches == 3
-    np.testing.assert_array_equal(read_labels(dataset, 3), np.arange(10))
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        grain.MapDataset.source([]),
-        grain.MapDataset.source([]).repeat().batch(4),
-        grain_pipeline(3).batch(4, drop_remainder=True),
-    ],
-    ids=["no examples", "repeated", "less than one batch"],
-)
-def test_an_empty_grain_pipeline_is_refused(pipeline):
-    with pytest.raises(ConfigError, match="no elements"):
-        GrainDataset(pipeline)
-
-
-@pytest.mark.parametrize(
-    ("element", "found"),
-    [
-        ((np.zeros(2), 1), "tuple"),
-        ({"inputs": np.zeros(2)}, r"\['inputs'\]"),
-        ({"image": np.zeros(2), "label": 1}, r"\['image', 'label'\]"),
-    ],
-)
-def test_grain_elements_that_are_no_batches_are_refused(element, found):
-    with pytest.raises(ConfigError, match=f"inputs and labels.* is {found}"):
-        GrainDataset(grain.MapDataset.source([element]))

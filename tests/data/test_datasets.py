@@ -131,11 +131,30 @@ def test_training_and_test_inputs_of_two_shapes_are_refused_with_both():
     assert "[4, 5]" in str(raised.value)
 
 
+def test_a_split_without_labels_is_for_tasks_that_take_any():
+    x = np.zeros((6, 3, 2), np.float32)
+    data = from_split(Split(x, None, x[:2], None), BatchSpec(2, labels="any"))
+    assert data.num_outputs == 6
+    assert data.train.batch(0).keys() == data.evaluation.batch(0).keys() == {"inputs"}
+    for kind in ("classes", "numbers", "tokens"):
+        words = f"training part of FILE has no labels, and the task needs {kind}"
+        with pytest.raises(ConfigError, match=words):
+            split = Split(x, None, x, None)
+            from_split(split, BatchSpec(2, labels=kind), where="FILE")
+
+
+@pytest.mark.parametrize("missing", ["y_train", "y_test"])
+def test_a_split_with_labels_in_one_part_is_refused(missing):
+    split = split_of([0, 1])._replace(**{missing: None})
+    with pytest.raises(ConfigError, match="one part of FILE has labels; give both"):
+        from_split(split, BatchSpec(2, labels="any"), where="FILE")
+
+
 @pytest.mark.parametrize("part", ["x_train", "x_test"])
 def test_a_split_with_an_empty_part_is_refused(part):
     y = "y" + part[1:]
     split = split_of([0, 1])._replace(**{part: np.zeros((0, 3)), y: np.zeros(0, int)})
-    with pytest.raises(ConfigError, match=re.escape("inputs have shape [0, 3]")):
+    with pytest.raises(ConfigError, match=re.escape("inputs [0, 3]")):
         from_split(split, BatchSpec(2))
 
 

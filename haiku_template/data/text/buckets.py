@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, check_batch, epochs, share
+from haiku_template.data.dataset import Batch, BatchSpec
+from haiku_template.data.order import epochs
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
@@ -99,19 +100,19 @@ class BucketedDataset:
     spec: BatchSpec
 
     def __post_init__(self) -> None:
-        check_batch(self.spec, 4 * self.lengths[-1])
+        self.spec.check(4 * self.lengths[-1])
 
     def batch(self, step: int) -> Batch:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
         count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
         rows, lengths = _block(self, step // count, count)
-        own = rows[step % count][share(self.spec)]
+        own = rows[step % count][self.spec.share()]
         return self.examples.batch(own, lengths[step % count])
 
     def each_shape(self) -> list[Batch]:
         """Makes a batch of each length, the longest first."""
         shortest = np.full(self.spec.batch_size, self.examples.sizes.argmin())
-        rows = shortest[share(self.spec)]  # It fits all lengths.
+        rows = shortest[self.spec.share()]  # It fits all lengths.
         return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
 
 
@@ -129,9 +130,9 @@ def _block(
     dataset: BucketedDataset, index: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a block's batches, int64 [count, B], and the length of each."""
-    spec, size = dataset.spec, count * dataset.spec.batch_size
-    turns = range(index * size, (index + 1) * size)
-    rows = epochs(len(dataset.examples.sizes), spec.seed, turns)
+    spec = dataset.spec
+    whole = spec._replace(batch_size=count * spec.batch_size)
+    rows = epochs(len(dataset.examples.sizes), whole, index)
     rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
     shuffled = np.random.default_rng((spec.seed, 2, index)).permutation(count)
     return (

@@ -4,21 +4,14 @@ Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import (
-    Batch,
-    BatchSpec,
-    Data,
-    check_batch,
-    epochs,
-    share,
-)
+from haiku_template.data.dataset import Batch, BatchSpec, Data
 from haiku_template.data.files import given_path
+from haiku_template.data.order import epochs, permute
 from haiku_template.data.text.files import open_tokens
 from haiku_template.data.text.stream import TokenStream
 from haiku_template.data.text.tokenizer import Tokenizer, find_tokenizer
@@ -27,7 +20,6 @@ from haiku_template.errors import ConfigError
 PADDING = 128  # Vocabularies are rounded up to multiples of this, for faster products.
 LOOKED_AT = 2**20  # Tokens at a time, when all of them are.
 ORDERS = ("random", "epochs")
-ROUNDS = 8  # Four of them already mix both halves; the rest is cheap.
 
 
 def tokens(
@@ -141,7 +133,7 @@ class TokenDataset:
     def __post_init__(self) -> None:
         _check_context(self.tokens, self.context, "train on")
         width = self.tokens.dtype.itemsize
-        check_batch(self.spec, 2 * width * (self.context + 1))
+        self.spec.check(2 * width * (self.context + 1))
         if self.order not in ORDERS:
             raise ConfigError(
                 f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
@@ -149,16 +141,15 @@ class TokenDataset:
 
     def rows(self, step: int) -> np.ndarray:
         """Starts of this process's windows in `step`: int64 [B / processes]."""
-        size, seed = self.spec.batch_size, self.spec.seed
         if self.order == "epochs":
-            turns = range(step * size, (step + 1) * size)
             count = _count(self.tokens, self.context)
-            starts = epochs(count, seed, turns, permute) * self.context
+            starts = epochs(count, self.spec, step, permute) * self.context
         else:
-            rng = np.random.default_rng((seed, 0, step))
-            starts = rng.integers(len(self.tokens) - self.context, size=size)
+            rng = np.random.default_rng((self.spec.seed, 0, step))
+            last = len(self.tokens) - self.context
+            starts = rng.integers(last, size=self.spec.batch_size)
         # Drawn for the whole batch, so that shares are parts of the same batch.
-        return starts[share(self.spec)]
+        return starts[self.spec.share()]
 
     @property
     def staged_size(self) -> tuple[int, int]:
@@ -263,34 +254,3 @@ def _check_vocabulary(
             f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
             f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
         )
-
-
-def permute(indices: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Maps indices through a pseudorandom permutation of `range(size)`.
-
-    A Feistel network: an index is two digits of base `side`, and each round adds to one
-    a hash of the other, which permutes `range(side**2)`. Results outside `range(size)`
-    go through it again ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains, 2002). `size` is at most 2**62.
-    """
-    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
-    side = np.uint64(math.isqrt(size - 1) + 1)
-    result = _feistel(indices.astype(np.uint64), side, keys)
-    while len(outside := np.flatnonzero(result >= size)):
-        result[outside] = _feistel(result[outside], side, keys)
-    return result.astype(np.int64)
-
-
-def _feistel(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarray:
-    """Permutes `range(side**2)`: uint64 [B] to uint64 [B]."""
-    left, right = np.divmod(values, side)
-    for key in keys:
-        left, right = right, (left + _hash(right ^ key) % side) % side
-    return left * side + right
-
-
-def _hash(x: np.ndarray) -> np.ndarray:
-    """Mixing function of SplitMix64 (Steele, Lea and Flood, 2014): uint64 [B]."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

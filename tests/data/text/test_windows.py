@@ -8,9 +8,9 @@ import pytest
 from streams import TOKENS, counting, load, refuses, stream_of, write
 
 from haiku_template.data import BatchSpec, TokenDataset, TokenEvaluationSet
+from haiku_template.data.order import permute
 from haiku_template.data.text import Tokenizer
 from haiku_template.data.text.files import open_tokens
-from haiku_template.data.text.windows import permute
 
 
 @pytest.mark.parametrize("order", ["random", "epochs"])

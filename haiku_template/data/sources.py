@@ -1,0 +1,126 @@
+"""Batches of other libraries: Grain's pipelines, generators, torch's DataLoaders."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from haiku_template.data.dataset import Batch, Dataset
+from haiku_template.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
+
+
+def _check(element: Any, source: str) -> None:
+    if isinstance(element, Mapping) and "inputs" in element:
+        return
+    is_dict = isinstance(element, Mapping)
+    found = sorted(element) if is_dict else type(element).__name__
+    raise ConfigError(
+        f"each element of {source} must be one batch, a dictionary with inputs and "
+        f"labels (these only where the task needs them); one is {found}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class GrainDataset:
+    """A `grain.MapDataset` whose elements are batches: {"inputs": ..., "labels": ...}.
+
+    Grain costs microseconds for each element, so let one element be one batch
+    (`.batch(B)`). For training, shuffle and repeat it; as an evaluation set it gives
+    its elements once, in order.
+    """
+
+    source: Any
+
+    def __post_init__(self) -> None:
+        if len(self.source) == 0:
+            raise ConfigError("the Grain data set has no elements; one is the least")
+        _check(self.source[0], "the Grain data set")
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that hold each example once; a pipeline may not repeat."""
+        if len(self.source) > ENDLESS:
+            raise ConfigError(
+                "the Grain data set to evaluate on repeats without end; leave out "
+                ".repeat()"
+            )
+        return len(self.source)
+
+    def batch(self, step: int) -> Batch:
+        """Reads the batch of `step`."""
+        return dict(self.source[step])
+
+
+def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
+    """Makes a training set of what only goes forward, such as a torch DataLoader.
+
+    At its end a new one is made. Where a run resumes, or asks for an earlier batch, all
+    batches before it are read once more, and a log line says so: that is what resuming
+    costs here. It is exact only if `make()` gives the same batches each time.
+
+    Args:
+      make: returns a new iterable of batches, all of one size: dicts with `inputs`, and
+        `labels` if the task needs them, of NumPy arrays or torch's CPU tensors.
+
+    Raises:
+      ConfigError: from `batch`: an iterable without batches, or of something else.
+    """
+    if not callable(make):
+        raise ConfigError(
+            "from_iterator takes a function that returns a new iterable, and not a "
+            f"{type(make).__name__}: write lambda before it"
+        )
+    return _Forward(make)
+
+
+class _Forward:
+    def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
+        self._make = make
+        self._batches = self._endless()
+        self._next = 0  # Step of the batch that comes next.
+        self._first: Batch = {}  # Asked for again and again, before a run starts.
+
+    def batch(self, step: int) -> Batch:
+        """Reads on to the batch of `step`, from the beginning if it was before."""
+        if step == 0 and self._first:
+            return _copy(self._first)
+        if step < self._next:
+            self._batches, self._next = self._endless(), 0
+        if self._next < step:
+            count = step - self._next
+            logger.warning("reading past %d batches, to that of step %d", count, step)
+        while self._next <= step:
+            batch = next(self._batches)
+            self._next += 1
+        if step == 0:
+            self._first = _copy(batch)
+        return _copy(batch)
+
+    def _endless(self) -> Iterator[Batch]:
+        while True:
+            batch = None
+            for batch in self._make():
+                _check(batch, "make() of from_iterator")
+                yield batch
+            if batch is None:
+                raise ConfigError(
+                    "make() of from_iterator gave no batch; it must return a new "
+                    "iterable at each call, with one batch at least"
+                )
+
+
+def _copy(value: Any) -> Any:
+    """Copies arrays, torch's to NumPy's: a generator may write into its own again."""
+    if isinstance(value, Mapping):
+        return {name: _copy(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_copy, value))
+    # A JAX array stays one, which devices refuse: no copy between them in silence.
+    is_array = hasattr(value, "__array__") and not hasattr(value, "sharding")
+    return np.asarray(value).copy() if is_array else value

@@ -1,0 +1,163 @@
+"""Batches of other libraries: exact where they have random access, else read again."""
+
+import contextlib
+import logging
+
+import grain
+import numpy as np
+import pytest
+from test_dataset import assert_same, grain_pipeline, read_labels
+
+from haiku_template.data import GrainDataset, from_iterator
+from haiku_template.data.prefetch import Prefetcher
+from haiku_template.errors import ConfigError
+
+
+class Passes:
+    """Counts the passes over five batches, and what was read in each."""
+
+    def __init__(self):
+        self.read = []
+
+    def __call__(self):
+        self.read.append(0)
+        for i in range(5):
+            self.read[-1] += 1
+            yield {"inputs": np.full((4, 2), i, np.float32), "labels": np.full(4, i)}
+
+
+class Tensor:
+    """An array of another library, such as torch: no copy, no sharding."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None):
+        return self.array
+
+
+@contextlib.contextmanager
+def logged(caplog, *counts):
+    """Expects a line for each time that batches are read past."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        yield
+    lines = [record.getMessage() for record in caplog.records]
+    assert [int(line.split()[2]) for line in lines] == list(counts), lines
+
+
+def test_an_iterator_goes_forward_and_begins_again_at_its_end(caplog):
+    make = Passes()
+    with logged(caplog):
+        labels = read_labels(from_iterator(make), 12)
+    np.testing.assert_array_equal(labels[::4], [*range(5), *range(5), 0, 1])
+    assert make.read == [5, 5, 2]
+
+
+def test_the_first_batch_of_an_iterator_can_be_asked_for_again_and_again(caplog):
+    make = Passes()
+    data = from_iterator(make)
+    with logged(caplog):
+        for _ in range(3):
+            data.batch(0)["inputs"][:] = 77
+        assert data.batch(0)["inputs"].max() == 0
+        assert data.batch(1)["labels"][0] == 1
+        assert data.batch(0)["labels"][0] == 0
+        assert data.batch(2)["labels"][0] == 2
+    assert make.read == [3]
+
+
+def test_resuming_reads_past_the_batches_before_it_and_says_so(caplog):
+    make = Passes()
+    data = from_iterator(make)
+    data.batch(0)
+    with logged(caplog, 11, 3):
+        with Prefetcher(data.batch, 12, 16) as batches:
+            assert [batch["labels"][0] for batch in batches] == [2, 3, 4, 0]
+        assert data.batch(3)["labels"][0] == 3
+    assert make.read == [5, 5, 5, 1, 4]
+
+
+def test_arrays_of_other_libraries_become_numpy_arrays_of_their_own():
+    buffer = np.zeros(4)
+
+    def make():
+        for i in range(3):
+            buffer[:] = i
+            inputs = {"a": Tensor(buffer), "b": (buffer, buffer[:2])}
+            yield {"inputs": inputs}
+
+    data = from_iterator(make)
+    batches = [data.batch(step)["inputs"] for step in range(3)]
+    for i, batch in enumerate(batches):
+        for array in (batch["a"], *batch["b"]):
+            assert type(array) is np.ndarray and set(array) == {i}
+
+
+def test_a_generator_without_batches_is_refused():
+    with pytest.raises(ConfigError, match="gave no batch"):
+        from_iterator(lambda: []).batch(0)
+    once = Passes()()
+    data = from_iterator(lambda: once)
+    with pytest.raises(ConfigError, match="a new iterable at each call"):
+        read_labels(data, 6)
+    with pytest.raises(ConfigError, match="a function .* not a list: write lambda"):
+        from_iterator([{"inputs": np.zeros((4, 2))}])
+
+
+def test_a_grain_pipeline_gives_a_permutation_every_epoch():
+    pipeline = grain_pipeline(10).shuffle(seed=1).repeat().batch(4)
+    epochs = read_labels(GrainDataset(pipeline), 10).reshape(4, 10)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(10), (4, 1)))
+    assert len(np.unique(epochs, axis=0)) > 1
+
+
+def test_a_grain_batch_depends_on_the_step_alone():
+    def make():
+        return GrainDataset(grain_pipeline(10).shuffle(seed=1).repeat().batch(4))
+
+    backwards, forwards = make(), make()
+    batches = {step: backwards.batch(step) for step in reversed(range(12))}
+    for step in range(12):
+        assert_same(forwards.batch(step), batches[step])
+
+
+def test_a_grain_evaluation_set_holds_every_example_once():
+    dataset = GrainDataset(grain_pipeline(10).batch(4))
+    assert dataset.num_batches == 3
+    np.testing.assert_array_equal(read_labels(dataset, 3), np.arange(10))
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        grain.MapDataset.source([]),
+        grain.MapDataset.source([]).repeat().batch(4),
+        grain_pipeline(3).batch(4, drop_remainder=True),
+    ],
+    ids=["no examples", "repeated", "less than one batch"],
+)
+def test_an_empty_grain_pipeline_is_refused(pipeline):
+    with pytest.raises(ConfigError, match="no elements"):
+        GrainDataset(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("element", "found"),
+    [
+        ((np.zeros(2), 1), "tuple"),
+        ({"labels": np.zeros(2)}, r"\['labels'\]"),
+        ({"image": np.zeros(2), "label": 1}, r"\['image', 'label'\]"),
+    ],
+)
+def test_elements_that_are_no_batches_are_refused(element, found):
+    words = f"inputs and labels.* is {found}"
+    with pytest.raises(ConfigError, match=words):
+        GrainDataset(grain.MapDataset.source([element]))
+    with pytest.raises(ConfigError, match=words):
+        from_iterator(lambda: [element]).batch(0)
+
+
+def test_grain_batches_without_labels_are_batches():
+    source = grain.MapDataset.source([{"inputs": np.zeros(2)}])
+    assert GrainDataset(source).batch(0).keys() == {"inputs"}

@@ -1,0 +1,92 @@
+"""Runs on batches without labels, from arrays and from what only goes forward."""
+
+import json
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template import config as configs
+from haiku_template.data import Data, EvaluationSet, from_iterator
+from haiku_template.devices import DeviceManager
+from haiku_template.runs import Run
+from haiku_template.runs.predictions import write_predictions
+from haiku_template.training import Experiment, train
+from haiku_template.training.experiment import run
+
+MINE = """
+import haiku as hk
+import jax.numpy as jnp
+import numpy as np
+from haiku_template.data import Split, from_split
+
+def data(spec):
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
+    return from_split(Split(x[:24], None, x[24:], None), spec)
+
+def autoencoder(num_outputs, axis_name):
+    def forward(inputs, is_training):
+        return hk.nets.MLP([4, num_outputs])(inputs)
+    return hk.transform(forward)
+
+def reconstruction(outputs, batch):
+    return {"loss": jnp.mean(jnp.square(outputs - batch["inputs"]), axis=1)}
+"""
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        yield {"inputs": rng.normal(size=(8, 6)).astype(np.float32)}
+
+
+def made(make, devices):
+    evaluation = EvaluationSet(next(batches())["inputs"], None, 4)
+    return Experiment(
+        model=hk.transform(lambda inputs: hk.nets.MLP([4, 6])(inputs)),
+        task=lambda outputs, batch: {
+            "loss": jnp.mean(jnp.square(outputs - batch["inputs"]), axis=1)
+        },
+        data=Data(from_iterator(make), evaluation, 6),
+        optimizer=optax.adam(1e-2),
+    ).trainer(devices)
+
+
+def test_a_run_from_a_generator_stopped_and_resumed_is_bitwise_the_same(
+    tmp_path, devices, caplog
+):
+    def run_to(num_steps, name, save_every=None):
+        options = {"num_steps": num_steps, "save_every": save_every}
+        return train(made(batches, devices), workdir=tmp_path / name, **options)
+
+    whole = run_to(13, "whole")
+    run_to(7, "parts")
+    resumed = run_to(13, "parts")
+    for x, y in zip(*map(jax.tree.leaves, (whole.state, resumed.state)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert whole.metrics["eval/loss"] == resumed.metrics["eval/loss"]
+    assert "reading past 6 batches, to that of step 7" in caplog.text
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
+    (tmp_path / "mine_unlabeled.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configs.default_config()
+    config.update({"num_steps": 20, "batch_size": 8})
+    config.data = {"name": "mine_unlabeled:data", "placement": placement}
+    config.model = {"name": "mine_unlabeled:autoencoder"}
+    config.task = {"name": "mine_unlabeled:reconstruction"}
+    devices, workdir = DeviceManager.create("cpu", num_devices=2), tmp_path / "run"
+    run(config, devices, str(workdir))
+    finished = Run.open(workdir, devices, "latest")
+    assert write_predictions(finished, tmp_path / "out.jsonl") == 16
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert all(row.keys() == {"outputs"} for row in rows)
+    inputs = finished.trainer.experiment.data.evaluation.inputs
+    errors = np.square(np.array([row["outputs"] for row in rows]) - inputs)
+    expected = finished.evaluate()["eval/loss"]
+    assert errors.mean() == pytest.approx(expected, rel=1e-5)
