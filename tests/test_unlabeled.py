@@ -84,7 +84,8 @@ def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
     run(config, devices, str(workdir))
     finished = Run.open(workdir, devices, "latest")
     assert write_predictions(finished, tmp_path / "out.jsonl") == 16
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     assert all(row.keys() == {"outputs"} for row in rows)
     inputs = finished.trainer.experiment.data.evaluation.inputs
     errors = np.square(np.array([row["outputs"] for row in rows]) - inputs)
