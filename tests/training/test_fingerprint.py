@@ -70,8 +70,13 @@ def other_model(**changes):
     return hk.transform(forward)
 
 
-def test_the_same_script_again_has_the_same_fingerprint():
-    assert of() == of()
+@pytest.fixture(scope="module")
+def unedited():
+    return of()
+
+
+def test_the_same_script_again_has_the_same_fingerprint(unedited):
+    assert of() == unedited
 
 
 EDITS = {
@@ -96,11 +101,11 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_of_the_mathematics_or_the_data_changes_the_fingerprint(edit):
-    assert of(**EDITS[edit]) != of()
+def test_an_edit_of_the_mathematics_or_the_data_changes_the_fingerprint(edit, unedited):
+    assert of(**EDITS[edit]) != unedited
 
 
-def test_the_fingerprint_is_that_of_any_number_of_devices():
+def test_the_fingerprint_is_that_of_any_number_of_devices(unedited):
     def batch_norm(num_devices):
         images = INPUTS.reshape(-1, 8, 1, 1)
         data = from_split(split_of(images, LABELS), BatchSpec(16))
@@ -109,15 +114,15 @@ def test_the_fingerprint_is_that_of_any_number_of_devices():
         return of(num_devices, model=model, data=data, precision="bfloat16")
 
     assert batch_norm(1) == batch_norm(4)
-    assert of(4) == of()
+    assert of(4) == unedited
 
 
-def test_staging_the_data_and_printing_are_not_mathematics():
+def test_staging_the_data_and_printing_are_not_mathematics(unedited):
     def task(outputs, batch):
         jax.debug.print("loss {}", outputs[0, 0])
         return classification(outputs, batch)
 
-    assert of(task=task, placement="device") == of()
+    assert of(task=task, placement="device") == unedited
 
 
 def test_an_edited_script_is_refused_by_its_workdir_and_says_what_changed(tmp_path):

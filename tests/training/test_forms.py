@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.training import Experiment, regression
 from haiku_template.training.trainer import with_state
@@ -62,9 +63,14 @@ def losses(devices, model):
     return [*found, trainer.evaluate(state)["eval/loss"]]
 
 
+@pytest.fixture(scope="module")
+def expected():
+    devices = DeviceManager.create("cpu", num_devices=1)
+    return losses(devices, hk.transform(documented))
+
+
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: getattr(f, "__name__", "p"))
-def test_a_forward_function_may_leave_out_is_training(one_device, forward):
-    expected = losses(one_device, hk.transform(documented))
+def test_a_forward_function_may_leave_out_is_training(one_device, forward, expected):
     for make in (hk.transform, hk.transform_with_state):
         for model in (make(forward), hk.without_apply_rng(make(forward))):
             assert losses(one_device, model) == expected

@@ -53,10 +53,11 @@ def params_of(state):
 
 
 def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
-    state, (scalars,) = run(trainer(devices))
+    made = trainer(devices)
+    state, (scalars,) = run(made)
 
     model = hk.without_apply_rng(mlp(3, width=16))
-    params = devices.fetch(trainer(devices).init()).params
+    params = devices.fetch(made.init()).params
     batch = DATA.train.batch(0)
 
     def loss(params):
@@ -93,12 +94,12 @@ def test_a_norm_that_forgets_the_axis_is_found(four_devices):
         check_replicas(state)
 
 
-@pytest.mark.parametrize("parts", [2, 3, 6])
-def test_accumulation_leaves_the_result_as_it_is(devices, parts):
+def test_accumulation_leaves_the_result_as_it_is(devices):
     whole, history = run(trainer(devices), 3)
-    parted, parted_history = run(trainer(devices, accumulate_steps=parts), 3)
-    assert_close(params_of(whole), params_of(parted), 1e-6)
-    assert_close(history, parted_history, 1e-5)
+    for parts in (2, 3, 6):
+        parted, parted_history = run(trainer(devices, accumulate_steps=parts), 3)
+        assert_close(params_of(whole), params_of(parted), 1e-6)
+        assert_close(history, parted_history, 1e-5)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
