@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,18 @@ from ml_collections import config_dict
 
 from haiku_template.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+# Once in a process: commands read a run's config before they open it.
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
+# Keys with a name, `module:function` perhaps, and with that function's own keys.
+NAMED = ("model", "data", "task")
+# Keyword arguments of the loop.
+LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
+LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
+# A resumed run may change them: they do not change its mathematics, but for a schedule
+# that ends with the last step.
+MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop"} - {"best_metric", "best_mode"}
+# Keys that later versions added.
+LATER = ("init_from", "loop", "step", "writers", "early_stop")
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -95,11 +106,6 @@ def _default_optimizer() -> config_dict.ConfigDict:
     return optimizer
 
 
-# Keys that hold keys of their own, the same in every run.
-NODES = ("early_stop", "optimizer", "finetuning", "finetuning.lora")
-FREE = "optimizer."  # It takes the optimizer's own keys; those left out are defaults.
-
-
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Converts a config to plain JSON types, references resolved.
 
@@ -118,27 +124,23 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def from_dict(values: dict[str, Any]) -> config_dict.ConfigDict:
-    """Inverse of `to_dict`."""
-
-    def tuples(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: tuples(item) for key, item in value.items()}
-        return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-    return config_dict.ConfigDict(tuples(values))
-
-
 def load(path: Path) -> config_dict.ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
-        return from_dict(completed(json.loads(path.read_text())))
+        values = completed(json.loads(path.read_text()))
+        return config_dict.ConfigDict(_with_tuples(values))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"
         ) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def of_run(workdir: Path) -> config_dict.ConfigDict:
@@ -165,49 +167,37 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
 
 def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
     """Logs the modules that a run's config imports; refuses those of the workdir."""
-    named = {f"{key}.name": str(saved[key].name) for key in ("model", "data", "task")}
-    named |= {
-        f"optimizer.{key}": str(saved.optimizer.get(key))
-        for key in ("name", "schedule")
-    }
+    values = flatten(saved.to_dict())
+    keys = [*(f"{key}.name" for key in (*NAMED, "optimizer")), "optimizer.schedule"]
+    named = {key: str(values.get(key)) for key in keys}
     named |= {f"writers[{i}]": name for i, name in enumerate(saved.writers)}
     named = {key: name for key, name in named.items() if ":" in name}
     named |= {key: saved[key] for key in ("loop", "step") if saved[key] is not None}
     for key, name in named.items():
         for file in _files_of(name.partition(":")[0]):
-            if any(
-                reading(file).is_relative_to(reading(workdir))
-                for reading in (Path.absolute, Path.resolve)
-            ):
+            # A link may lie on either side.
+            ways = (Path.absolute, Path.resolve)
+            if any(way(file).is_relative_to(way(workdir)) for way in ways):
                 raise ConfigError(
                     f"config.{key}={name!r} of {workdir} is inside that very "
                     f"directory ({file}); a run's code is imported only from where the "
                     "command is run, never from a workdir: others may have written it"
                 )
             if file.suffix:
-                _say(f"config.{key}: {name} from {file}")
-
-
-@functools.cache
-def _say(words: str) -> None:
-    """Warns once in a process; commands read a run's config before they open it."""
-    logger.warning(words)
+                _warn_once(f"config.{key}: {name} from {file}")
 
 
 def _files_of(module: str) -> Iterator[Path]:
     """Finds the files that importing a module would run, without running any."""
     path, name = None, ""
     for part in module.split("."):
-        name = f"{name}.{part}" if name else part
+        name = f"{name}.{part}".lstrip(".")
         found = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((spec for spec in found if spec is not None), None)
+        spec = next(filter(None, found), None)
         if spec is None:
             return
         path = spec.submodule_search_locations
-        if spec.has_location:
-            yield Path(spec.origin)
-        elif path is not None:
-            yield from map(Path, path)
+        yield from map(Path, [spec.origin] if spec.has_location else path or ())
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -216,9 +206,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     defaults = to_dict(default_config())
     tuning = defaults["finetuning"] | values.get("finetuning", {})
-    later = {key: defaults[key] for key in ("init_from", "loop", "step")}
-    later |= {key: defaults[key] for key in ("writers", "early_stop")}
-    return later | values | {"finetuning": tuning}
+    return {key: defaults[key] for key in LATER} | values | {"finetuning": tuning}
 
 
 def check(config: config_dict.ConfigDict) -> None:
@@ -228,59 +216,60 @@ def check(config: config_dict.ConfigDict) -> None:
       ConfigError: a key is missing, unknown, of the wrong type or out of range; the
         message names it and the possible values.
     """
-    _check_node(config, default_config(), "")
-    values = flatten(config.to_dict())
-    for key, (possible, words) in RANGES.items():
-        if values.get(key) is not None and not possible(values[key]):
-            raise ConfigError(f"config.{key}={values[key]}; possible is {words}")
+    expected = default_config()
+    _check_keys(config, expected, "")
+    values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
+    for keys, possible, words in RANGES:
+        for key in keys.split():
+            if values.get(key) is not None and not possible(values[key]):
+                none = "None, or " * (defaults[key] is None)
+                raise ConfigError(
+                    f"config.{key}={values[key]}; possible is {none}{words}"
+                )
 
 
-def _check_node(
+def _check_keys(
     config: config_dict.ConfigDict, expected: config_dict.ConfigDict, prefix: str
 ) -> None:
+    # The optimizer's own keys are free; those left out are defaults.
+    free = prefix == "optimizer."
+    cutoff = 0.8 if free else 0.6
     for key in config:
-        cutoff = 0.8 if prefix == FREE else 0.6
         near = difflib.get_close_matches(key, expected, n=1, cutoff=cutoff)
-        if key not in expected and (near or prefix != FREE):
+        if key not in expected and (near or not free):
             guess = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
                 f"the config has an unknown key {prefix}{key}{guess}; possible are "
                 f"{', '.join(sorted(expected))}"
             )
     for key, default in expected.items():
-        if key not in config and prefix == FREE:
-            continue
+        name = f"{prefix}{key}"
         if key not in config:
+            if free:
+                continue
             raise ConfigError(
-                f"the config has no key {prefix}{key}; start from "
+                f"the config has no key {name}; start from "
                 "haiku_template.config.default_config()"
             )
-        if isinstance(default, config_dict.ConfigDict):
-            if not isinstance(config[key], config_dict.ConfigDict):
-                raise ConfigError(
-                    f"config.{prefix}{key} must have a name and its own keys"
-                )
-            if f"{prefix}{key}" in NODES:
-                _check_node(config[key], default, f"{prefix}{key}.")
-            elif "name" not in config[key]:
-                raise ConfigError(f"the config has no key {key}.name")
-            continue
-        kind = expected.get_type(key)
-        _check_type(f"{prefix}{key}", config[key], kind, default is None)
+        if not isinstance(default, config_dict.ConfigDict):
+            _check_type(name, config[key], expected.get_type(key), default is None)
+        elif not isinstance(config[key], config_dict.ConfigDict):
+            raise ConfigError(f"config.{name} must have a name and its own keys")
+        elif name not in NAMED:
+            _check_keys(config[key], default, f"{name}.")
+        elif "name" not in config[key]:
+            raise ConfigError(f"the config has no key {name}.name")
 
 
 def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
-    if value is None and may_be_none:
-        return
     accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (
-        kind is not bool and isinstance(value, bool)
-    ):
+    fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
+    if not fits and not (value is None and may_be_none):
         words = {int: "a whole number", float: "a number", str: "text"}
-        wanted = (words | {tuple: "a tuple"}).get(kind, "True or False")
+        wanted = (words | {tuple: "a tuple", bool: "True or False"})[kind]
+        wanted += " or None" * may_be_none
         raise ConfigError(
             f"config.{key}={value!r} has the wrong type; possible is {wanted}"
-            f"{' or None' if may_be_none else ''}"
         )
 
 
@@ -290,24 +279,9 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
     if start.isdecimal() and stop.isdecimal() and int(start) < int(stop) <= num_steps:
         return int(start), int(stop)
     raise ConfigError(
-        f"--profile={text} is no interval of steps; possible is START:STOP with "
-        f"0 <= START < STOP <= {num_steps}, such as --profile=10:20 for the ten steps "
-        "after the tenth"
+        f"--profile={text} is no interval; possible is START:STOP with 0 <= START < "
+        f"STOP <= {num_steps}, such as 10:20 for the ten steps after the tenth"
     )
-
-
-# A resumed run may change them: they do not change its mathematics, but for a schedule
-# that ends with the last step.
-MAY_CHANGE = (
-    "num_steps",
-    "log_every",
-    "eval_every",
-    "save_every",
-    "keep_last",
-    "keep_best",
-    "writers",
-    "early_stop",
-)
 
 
 def fixed(values: dict[str, Any]) -> dict[str, Any]:
@@ -317,13 +291,10 @@ def fixed(values: dict[str, Any]) -> dict[str, Any]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compares two saved configs: a line for each key that differs."""
-    before, after = flatten(old), flatten(new)
-    absent = "absent"
-    return [
-        f"{key}: {before.get(key, absent)!r} there, {after.get(key, absent)!r} now"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key, absent) != after.get(key, absent)
-    ]
+    old, new = flatten(old), flatten(new)
+    keys = sorted(old.keys() | new.keys())
+    pairs = [(key, old.get(key, "absent"), new.get(key, "absent")) for key in keys]
+    return [f"{key}: {a!r} there, {b!r} now" for key, a, b in pairs if a != b]
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -337,48 +308,35 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _texts(value: tuple) -> bool:
-    return all(isinstance(item, str) for item in value)
-
-
-# Ranges of values; None is checked against the type alone.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        (
-            "num_steps",
-            "batch_size",
-            "accumulate_steps",
-            "log_every",
-            "eval_every",
-            "save_every",
-            "keep_last",
-        ),
-        # A step is an int32.
-        (lambda value: 1 <= value < 2**31, "1 or more, up to 2**31 - 1"),
+# Keys, what each may be, and the same in words. None is checked against the type alone.
+RANGES = (
+    (
+        "num_steps batch_size accumulate_steps log_every eval_every save_every "
+        "keep_last early_stop.patience",
+        lambda value: 1 <= value < 2**31,  # A step is an int32.
+        "1 or more, up to 2**31 - 1",
     ),
-    **dict.fromkeys(
-        (
-            "keep_best",
-            "optimizer.learning_rate",
-            "optimizer.warmup_steps",
-            "optimizer.final_fraction",
-            "optimizer.weight_decay",
-        ),
-        (lambda value: value >= 0, "0 or more"),
+    (
+        "keep_best optimizer.learning_rate optimizer.warmup_steps "
+        "optimizer.final_fraction optimizer.weight_decay finetuning.lora.rank",
+        lambda value: value >= 0,
+        "0 or more",
     ),
-    "early_stop.patience": (lambda value: value >= 1, "None, or 1 or more"),
-    "early_stop.mode": (lambda value: value in ("min", "max"), "min or max"),
-    "seed": (lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
-    "optimizer.b1": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "optimizer.b2": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "ema_decay": (lambda value: 0 <= value < 1, "None, or from 0 to below 1"),
-    "optimizer.clip_norm": (lambda value: value > 0, "None, or more than 0"),
-    "finetuning.lora.rank": (lambda value: value >= 0, "None, or 0 or more"),
-    "finetuning.lora.alpha": (lambda value: value > 0, "more than 0"),
-    "finetuning.lora.dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
-    **dict.fromkeys(
-        ("finetuning.train", "finetuning.fresh", "finetuning.lora.patterns"),
-        (_texts, "a tuple of patterns, such as ('*/head/*',)"),
+    (
+        "ema_decay optimizer.b1 optimizer.b2 finetuning.lora.dropout",
+        lambda value: 0 <= value < 1,
+        "from 0 to below 1",
     ),
-    "best_mode": (lambda value: value in ("min", "max"), "min or max"),
-}
+    (
+        "optimizer.clip_norm finetuning.lora.alpha",
+        lambda value: value > 0,
+        "more than 0",
+    ),
+    ("seed", lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
+    ("best_mode early_stop.mode", ("min", "max").__contains__, "min or max"),
+    (
+        "finetuning.train finetuning.fresh finetuning.lora.patterns",
+        lambda value: all(isinstance(item, str) for item in value),
+        "a tuple of patterns, such as ('*/head/*',)",
+    ),
+)

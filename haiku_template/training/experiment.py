@@ -14,7 +14,7 @@ import optax
 from ml_collections import config_dict
 from rich.console import Console
 
-from haiku_template.config import default_config, to_dict
+from haiku_template.config import LOOP_KEYS, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -39,16 +39,6 @@ from haiku_template.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 10_000
-LOOP_KEYS = (
-    "num_steps",
-    "log_every",
-    "eval_every",
-    "save_every",
-    "keep_last",
-    "keep_best",
-    "best_metric",
-    "best_mode",
-)
 
 
 @dataclasses.dataclass(frozen=True)
