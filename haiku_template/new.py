@@ -28,10 +28,11 @@ SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
 PACKAGED = (PACKAGE, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 EXTRAS = "[plots]"  # Of the package, in a project.
 LOCAL = "file://localhost"
-# Modules that --eject copies, by the keys of the config that name the copies.
-EJECT = {"loop": {"loop": "training/loop.py", "step": "training/step.py"}}
+# Modules of training/ that --eject copies; keys of the config name the copies.
+EJECT = {"loop": ("loop", "step")}
 # Files that tools and runs make.
 MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
+IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
 jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
@@ -49,10 +50,8 @@ def check_name(name: str, root: Path) -> None:
     taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
     taken |= {"configs", "runs", "tests", "vendor"}
     if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):
-        owners = (
-            "a module of Python's, an installed package or a folder of the template"
-        )
-        raise ArgumentError(None, f"--name={name} is {owners}; choose another name")
+        owners = "Python, an installed package or a folder of the template"
+        raise ArgumentError(None, f"--name={name} is of {owners}; choose another name")
 
 
 def check_dest(dest: str, root: Path) -> Path:
@@ -69,10 +68,9 @@ def check_dest(dest: str, root: Path) -> Path:
 
 def git(root: Path, *arguments: str) -> str:
     """Runs git in `root`, and returns its output."""
+    options = {"stderr": subprocess.PIPE, "text": True}
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        )
+        return subprocess.check_output(["git", *arguments], cwd=root, **options).strip()
     except (OSError, subprocess.CalledProcessError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
         raise ArgumentError(
@@ -80,7 +78,6 @@ def git(root: Path, *arguments: str) -> str:
             f"git knows no commit of {root} that a project could depend on ({words}); "
             "--vendor (make new VENDOR=1) puts a wheel of it into the project",
         ) from error
-    return done.stdout.strip()
 
 
 def commit_of(root: Path) -> str:
@@ -105,8 +102,10 @@ def git_requirement(root: Path) -> tuple[str, str]:
         url = address(git(root, "config", "--get", f"remote.{remote}.url"), root)
     else:
         url = local(Path(git(root, "rev-parse", "--show-toplevel")))
-        caution = f"commit {commit[:12]} is on no remote of {root}, so the project is "
-        caution += "pinned to this folder: it installs on this machine alone"
+        caution = (
+            f"commit {commit[:12]} is on no remote of {root}, so the project is pinned "
+            "to this folder: it installs on this machine alone"
+        )
     folder = git(root, "rev-parse", "--show-prefix").rstrip("/")
     part = f"#subdirectory={folder}" if folder else ""
     return f"{PACKAGE}{EXTRAS} @ git+{url}@{commit}{part}", caution
@@ -135,14 +134,10 @@ def vendor(root: Path, folder: Path) -> str:
     No index has its version, which ends in the commit or in a hash of the files.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch, "source")
-        source.mkdir()
-        for name in PACKAGED:
-            if (root / name).is_dir():
-                ignored = shutil.ignore_patterns(*MADE)
-                shutil.copytree(root / name, source / name, ignore=ignored)
-            else:
-                shutil.copy(root / name, source / name)
+        source = Path(scratch)
+        shutil.copytree(root / PACKAGE, source / PACKAGE, ignore=IGNORED)
+        for name in PACKAGED[1:]:
+            shutil.copy(root / name, source)
         if (root / ".git").exists():
             local = f"g{commit_of(root)[:12]}"
         else:
@@ -150,23 +145,20 @@ def vendor(root: Path, folder: Path) -> str:
             content = b"".join(path.read_bytes() for path in files)
             local = f"h{hashlib.sha256(content).hexdigest()[:12]}"
         setup = (source / "setup.cfg").read_text()
-        version = re.search(r"(?m)^version = (.+)$", setup)[1]
-        setup = setup.replace(f"version = {version}", f"version = {version}+{local}", 1)
-        (source / "setup.cfg").write_text(setup)
+        old = re.search(r"(?m)^version = .+$", setup)[0]
+        (source / "setup.cfg").write_text(setup.replace(old, f"{old}+{local}", 1))
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-        command += [f"--wheel-dir={folder}", str(source)]
+        command += [f"--wheel-dir={folder}", scratch]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         words = done.stderr.strip() or "no words"
         raise ArgumentError(None, f"`{sys.executable} -m pip wheel` failed: {words}")
-    return f"{PACKAGE}{EXTRAS}=={version}+{local}"
+    return f"{PACKAGE}{EXTRAS}=={old.removeprefix('version = ')}+{local}"
 
 
 def write_project(root: Path, folder: Path, name: str, requirement: str) -> None:
     """Copies `skeleton/` of `root` to `folder`, its placeholders replaced."""
-    source = root / SKELETON
-    ignored = shutil.ignore_patterns(*MADE)
-    shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(root / SKELETON, folder, ignore=IGNORED, dirs_exist_ok=True)
     (folder / PLACEHOLDER).rename(folder / name)
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix != ".whl":
@@ -174,38 +166,31 @@ def write_project(root: Path, folder: Path, name: str, requirement: str) -> None
             path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
 
 
-def eject(root: Path, folder: Path, name: str, what: str) -> None:
-    """Copies modules of the package into a project, whose config names the copies."""
+def eject(root: Path, folder: Path, name: str, parts: tuple[str, ...]) -> None:
+    """Copies modules of `training` into a project, whose config names the copies."""
     config = folder / "configs" / "first.py"
-    files = EJECT[what].items()
-    lines = "".join(
-        f'    config.{key} = "{name}.{Path(file).stem}"\n' for key, file in files
-    )
+    lines = "".join(f'    config.{part} = "{name}.{part}"\n' for part in parts)
     config.write_text(config.read_text().replace("    return", f"{lines}    return"))
-    for _, file in files:
-        text = (root / PACKAGE / file).read_text()
-        for _, other in files:
-            module = f"{PACKAGE}/{other}".removesuffix(".py").replace("/", ".")
-            text = re.sub(rf"\b{module}\b", f"{name}.{Path(other).stem}", text)
-        (folder / name / Path(file).name).write_text(text)
+    originals = rf"\b{PACKAGE}\.training\.({'|'.join(parts)})\b"
+    for part in parts:
+        text = (root / PACKAGE / "training" / f"{part}.py").read_text()
+        (folder / name / f"{part}.py").write_text(
+            re.sub(originals, rf"{name}.\1", text)
+        )
 
 
 def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
     """Makes the project at `dest`, whole or not at all; returns lines to print."""
     dest.parent.mkdir(parents=True, exist_ok=True)
-    partial = dest.with_name(f".{dest.name}.{os.getpid()}")
-    try:
-        caution = ""
+    with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+        partial = Path(scratch, name)
         if vendored:
-            requirement = vendor(root, partial / "vendor")
+            requirement, caution = vendor(root, partial / "vendor"), ""
         else:
             requirement, caution = git_requirement(root)
         write_project(root, partial, name, requirement)
-        if what:
-            eject(root, partial, name, what)
+        eject(root, partial, name, EJECT.get(what, ()))
         partial.rename(dest)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return [f"{name} depends on {requirement}", *filter(None, [caution])]
 
 
@@ -225,17 +210,15 @@ def main(arguments: list[str] | None = None) -> int:
             raise ArgumentError(None, f"{root} is not a checkout; run this in one")
         check_name(values.name, root)
         dest = check_dest(values.dest, root)
-        if values.eject and values.eject not in EJECT:
-            possible = ", ".join(EJECT)
-            raise ArgumentError(
-                None, f"--eject={values.eject}; possible is {possible}, or nothing"
-            )
+        if values.eject not in ("", *EJECT):
+            possible = f"possible is {', '.join(EJECT)}, or nothing"
+            raise ArgumentError(None, f"--eject={values.eject}; {possible}")
         said = make(root, dest, values.name, values.vendor, values.eject)
     except (ArgumentError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 64
-    print(*said, "next:", f"  cd {shlex.quote(str(dest))}", sep="\n")
-    print("  make train\n  make test")
+    first = f"  cd {shlex.quote(str(dest))}"
+    print(*said, "next:", first, "  make train", "  make test", sep="\n")
     return 0
 
 

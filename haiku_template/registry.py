@@ -19,32 +19,40 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     if name in table:
         return table[name]
     key = key if "." in key or key == "writers" else f"{key}.name"
+    given = f"config.{key}={name!r}"
     module, colon, function = str(name).partition(":")
     if not colon:
         near = difflib.get_close_matches(str(name), table, n=1)
         guess = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(
-            f"config.{key}={name!r} is not known{guess}; possible are "
-            f"{', '.join(table)}, or a function of yours as module:function"
-        )
-    refused = f"config.{key}={name!r} cannot be imported from here"
-    imported = _import(module, refused)
-    where = getattr(imported, "__file__", module)
+        possible = ", ".join([*table, "a function of yours as module:function"])
+        raise ConfigError(f"{given} is not known{guess}; possible are {possible}")
+    imported = _import(module, given)
     if not hasattr(imported, function):
-        raise ConfigError(f"{refused}: {where} has no {function}")
+        where = getattr(imported, "__file__", module)
+        raise ConfigError(
+            f"{given} cannot be imported from here: {where} has no {function}"
+        )
     found = getattr(imported, function)
     if not callable(found):
-        raise ConfigError(
-            f"config.{key}={name!r} is a {type(found).__name__}, and no function"
-        )
+        raise ConfigError(f"{given} is a {type(found).__name__}, and no function")
     return found
 
 
 def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
     """Imports a user's module, or raises `ConfigError`; without a name the default."""
-    if name is None:
-        return default
-    return _import(name, f"config.{key}={name!r} cannot be imported from here")
+    return default if name is None else _import(name, f"config.{key}={name!r}")
+
+
+def _import(module: str, given: str) -> ModuleType:
+    refused = f"{given} cannot be imported from here"
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{refused}: {module!r} is no name of a module")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module exists, but not one that it imports.
+        raise ConfigError(f"{refused}: {error}") from error
 
 
 def make(
@@ -60,25 +68,12 @@ def make(
     name = values.pop("name", None)
     function = resolve(key, name, table)
     check_keys(key, name, function, values, *args, **kwargs)
-    if name not in table:
-        return function(*args, **kwargs, **values)  # Its errors are its user's.
     try:
         return function(*args, **kwargs, **values)
     except ValueError as error:
-        if hasattr(error, "exit_code"):
-            raise
+        if name not in table or hasattr(error, "exit_code"):
+            raise  # The errors of a user's function are its user's.
         raise ConfigError(f"config.{key}: {error}") from error
-
-
-def _import(module: str, refused: str) -> ModuleType:
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{refused}: {module!r} is no name of a module")
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module exists, but not one that it imports.
-        raise ConfigError(f"{refused}: {error}") from error
 
 
 def check_keys(
@@ -89,8 +84,8 @@ def check_keys(
     try:
         signature.bind(*args, **kwargs, **values)
     except TypeError as error:
-        given = list(signature.parameters)[len(args) :]
-        takes = [parameter for parameter in given if parameter not in kwargs]
-        raise ConfigError(
-            f"config.{key}: {name} {error}; it takes {', '.join(takes) or 'no keys'}"
-        ) from error
+        free = [
+            key for key in list(signature.parameters)[len(args) :] if key not in kwargs
+        ]
+        takes = ", ".join(free) or "no keys"
+        raise ConfigError(f"config.{key}: {name} {error}; it takes {takes}") from error

@@ -6,22 +6,22 @@ this module in tests alone; `make new` makes a project whose tests show how.
 
 import atexit
 import dataclasses
-import importlib.util
+import runpy
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import config_dict
 
 from haiku_template import config as configs
-from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import METRICS
-from haiku_template.training import Experiment, Trainer, train
+from haiku_template.training import Experiment, train
 from haiku_template.training.guards import check_evaluation
 
 NUM_DEVICES = 4
@@ -45,10 +45,7 @@ def simulate_devices() -> None:
 
 def load_config(path: str | Path) -> config_dict.ConfigDict:
     """Runs `get_config()` of a Python file, and checks the config."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = runpy.run_path(str(path))["get_config"]()
     configs.check(config)
     return config
 
@@ -75,12 +72,8 @@ def assert_loss_falls(
 
     `workdir` is an empty directory.
     """
-    trainer = _build(config, 1, num_steps)
-    data = trainer.experiment.data
-    data = data._replace(train=_First(data.train, 1))
-    _, rows = _train(_with_data(trainer, data), num_steps, workdir)
-    losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    first, last = losses[0], losses[-1]
+    _, rows = _train(config, workdir, num_steps, one_batch=True)
+    first, *_, last = [row["train/loss"] for row in rows if "train/loss" in row]
     assert last < first, (
         f"the loss of a batch that was shown {num_steps} times went from {first:.6g} "
         f"to {last:.6g}: does it depend on the outputs, and they on the inputs? Is "
@@ -100,10 +93,12 @@ def assert_devices_agree(
     absolute: sums are added in another order, which a ReLU near zero amplifies.
     `workdir` is an empty directory.
     """
-    runs = []
-    for count in (1, NUM_DEVICES):
-        trainer = _build(config, count, num_steps, precision="float32")
-        runs.append(_train(trainer, num_steps, workdir / str(count))[1])
+    config = config.copy_and_resolve_references()
+    config.precision = "float32"
+    runs = [
+        _train(config, workdir / str(count), num_steps, count=count)[1]
+        for count in (1, NUM_DEVICES)
+    ]
     for one, four in zip(*runs, strict=True):
         for name in one.keys() & {"train/loss", "train/grad_norm", "eval/loss"}:
             assert np.allclose(one[name], four[name], tolerance, tolerance), (
@@ -121,12 +116,10 @@ def assert_resumes_bitwise(
 
     State and metrics are compared; `workdir` is an empty directory.
     """
-    runs, half = [], num_steps // 2
-    for name, stop in (("whole", num_steps), ("parts", half), ("parts", num_steps)):
-        # Built anew, as by another process: only the checkpoint is shared.
-        trainer = _build(config, 1, num_steps)
-        runs.append(_train(trainer, stop, workdir / name, eval_every=half))
-    (whole, rows), _, (resumed, again) = runs
+    whole, rows = _train(config, workdir / "whole", num_steps)
+    # Each is built anew, as by another process: only the checkpoint is shared.
+    _train(config, workdir / "parts", num_steps, stop=num_steps // 2)
+    resumed, again = _train(config, workdir / "parts", num_steps)
     words = (
         "differs after a run that was stopped and resumed: is batch(step) a function "
         "of the step alone?"
@@ -137,60 +130,45 @@ def assert_resumes_bitwise(
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert np.array_equal(one, other, equal_nan=True), f"{name} {words}"
     for row, other in zip(rows, again, strict=True):
-        for name, value in row.items():
-            assert other[name] == value, f"{name} of step {row['step']} {words}"
-
-
-class _First(NamedTuple):
-    """The first batches of a data set."""
-
-    dataset: Any
-    num_batches: int
-
-    def batch(self, step: int) -> Any:
-        return self.dataset.batch(step % self.num_batches)
+        for name in row:
+            same = name.startswith("perf/") or row[name] == other[name]
+            assert same, f"{name} of step {row['step']} {words}"
 
 
 def _devices(count: int) -> DeviceManager:
     return DeviceManager.create("cpu", num_devices=count, simulate_devices=NUM_DEVICES)
 
 
-def _build(
-    config: config_dict.ConfigDict, count: int, num_steps: int, **changes: Any
-) -> Trainer:
-    """Makes the trainer of a short run, with two evaluation batches at most."""
-    config = config.copy_and_resolve_references()
-    warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
-    config.update({"num_steps": num_steps, **changes})
-    config.optimizer.warmup_steps = warmup_steps
-    config.data.placement = "host"
-    devices = _devices(count)
-    trainer = Experiment.from_config(config, devices).trainer(devices)
-    data = trainer.experiment.data
-    few = data.evaluation
-    if few is not None:
-        few = _First(few, min(few.num_batches, 2))
-    return _with_data(trainer, data._replace(evaluation=few))
-
-
-def _with_data(trainer: Trainer, data: Data) -> Trainer:
-    experiment = dataclasses.replace(trainer.experiment, data=data)
-    return experiment.trainer(trainer.devices)
+def _first(dataset: Any, num_batches: int) -> SimpleNamespace:
+    """Cuts a data set down to its first batches."""
+    return SimpleNamespace(
+        num_batches=num_batches,
+        batch=lambda step: dataset.batch(step % num_batches),
+    )
 
 
 def _train(
-    trainer: Trainer, num_steps: int, workdir: Path, eval_every: int | None = None
+    config: config_dict.ConfigDict,
+    workdir: Path,
+    num_steps: int,
+    stop: int | None = None,
+    *,
+    count: int = 1,
+    one_batch: bool = False,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Trains; returns the last state, on the host, and metrics without `perf/`."""
-    result = train(
-        trainer,
-        num_steps=num_steps,
-        workdir=workdir,
-        log_every=1,
-        eval_every=eval_every,
-    )
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith("perf/")}
-        for row in read(workdir / METRICS)
-    ]
-    return trainer.devices.fetch(result.state), rows
+    """Trains up to `stop`; returns the state, on the host, and the metrics."""
+    config = config.copy_and_resolve_references()
+    config.num_steps, config.data.placement = num_steps, "host"
+    config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
+    devices = _devices(count)
+    experiment = Experiment.from_config(config, devices)
+    data = experiment.data
+    if one_batch:
+        data = data._replace(train=_first(data.train, 1))
+    if data.evaluation is not None:
+        few = _first(data.evaluation, min(data.evaluation.num_batches, 2))
+        data = data._replace(evaluation=few)
+    trainer = dataclasses.replace(experiment, data=data).trainer(devices)
+    how = {"log_every": 1, "eval_every": max(1, num_steps // 2)}
+    result = train(trainer, num_steps=stop or num_steps, workdir=workdir, **how)
+    return devices.fetch(result.state), read(workdir / METRICS)

@@ -13,7 +13,8 @@ from ml_collections import config_flags
 
 from haiku_template import cli, config
 
-_CONFIG = config_flags.DEFINE_config_file(
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file(
     "config",
     None,
     "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
@@ -21,19 +22,15 @@ _CONFIG = config_flags.DEFINE_config_file(
     accept_new_attributes=True,
     lock_config=False,
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
-_DRY_RUN = flags.DEFINE_bool(
+flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
+flags.DEFINE_bool(
     "dry_run", False, "Print what the run needs of each device's memory, and stop."
 )
-_DEVICE_MEMORY_LIMIT = flags.DEFINE_string(
-    "device_memory_limit",
-    None,
-    "What each device has for the run, such as 24GiB; by default what JAX says.",
+flags.DEFINE_string(
+    "device_memory_limit", None, "Of each device, such as 24GiB; else what JAX says."
 )
-_PROFILE = flags.DEFINE_string(
-    "profile",
-    None,
-    "START:STOP: trace the steps after START, up to STOP, and sum up what they show.",
+flags.DEFINE_string(
+    "profile", None, "START:STOP: trace the steps after START, up to STOP, and sum up."
 )
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(cli)
@@ -41,20 +38,19 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Checks the config, the devices and the data; then trains."""
-    config.check(_CONFIG.value)
-    asked, steps = _PROFILE.value, _CONFIG.value.num_steps
-    profile = None if asked is None else config.interval(asked, steps)
+    config.check(FLAGS.config)
+    asked, limit = FLAGS.profile, FLAGS.device_memory_limit
+    profile = asked if asked is None else config.interval(asked, FLAGS.config.num_steps)
     devices = cli.device_manager()
     from haiku_template.training import experiment, memory
 
-    limit = _DEVICE_MEMORY_LIMIT.value
     experiment.run(
-        _CONFIG.value,
+        FLAGS.config,
         devices,
-        _WORKDIR.value,
+        FLAGS.workdir,
         memory_limit=limit and memory.parse_bytes(limit),
         profile=profile,
-        dry_run=_DRY_RUN.value,
+        dry_run=FLAGS.dry_run,
     )
 
 

@@ -206,9 +206,8 @@ def train(project, workdir, *flags):
 
 
 def test_nothing_that_was_ejected_is_still_imported_from_the_package(ejected, project):
-    originals = new.EJECT["loop"].values()
-    theirs = {f"haiku_template/{file}"[:-3].replace("/", ".") for file in originals}
-    own = {f"{NAME}/{Path(file).name}" for file in originals}
+    theirs = {f"haiku_template.training.{part}" for part in new.EJECT["loop"]}
+    own = {f"{NAME}/{part}.py" for part in new.EJECT["loop"]}
     assert {str(p.relative_to(ejected)) for p in files(ejected)} == own | {
         str(p.relative_to(project)) for p in files(project)
     }
