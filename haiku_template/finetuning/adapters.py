@@ -22,7 +22,7 @@ from haiku_template.pretrained.rules import Rule
 from haiku_template.pretrained.tensors import read_headers, read_metadata
 from haiku_template.pretrained.writing import new_file, save_tensors
 from haiku_template.storage.files import dispensable
-from haiku_template.storage.workdir import BASE, has_checkpoints, write_atomically
+from haiku_template.storage.workdir import BASE, has_checkpoints, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
     if not (file.exists() and has_checkpoints(workdir)):
         found = {"sha256": fingerprint(devices, frozen)}
         with dispensable(file):
-            write_atomically(file, json.dumps(found) + "\n")
+            write_json(file, found)
         return
     try:
         expected = json.loads(file.read_text())["sha256"]

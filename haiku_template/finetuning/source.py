@@ -18,8 +18,7 @@ from haiku_template.finetuning.adapters import ADAPTERS, same_names
 from haiku_template.models import Family
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained import describe, read
-from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.storage.reading import BEST_OR_LATEST, restore
+from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
 logger = logging.getLogger(__name__)

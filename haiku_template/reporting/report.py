@@ -61,11 +61,9 @@ class Report:
         writers: Sequence[Callable[[Path, int], Writer]] = (),
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
-        writer = MetricsWriter(self._workdir, step)
         profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
-        self._writer = self._stack.enter_context(writer)
         self._profiler = self._stack.enter_context(profiler)
-        for make in writers:
+        for make in (MetricsWriter, *writers):
             with dispensable(_name(make)):
                 self._writers[_name(make)] = make(self._workdir, step)
         self._say(self._profiler.begin(step))
@@ -118,7 +116,6 @@ class Report:
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        self._writer.write(step, metrics)
         for name, write in self._writers.items():
             with dispensable(name):
                 write(step, metrics)

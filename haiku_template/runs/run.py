@@ -14,8 +14,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
 from haiku_template.reporting import plots
-from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.storage.reading import restore
+from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.training import Experiment, Trainer
 from haiku_template.training.state import TrainState
 

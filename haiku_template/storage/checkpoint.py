@@ -7,7 +7,8 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from haiku_template.errors import StorageError
-from haiku_template.params import leaves_by_path
+from haiku_template.config import differences
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.params import flatten
+from haiku_template.storage import workdir as workdirs
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
+BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
+REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 
 
 class Checkpoints:
@@ -56,17 +61,14 @@ class Checkpoints:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
         self.directory = directory.absolute()
-        self._metric = best_metric
-        self._highest = best_mode == "max"
-        self._run = run
+        self._metric, self._highest, self._run = best_metric, best_mode == "max", run
         self._saving: Any = None  # Orbax's response to the last save.
         self._trusted = False  # True once a save was read back.
-        # Otherwise the first save compiles a slice for each device and shape.
         context = ocp.Context()
+        # Otherwise the first save compiles a slice for each device and shape.
         context.array.saving.use_replica_parallel = False
-        when = ocp.training.save_decision_policies
-        policies = ocp.training.preservation_policies
-        best = policies.BestN(
+        kept = ocp.training.preservation_policies
+        best = kept.BestN(
             get_metric_fn=self._rank,
             n=keep_best,
             keep_checkpoints_without_metrics=False,
@@ -77,18 +79,13 @@ class Checkpoints:
                 shutil.rmtree(left)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
-                save_decision_policy=when.FixedIntervalPolicy(1),
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [policies.LatestN(keep_last), best]
+                preservation_policy=kept.AnyPreservationPolicy(
+                    [kept.LatestN(keep_last), best]
                 ),
                 context=context,
             )
         except (OSError, ValueError) as error:
-            words = "".join(
-                f"; {file} is damaged: remove {file.parent}, and this step counts as "
-                "not evaluated"
-                for file in _damaged_metrics(self.directory)
-            )
+            words = _damaged_metrics(self.directory)
             raise StorageError(
                 f"{self.directory} cannot be used: {error}{words}"
             ) from error
@@ -97,7 +94,7 @@ class Checkpoints:
         """Rank that Orbax sorts by, upwards: the last are the best."""
         value = metrics.get(self._metric)
         if value is None or not math.isfinite(value):
-            return float("-inf")
+            return -math.inf
         return value if self._highest else -value
 
     def __enter__(self) -> "Checkpoints":
@@ -123,17 +120,15 @@ class Checkpoints:
     @property
     def latest(self) -> int | None:
         """Newest step; None without checkpoints."""
-        return self.steps[-1] if self.steps else None
+        return max(self.steps, default=None)
 
     @property
     def best(self) -> int | None:
         """Best step by the metric; None when none was evaluated."""
-        known = [
-            found
-            for found in self._checkpointer.checkpoints
-            if found.metrics and math.isfinite(self._rank(found.metrics))
-        ]
-        return max(known, key=lambda f: self._rank(f.metrics)).step if known else None
+        found = [(x.step, x.metrics) for x in self._checkpointer.checkpoints]
+        ranks = {step: self._rank(metrics) for step, metrics in found if metrics}
+        step = max(ranks, key=ranks.__getitem__, default=None)
+        return None if ranks.get(step, -math.inf) == -math.inf else step
 
     def check_metric(self, metrics: dict[str, float]) -> None:
         """Raises `StorageError` unless `best_metric` is among the metrics."""
@@ -143,7 +138,9 @@ class Checkpoints:
                 f"{', '.join(metrics)}"
             )
 
-    def save(self, step: int, state: Any, metrics: dict[str, float] | None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
+    ) -> None:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
         The first save waits until it is on disk, and is read back.
@@ -154,18 +151,11 @@ class Checkpoints:
         if step in self.steps:
             return
         self.wait()
-        try:
-            self._saving = self._checkpointer.save_async(
-                step,
-                state,
-                metrics=metrics,
-                custom_metadata={"run": self._run, "step": step},
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StorageError(
-                f"the checkpoint of step {step} could not be saved in "
-                f"{self.directory}: {error}"
-            ) from error
+        what = {"metrics": metrics, "custom_metadata": {"run": self._run, "step": step}}
+        name = f"the checkpoint of step {step}"
+        with _faults(f"{name} could not be saved in {self.directory}"):
+            save = self._checkpointer.save_async
+            self._saving = save(step, state, force=True, **what)
         if not self._trusted:
             self.wait()
             self._read_back(step, state)
@@ -174,30 +164,18 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is on disk; raises `StorageError` if it failed."""
         saving, self._saving = self._saving, None
-        try:
+        with _faults(f"the last checkpoint in {self.directory} was not finished"):
             if saving is not None:
                 saving.result()  # Its event loop and thread would stay otherwise.
             self._checkpointer.wait()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StorageError(
-                f"the last checkpoint in {self.directory} was not finished: {error}"
-            ) from error
 
-    def _read_back(self, step: int, state: Any) -> None:
+    def _read_back(self, step: int, state: dict[str, Any]) -> None:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
-        fields = state if isinstance(state, dict) else state._asdict()
-        sizes = {
-            name: sum(leaf.nbytes for leaf in jax.tree.leaves(field))
-            for name, field in fields.items()
-        }
-        part = min((name for name in sizes if sizes[name]), key=sizes.__getitem__)
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            fields[part],
-        )
-        found = self.restore_part(step, part, abstract)
-        read, written = jax.tree.leaves(found), jax.tree.leaves(fields[part])
-        if not all(map(_same_bytes, read, written)):
+        sizes = {k: sum(x.nbytes for x in jax.tree.leaves(v)) for k, v in state.items()}
+        part = min(filter(sizes.get, sizes), key=sizes.__getitem__)
+        found = self.restore_part(step, part, state[part])
+        same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), found, state[part])
+        if not jax.tree.all(same):
             raise StorageError(
                 f"the checkpoint of step {step} in {self.directory} was read back, and "
                 f"its {part} is not what was saved"
@@ -219,13 +197,9 @@ class Checkpoints:
     def restore_part(
         self, step: int, part: str, abstract: Any, skip: Collection[str] = ()
     ) -> Any:
-        """Restores one field of the state of `step`, such as `params`.
+        """Restores one field of the state of `step`, such as `params`, as `restore`.
 
-        `abstract` is that field's, as for `restore`; `skip` names leaves
-        (`module/name`) to leave out.
-
-        Raises:
-          StorageError: as for `restore`.
+        `skip` names leaves (`module/name`) to leave out.
         """
         _check_fits(step, self.saved(step)[part], abstract, skip)
         context = ocp.Context()
@@ -248,27 +222,26 @@ class Checkpoints:
             found = self._checkpointer.metadata(step)
             if found.metadata is None:
                 raise ValueError("its arrays cannot be listed")
-        self._check_own(step, found.custom_metadata or {})
+        held = found.custom_metadata or {}
+        ours = self._run in (None, held.get("run"))
+        if not ours or held.get("step") != step:
+            raise StorageError(
+                f"{self.directory / str(step)} is not the checkpoint that its name "
+                f"says: it is of step {held.get('step')} of "
+                f"{'this' if ours else 'another'} run; move it away, and those that "
+                f"are left in {self.directory} count"
+            )
         return found.metadata
-
-    def _check_own(self, step: int, held: dict[str, Any]) -> None:
-        """Asserts that a checkpoint is of the step of its name, and of this run."""
-        of_step, run = held.get("step"), held.get("run")
-        if of_step == step and self._run in (None, run):
-            return
-        what = "another run" if self._run not in (None, run) else "this run"
-        raise StorageError(
-            f"{self.directory / str(step)} is not the checkpoint that its name says: "
-            f"it is of step {of_step} of {what}; move it away, and those that are left "
-            f"in {self.directory} count"
-        )
 
     @contextlib.contextmanager
     def _damage_as_error(self, step: int) -> Iterator[None]:
-        """Turns what Orbax raises into one sentence."""
+        """Turns what Orbax raises into one sentence, and silences its log."""
+        _ignore_abandoned_reads()
+        orbax = logging.getLogger("absl")
+        level = orbax.level
+        orbax.setLevel(logging.CRITICAL)
         try:
-            with quiet_orbax():
-                yield
+            yield
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
@@ -276,64 +249,96 @@ class Checkpoints:
             raise StorageError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
             ) from error
+        finally:
+            orbax.setLevel(level)
 
 
-def _same_bytes(a: jax.Array, b: jax.Array) -> bool:
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def restore(
+    workdir: Path, which: str, read: Callable[[Checkpoints, int], Any]
+) -> tuple[int, Any]:
+    """Restores a run's checkpoint: its step, and what `read(checkpoints, step)` gives.
+
+    Args:
+      workdir: of the run, which may be alive.
+      which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
+      read: reads the wanted part of the checkpoint.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      StorageError: it is damaged, or does not fit.
+    """
+    folder = workdir / workdirs.CHECKPOINTS
+    if not folder.is_dir():
+        raise ConfigError(f"{workdir} holds no checkpoints")
+    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
+    config = workdirs.read_json(workdir / workdirs.CONFIG)
+    options = {key: config[key] for key in keys if key in config}
+    options["run"] = workdirs.run_id(workdir)
+    for tries_left in range(REPLACED_TRIES, -1, -1):
+        try:
+            with Checkpoints(folder, **options) as checkpoints:
+                step = _named_step(checkpoints, which, workdir)
+                return step, read(checkpoints, step)
+        except StorageError:
+            # A run that is alive may have replaced it meanwhile.
+            if not tries_left or not workdirs.is_locked(workdir):
+                raise
+        time.sleep(REPLACED_SECONDS)
 
 
-def _damaged_metrics(directory: Path) -> list[Path]:
-    """Metrics files of evaluated steps that cannot be read."""
-    damaged = []
+def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
+    named = {"latest": checkpoints.latest, "best": checkpoints.best}
+    named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
+    step = named.get(which, int(which) if which.isdecimal() else None)
+    if step not in checkpoints.steps:
+        raise ConfigError(
+            f"--checkpoint={which} is not in {workdir}; there are steps "
+            f"{checkpoints.steps}, and best is {checkpoints.best}"
+        )
+    return step
+
+
+@contextlib.contextmanager
+def _faults(sentence: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StorageError(f"{sentence}: {error}") from error
+
+
+def _bytes(array: jax.Array) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+def _damaged_metrics(directory: Path) -> str:
+    """Names the metrics files of evaluated steps that cannot be read."""
+    words = ""
     for file in sorted(directory.glob("*/metrics/metrics")):
         try:
             json.loads(file.read_text())
         except (OSError, ValueError):
-            damaged.append(file)
-    return damaged
-
-
-def _named_leaves(tree: Any) -> dict[str, str]:
-    """Dtype and shape of each leaf by name, alike for tuples and for Orbax's lists."""
-    return {
-        path: f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves_by_path(tree, simple=True).items()
-    }
+            words += (
+                f"; {file} is damaged: remove {file.parent}, and this step counts as "
+                "not evaluated"
+            )
+    return words
 
 
 def _check_fits(
     step: int, saved: Any, abstract: Any, skip: Collection[str] = ()
 ) -> None:
-    there, wanted = _named_leaves(saved), _named_leaves(abstract)
-    there = {name: leaf for name, leaf in there.items() if name not in skip}
-    lines = [f"missing {name} {wanted[name]}" for name in wanted if name not in there]
-    lines += [
-        f"unexpected {name} {there[name]}" for name in there if name not in wanted
-    ]
-    lines += [
-        f"{name} is {there[name]} there and {wanted[name]} here"
-        for name in wanted
-        if name in there and there[name] != wanted[name]
-    ]
+    # Paths are alike for tuples and for Orbax's lists.
+    trees = saved, abstract
+    shapes = [jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", t) for t in trees]
+    there, here = map(flatten, shapes)
+    there = {path: leaf for path, leaf in there.items() if path not in skip}
+    lines = differences(there, here)
     if lines:
         more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise StorageError(
             f"the checkpoint of step {step} does not fit this model, and nothing was "
             f"loaded: {'; '.join(lines[:10])}{more}"
         )
-
-
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Silences Orbax's log about a checkpoint that it cannot read."""
-    orbax = logging.getLogger("absl")
-    level = orbax.level
-    orbax.setLevel(logging.CRITICAL)
-    _ignore_abandoned_reads()
-    try:
-        yield
-    finally:
-        orbax.setLevel(level)
 
 
 @functools.cache

@@ -26,18 +26,15 @@ class Note:
     """
 
     def __init__(self, path: Path, mode: str = "a") -> None:
-        self._path = path
-        self._file = None
-        self._warned = False
+        self._path, self._file, self._warned = path, None, False
         with self._errors():
             path.parent.mkdir(exist_ok=True)
-            encoding = None if "b" in mode else "utf-8"
-            self._file = path.open(mode, encoding=encoding)
+            self._file = path.open(mode, encoding=None if "b" in mode else "utf-8")
 
     def write(self, data: Any) -> None:
         """Appends `data`."""
-        if self._file is not None:
-            with self._errors():
+        with self._errors():
+            if self._file is not None:
                 self._file.write(data)
                 self._file.flush()
 
@@ -46,8 +43,8 @@ class Note:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            with self._errors():
+        with self._errors():
+            if self._file is not None:
                 self._file.close()
 
     @contextlib.contextmanager

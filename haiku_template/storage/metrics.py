@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import operator
 import socket
 import struct
 import time
@@ -13,14 +14,14 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from haiku_template.storage import workdir as names
 from haiku_template.storage.files import Note, dispensable
+from haiku_template.storage.workdir import METRICS, TENSORBOARD, write_atomically
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard events. Use as a context manager.
+    """Writes metrics.jsonl and TensorBoard events; called with a step and its metrics.
 
     A run that resumes from step `start` (0 for a new one) removes the lines after it,
     so that the file is the same as if it had never stopped. A write error is logged
@@ -28,40 +29,38 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, start: int) -> None:
-        path = workdir / names.METRICS
-        self._lines = None
+        path, self._lines = workdir / METRICS, None
         with dispensable(path):
             kept = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
-            names.write_atomically(path, "".join(f"{line}\n" for line in kept))
+            write_atomically(path, "".join(f"{line}\n" for line in kept))
             self._lines = Note(path)
-        folder = workdir / names.TENSORBOARD
         # Not tensorboardX's own writer: its thread ends at the first error, and who
         # then adds to its queue waits for ever.
         file = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._events = Note(folder / file, "ab")
-        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        self._events = Note(workdir / TENSORBOARD / file, "ab")
+        self._event(file_version="brain.Event:2")
         if start:  # TensorBoard leaves out what it has read of later steps.
-            log = SessionLog(status=SessionLog.START)
-            first.append(Event(wall_time=time.time(), step=start + 1, session_log=log))
-        self._events.write(b"".join(map(_record, first)))
+            self._event(step=start + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lines is not None:
-            self._lines.close()
-        self._events.close()
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line: `step` and the metrics, in full precision; null for NaN."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         if self._lines is not None:
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
         values = [Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
-        summary = Summary(value=values)
-        event = Event(wall_time=time.time(), step=step, summary=summary)
-        self._events.write(_record(event))
+        self._event(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        """Closes the files."""
+        for note in filter(None, (self._lines, self._events)):
+            note.close()
+
+    def _event(self, **fields: Any) -> None:
+        """Writes a TensorBoard record: length and data, each with a checksum."""
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        parts = struct.pack("<Q", len(data)), data
+        sums = (struct.pack("<I", masked_crc32c(part)) for part in parts)
+        self._events.write(b"".join(map(operator.add, parts, sums)))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -91,11 +90,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if lost and lost != [len(lines)]:
         logger.warning("%s: lines %s are damaged, and left out", path, lost)
     return rows
-
-
-def _record(event: Event) -> bytes:
-    """One event in TensorBoard's format: length and data, each with a checksum."""
-    data = event.SerializeToString()
-    length = struct.pack("<Q", len(data))
-    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-    return length + sums[0] + data + sums[1]

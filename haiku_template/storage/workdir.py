@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
@@ -61,43 +61,37 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
             "is overwritten; use another --workdir (config.init_from starts from "
             "exported parameters, config.finetuning.adapters from adapters)"
         )
-    saved = workdir / CONFIG
-    if saved.exists() and not has_checkpoints(workdir):
-        _check_saved_nothing(workdir)
-        return  # A run that failed before it had anything to lose.
-    if saved.exists():
-        there, here = fixed(completed(read_json(saved))), fixed(completed(config))
-        changed = differences(there, here)
-        if changed:
+    if not (workdir / CONFIG).exists():
+        names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
+        found = [name for name in names if (workdir / name).exists()]
+        if found:
             raise ConfigError(
-                f"{workdir} belongs to a run with another config, and nothing was "
-                f"changed there; use another --workdir or restore: {'; '.join(changed)}"
-            )
-        if run_id(workdir) is None:
-            raise ConfigError(
-                f"{workdir} holds checkpoints but no {RUN}, so it is not known whose "
-                "they are; restore it, or use another --workdir (config.init_from "
-                "starts from a run's parameters)"
+                f"{workdir} holds {', '.join(found)} but no {CONFIG}, so it is not "
+                "known what made them; use another --workdir"
             )
         return
-    names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
-    found = [name for name in names if (workdir / name).exists()]
-    if found:
+    run = read_json(workdir / RUN)
+    if not has_checkpoints(workdir):
+        if "saved" in run:
+            raise ConfigError(
+                f"the run in {workdir} saved checkpoints, the first of step "
+                f"{run['saved']}, and now there is none; restore "
+                f"{workdir / CHECKPOINTS}, or use another --workdir, or remove "
+                f"{workdir} to start the run anew"
+            )
+        return  # A run that failed before it had anything to lose.
+    there, here = (fixed(completed(x)) for x in (read_json(workdir / CONFIG), config))
+    changed = differences(there, here)
+    if changed:
         raise ConfigError(
-            f"{workdir} holds {', '.join(found)} but no {CONFIG}, so it is not known "
-            "what made them; use another --workdir"
+            f"{workdir} belongs to a run with another config, and nothing was changed "
+            f"there; use another --workdir or restore: {'; '.join(changed)}"
         )
-
-
-def _check_saved_nothing(workdir: Path) -> None:
-    """Asserts that the run has lost no checkpoint that it had."""
-    file = workdir / RUN
-    saved = read_json(file).get("saved") if file.exists() else None
-    if saved is not None:
+    if "id" not in run:
         raise ConfigError(
-            f"the run in {workdir} saved checkpoints, the first of step {saved}, and "
-            f"now there is none; restore {workdir / CHECKPOINTS}, or use another "
-            f"--workdir, or remove {workdir} to start the run anew"
+            f"{workdir} holds checkpoints but no {RUN}, so it is not known whose they "
+            "are; restore it, or use another --workdir (config.init_from starts from a "
+            "run's parameters)"
         )
 
 
@@ -108,8 +102,7 @@ def has_checkpoints(workdir: Path) -> bool:
 
 def run_id(workdir: Path) -> str | None:
     """Id of the run, which its checkpoints carry; None if there is no run.json."""
-    file = workdir / RUN
-    return read_json(file).get("id") if file.exists() else None
+    return read_json(workdir / RUN).get("id")
 
 
 def mark_saved(workdir: Path, step: int) -> None:
@@ -117,7 +110,7 @@ def mark_saved(workdir: Path, step: int) -> None:
     run = read_json(workdir / RUN)
     if "saved" not in run:
         with dispensable(workdir / RUN):
-            write_atomically(workdir / RUN, json.dumps(run | {"saved": step}) + "\n")
+            write_json(workdir / RUN, run | {"saved": step})
 
 
 def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
@@ -131,13 +124,17 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
     with usable(workdir):
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
-            write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
-            run = {"id": uuid.uuid4().hex}
-            write_atomically(workdir / RUN, json.dumps(run) + "\n")
-    env = environment(devices)
-    with dispensable(workdir / ENV):
-        _tell_changes(workdir / ENV, env)
-        write_atomically(workdir / ENV, json.dumps(env, indent=2) + "\n")
+            write_json(workdir / CONFIG, config)
+            write_json(workdir / RUN, {"id": uuid.uuid4().hex})
+    file, env = workdir / ENV, environment(devices)
+    with dispensable(file):
+        try:
+            before = read_json(file) or env
+            for line in differences(before | {"started": ""}, env | {"started": ""}):
+                logger.warning("this run's environment changed: %s", line)
+        except ConfigError as error:
+            logger.warning("what changed since the run stopped is not known: %s", error)
+        write_json(file, env)
 
 
 def update_config(workdir: Path, now: dict[str, Any]) -> None:
@@ -156,32 +153,11 @@ def update_config(workdir: Path, now: dict[str, Any]) -> None:
         )
     if changed:
         with usable(workdir):
-            write_atomically(workdir / CONFIG, json.dumps(now, indent=2) + "\n")
+            write_json(workdir / CONFIG, now)
 
 
-def _tell_changes(file: Path, env: dict[str, Any]) -> None:
-    """Logs the differences from the environment that the run had before."""
-    if not file.exists():
-        return
-    try:
-        before = read_json(file)
-    except ConfigError as error:
-        logger.warning("what changed since the run stopped is not known: %s", error)
-        return
-    for line in differences(before | {"started": ""}, env | {"started": ""}):
-        logger.warning("this run's environment changed: %s", line)
-
-
-_HELD: set[IO[str]] = set()  # Lock files that this process holds.
-
-
-def _forget_locks() -> None:
-    """Closes the locks in a forked process, which may outlive the run."""
-    while _HELD:
-        _HELD.pop().close()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+_held = contextlib.ExitStack()  # Locks: a forked process may outlive the run.
+os.register_at_fork(after_in_child=_held.close)
 
 
 @contextlib.contextmanager
@@ -194,26 +170,18 @@ def locked(workdir: Path) -> Iterator[None]:
     with usable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / LOCK).open("a")
-    try:
-        _lock(file, workdir)
-        _HELD.add(file)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _already_running(workdir) from error
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): see to it that no other run writes there",
+                *(workdir, error.strerror),
+            )
+        _held.callback(file.close)
         yield
-    finally:
-        _HELD.discard(file)
-        file.close()
-
-
-def _lock(file: IO[str], workdir: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _already_running(workdir) from error
-    except OSError as error:
-        logger.warning(
-            "%s cannot be locked (%s): see to it that no other run writes there",
-            workdir,
-            error.strerror,
-        )
 
 
 def is_locked(workdir: Path) -> bool:
@@ -221,10 +189,8 @@ def is_locked(workdir: Path) -> bool:
     try:
         with (workdir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -282,9 +248,9 @@ def _commit() -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the keys of a JSON file; raises `ConfigError` if it cannot be read."""
+    """Reads an object, {} without a file; raises `ConfigError` if it is damaged."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text()) if path.exists() else {}
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__} and no keys")
         return values
@@ -292,12 +258,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that it holds the old text or the new, whatever happens."""
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes an object, as `write_atomically` does."""
+    write_atomically(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_atomically(path: Path, contents: str | bytes) -> None:
+    """Writes a file so that it holds the old contents or the new, whatever happens."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(contents.encode() if isinstance(contents, str) else contents)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

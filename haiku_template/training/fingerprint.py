@@ -9,7 +9,6 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,12 @@ import numpy as np
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
-from haiku_template.storage.workdir import has_checkpoints, usable, write_atomically
+from haiku_template.storage.workdir import (
+    has_checkpoints,
+    read_json,
+    usable,
+    write_json,
+)
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -83,14 +87,11 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
         _check(workdir, file, found)
     else:
         with usable(workdir):
-            write_atomically(file, json.dumps(found, indent=2) + "\n")
+            write_json(file, found)
 
 
 def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
-    try:
-        kept = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    kept = read_json(file)
     names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
     changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
     if not changed:

@@ -107,8 +107,10 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
             checkpoints.restore(3, other.abstract.saved())
         words = str(caught.value)
         assert "nothing was loaded" in words
-        assert "unexpected ema_params/mlp/~/linear_0/w" in words
-        shapes = "params/mlp/~/linear_0/w is float32[5, 4] there and float32[5, 7] here"
+        assert (
+            "ema_params/mlp/~/linear_0/w: 'float32[5, 4]' there, 'absent' now" in words
+        )
+        shapes = "params/mlp/~/linear_0/w: 'float32[5, 4]' there, 'float32[5, 7]' now"
         assert shapes in made_long(checkpoints, other)
         with pytest.raises(StorageError, match=r"no checkpoint of step 9.*\[3\]"):
             checkpoints.restore(9, other.abstract.saved())
@@ -128,7 +130,7 @@ def test_another_dtype_is_refused_and_not_cast(tmp_path):
         checkpoints.save(1, {"w": jnp.ones(3)}, None)
         checkpoints.wait()
         wanted = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
-        with pytest.raises(StorageError, match=r"float32\[3\] there and bfloat16"):
+        with pytest.raises(StorageError, match=r"'float32\[3\]' there, 'bfloat16"):
             checkpoints.restore(1, wanted)
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 
@@ -9,27 +10,27 @@ from haiku_template.storage.metrics import MetricsWriter, read
 
 
 def test_lines_keep_full_precision(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
-        writer.write(1, {"train/loss": math.pi})
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
+        write(1, {"train/loss": math.pi})
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": math.pi}]
 
 
 def test_going_on_takes_back_what_was_written_after(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
         for step in (10, 20, 30):
-            writer.write(step, {"train/loss": float(step)})
+            write(step, {"train/loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "train/lo')  # A kill in the middle of a line.
-    with MetricsWriter(tmp_path, 20) as writer:
-        writer.write(30, {"train/loss": 0.5})
+    with contextlib.closing(MetricsWriter(tmp_path, 20)) as write:
+        write(30, {"train/loss": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in text] == [10, 20, 30]
     assert json.loads(text[-1])["train/loss"] == 0.5
 
 
 def test_tensorboard_events_are_written(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
-        writer.write(1, {"train/loss": 1.0})
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
+        write(1, {"train/loss": 1.0})
     files = list((tmp_path / "tensorboard").iterdir())
     assert len(files) == 1
     assert b"train/loss" in files[0].read_bytes()
@@ -37,9 +38,9 @@ def test_tensorboard_events_are_written(tmp_path):
 
 @pytest.mark.parametrize("rows", [0, 1, 30])
 def test_the_report_is_drawn_for_any_number_of_lines(tmp_path, rows):
-    with MetricsWriter(tmp_path, 0) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
         for step in range(1, rows + 1):
-            writer.write(step, {"train/loss": 1 / step, "train/learning_rate": 0.1})
-            writer.write(step, {"eval/loss": 1 / step})
+            write(step, {"train/loss": 1 / step, "train/learning_rate": 0.1})
+            write(step, {"eval/loss": 1 / step})
     picture = plots.write(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

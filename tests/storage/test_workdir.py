@@ -1,5 +1,6 @@
 """What a run does in its directory, and what it refuses there."""
 
+import contextlib
 import errno
 import json
 import os
@@ -182,14 +183,14 @@ def test_a_disk_that_fills_up_ends_no_notes_and_the_rest_is_written_later(
 
     values = {f"train/{i}": float(i) for i in range(20)}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsWriter(tmp_path, 0) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
             for step in range(100):
-                writer.write(step, values)
+                write(step, values)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        writer.write(100, values)
+        write(100, values)
     told = [r.getMessage() for r in caplog.records]
     assert len(told) == 2 and all("the run continues" in words for words in told)
     rows = [
