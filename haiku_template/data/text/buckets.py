@@ -19,10 +19,7 @@ MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
 
 class Tokens(NamedTuple):
-    """Tokens of many texts, `flat`: one text after another, int32.
-
-    `starts` are their first positions, and the end of the last: int64 [N + 1].
-    """
+    """Tokens of texts in a row, int32; the first of each, and an end: int64 [N + 1]."""
 
     flat: np.ndarray
     starts: np.ndarray
@@ -35,9 +32,8 @@ class Tokens(NamedTuple):
 
     def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads the texts of `rows` with zeros, int32 [B, T]; masks are bool [B, T]."""
-        sizes = self.starts[rows + 1] - self.starts[rows]
-        mask = np.arange(length) < sizes[:, None]
         at = self.starts[rows][:, None] + np.arange(length)
+        mask = at < self.starts[rows + 1][:, None]
         return np.where(mask, self.flat.take(at, mode="clip"), 0), mask
 
 
@@ -60,11 +56,7 @@ class Texts(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Prompts with their completions, for a language model.
-
-    `tokens` are a prompt's and its completion's; `prompts` counts the former: int64
-    [N].
-    """
+    """Prompts with their completions; `prompts` counts a prompt's tokens: int64 [N]."""
 
     tokens: Tokens
     prompts: np.ndarray
@@ -77,25 +69,23 @@ class Completions(NamedTuple):
     def batch(self, rows: np.ndarray, length: int) -> Batch:
         """Inputs and labels int32 [B, T], one token apart; `loss_mask` bool [B, T]."""
         tokens, mask = self.tokens.padded(rows, length + 1)
-        follows = np.arange(length + 1) >= self.prompts[rows][:, None]
-        return {
-            "inputs": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_mask": (mask & follows)[:, 1:],
-        }
+        mask &= np.arange(length + 1) >= self.prompts[rows][:, None]
+        names = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return names | {"loss_mask": mask[:, 1:]}
+
+
+Examples = Texts | Completions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketedDataset:
-    """Shuffled batches, each padded to one of few lengths.
+    """Shuffled batches, all full, each padded to one of few lengths, which rise.
 
-    A block has as many whole batches as fit an epoch. Its examples are sorted by bucket
-    and cut into batches, and the batches are shuffled. So no example is dropped and
-    every batch is full; one that a bucket does not fill is completed from the next
-    longer one. `lengths` of the buckets rise; no example is longer than the last.
+    A block is as many batches as fit an epoch: examples sorted by bucket, then cut into
+    batches, which are shuffled. A bucket's last batch ends with some of the next one.
     """
 
-    examples: Texts | Completions
+    examples: Examples
     lengths: tuple[int, ...]
     spec: BatchSpec
 
@@ -117,35 +107,28 @@ class BucketedDataset:
 
 
 def _by_length(
-    examples: Texts | Completions, lengths: tuple[int, ...], rows: np.ndarray
+    examples: Examples, lengths: tuple[int, ...], rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts examples by bucket; returns them and their buckets' lengths: int64 [N]."""
     buckets = np.searchsorted(lengths, examples.sizes[rows])
     order = np.argsort(buckets, kind="stable")
     return rows[order], np.array(lengths)[buckets[order]]
 
 
 @functools.lru_cache(maxsize=2)
-def _block(
-    dataset: BucketedDataset, index: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a block's batches, int64 [count, B], and the length of each."""
+def _block(dataset: BucketedDataset, index: int, count: int) -> tuple:
     spec = dataset.spec
     whole = spec._replace(batch_size=count * spec.batch_size)
     rows = epochs(len(dataset.examples.sizes), whole, index)
     rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
-    shuffled = np.random.default_rng((spec.seed, 2, index)).permutation(count)
-    return (
-        rows.reshape(count, -1)[shuffled],
-        lengths.reshape(count, -1)[shuffled, -1],
-    )
+    order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
+    return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketedEvaluationSet:
     """Every example once, short ones first; only the last batch may have fewer rows."""
 
-    examples: Texts | Completions
+    examples: Examples
     lengths: tuple[int, ...]
     batch_size: int
 
@@ -169,15 +152,13 @@ class BucketedEvaluationSet:
 def choose_lengths(
     sizes: np.ndarray, count: int, most: int, longest: int
 ) -> tuple[int, ...]:
-    """Chooses lengths of at most `count` buckets of about as many examples each.
+    """Chooses lengths of `count` buckets or fewer, of about as many examples each.
 
-    They rise, and are multiples of 8, or `most`. The last holds the `longest` of all
-    examples; `sizes` are those of the training examples: int64 [N].
+    They rise, to that of the `longest`; all are multiples of 8, or `most`.
     """
     if count < 1:
         raise ConfigError(f"num_buckets={count}; possible is 1 or more")
     shares = np.arange(1, count) / count
     edges = [*np.quantile(sizes, shares, method="higher"), longest]
-    return tuple(
-        sorted({min(int(-(-edge // MULTIPLE) * MULTIPLE), most) for edge in edges})
-    )
+    rounded = {int(-(-edge // MULTIPLE) * MULTIPLE) for edge in edges}
+    return tuple(sorted({min(length, most) for length in rounded}))

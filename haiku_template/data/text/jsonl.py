@@ -5,6 +5,7 @@
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,25 +13,22 @@ import numpy as np
 
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import given_path, read_with
-from haiku_template.data.text.buckets import (
-    BucketedDataset,
-    BucketedEvaluationSet,
-    Completions,
-    Texts,
-    Tokens,
-    choose_lengths,
-)
+from haiku_template.data.text import buckets
+from haiku_template.data.text.buckets import Completions, Texts, Tokens
 from haiku_template.data.text.documents import hold_out, rank
 from haiku_template.data.text.tokenizer import Tokenizer
 from haiku_template.errors import ConfigError
 
 # Keys by the kind of labels that a task needs; other keys of a line are not read.
-KEYS = {"classes": ("text", "label"), "tokens": ("prompt", "completion")}
+KEYS = {
+    "classes": {"text": (str, "text"), "label": (str | int, "text or a whole number")},
+    "tokens": {"prompt": (str, "text"), "completion": (str, "text")},
+}
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 
 
 class Line(NamedTuple):
-    """One example: its place, its text or prompt, and its label or completion."""
+    """Example: its place, its text or prompt, and its label or completion."""
 
     where: str
     text: str
@@ -53,12 +51,9 @@ def jsonl(
 
     For the task `classification`, inputs are an encoder's, and the classes are the
     labels to train on, sorted. For `language_model`, an input is prompt, completion and
-    the end of a text, and the loss is of the last two. Any other task takes the kind
-    that the file holds.
+    the end of a text, and the loss is of the last two. Others take either.
 
     Args:
-      spec: batch size, seed, and kind of labels.
-      path: the file.
       tokenizer: a tokenizer.json, or a folder with one; None means bytes of UTF-8.
       context: longest inputs, in tokens: at most the model's positions.
       vocab_size: of the model; None means the tokenizer's.
@@ -69,28 +64,27 @@ def jsonl(
       validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
 
     Raises:
-      ConfigError: a line that is no such example, is longer than `context`, or has
-        nothing to learn from; a label that is only held out; nothing to hold out; more
-        tokens than `vocab_size`. Names the line.
+      ConfigError: a line that is no such example, too long or with nothing to learn
+        from; a label that is only held out; nothing to hold out; too many tokens.
     """
     file = given_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     rows = _read_rows(file)
     labels = _labels(rows, spec.labels)
-    training = [_line(where, text, labels) for where, text in rows]
+    training = [_line(*row, labels) for row in rows]
     if validation_path is not None:
         rows = _read_rows(Path(validation_path).expanduser())
-        held_out = [_line(where, text, labels) for where, text in rows]
+        held_out = [_line(*row, labels) for row in rows]
     else:
         training, held_out = _split(training, validation_fraction)
     coder = Tokenizer(tokenizer)
-    if vocab_size is not None and vocab_size < coder.size:
+    size = coder.size if vocab_size is None else vocab_size
+    if size < coder.size:
         raise ConfigError(
             f"{coder.name} has {coder.size} tokens, and vocab_size={vocab_size}; the "
             "model must know all of them"
         )
-    size = vocab_size or coder.size
     cut = context if truncate else None
     if labels == "classes":
         classes = _classes(training)
@@ -102,22 +96,20 @@ def jsonl(
     for part, lines in zip(parts, (training, held_out), strict=True):
         _check_sizes(part.sizes, lines, context)
     longest = max(part.sizes.max(initial=0) for part in parts)
-    lengths = choose_lengths(parts[0].sizes, num_buckets, context, longest)
-    train = BucketedDataset(parts[0], lengths, spec)
-    evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
+    lengths = buckets.choose_lengths(parts[0].sizes, num_buckets, context, longest)
+    train = buckets.BucketedDataset(parts[0], lengths, spec)
+    evaluation = buckets.BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
     given = {"text": coder.name, "class_names": names, "vocab_size": size}
     return Data(train, evaluation if held_out else None, num_outputs, **given)
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:
-    """Reads the lines that are not empty, each with its place."""
     try:
         text = read_with(path, Path.read_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"line {line} of {path} is not UTF-8 text: {error.reason}"
-        ) from error
+        words = f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        raise ConfigError(words) from error
     lines = enumerate(text.split("\n"), 1)
     rows = [(f"line {n} of {path}", line) for n, line in lines if line.strip()]
     if not rows:
@@ -126,7 +118,6 @@ def _read_rows(path: Path) -> list[tuple[str, str]]:
 
 
 def _labels(rows: list[tuple[str, str]], labels: str) -> str:
-    """Key of `KEYS` that a task needs; the first row's for one that takes any."""
     if labels in KEYS:
         return labels
     if labels == "numbers":
@@ -135,10 +126,13 @@ def _labels(rows: list[tuple[str, str]], labels: str) -> str:
             "config.task.name is regression"
         )
     try:
-        keys = set(json.loads(rows[0][1]))
+        return _kind(json.loads(rows[0][1])) or "classes"
     except (ValueError, RecursionError, TypeError):
-        keys = set()
-    return next((k for k, v in KEYS.items() if set(v) <= keys), "classes")
+        return "classes"  # `_line` tells what is wrong with it.
+
+
+def _kind(keys: Iterable[str]) -> str | None:
+    return next((kind for kind, own in KEYS.items() if own.keys() <= set(keys)), None)
 
 
 def _line(where: str, text: str, labels: str) -> Line:
@@ -149,40 +143,29 @@ def _line(where: str, text: str, labels: str) -> Line:
         raise ConfigError(f"{where} is no JSON: {words}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    keys = KEYS[labels]
-    missing = [key for key in keys if key not in values]
-    if missing:
-        other = next((k for k, v in KEYS.items() if set(v) <= values.keys()), None)
-        hint = (
-            f"; it is of the kind for config.task.name={TASKS[other]}" if other else ""
-        )
+    keys, other = KEYS[labels], _kind(values)
+    if missing := [key for key in keys if key not in values]:
+        hint = f"; it is of the kind for config.task.name={TASKS.get(other)}"
         raise ConfigError(
             f"{where} has no {' and no '.join(missing)}, only "
             f"{', '.join(values) or 'an empty object'}; the task {TASKS[labels]} needs "
-            f"{' and '.join(keys)}{hint}"
+            f"{' and '.join(keys)}{hint if other else ''}"
         )
-    example = Line(where, *(values[key] for key in keys))
-    possible = (str,) if labels == "tokens" else (str, int)
-    for key, value, kinds in zip(keys, example[1:], ((str,), possible), strict=True):
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            words = "text" if kinds == (str,) else "text or a whole number"
-            raise ConfigError(
-                f"{where} has {key}={json.dumps(value)}; {words} is needed"
-            )
-    return example
+    for key, (kinds, words) in keys.items():
+        if not isinstance(values[key], kinds) or isinstance(values[key], bool):
+            found = json.dumps(values[key])
+            raise ConfigError(f"{where} has {key}={found}; {words} is needed")
+    return Line(where, *(values[key] for key in keys))
 
 
 def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
-    """Holds out lines by their text, or prompt."""
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    texts = [line.text.encode(errors="surrogatepass") for line in lines]
+    keys = [(rank(line.text.encode(errors="surrogatepass")),) for line in lines]
     alone = f"{lines[0].where} and all others have the same text, so that nothing can "
-    keys = [(rank(text),) for text in texts]
     return hold_out(lines, keys, fraction, alone + "be held out")
 
 
 def _classes(lines: list[Line]) -> dict[Any, int]:
-    """Numbers the labels, all of one type, in their order."""
     first = lines[0]
     for line in lines:
         if type(line.target) is not type(first.target):

@@ -5,6 +5,7 @@ Shapes: B texts, T tokens.
 
 import codecs
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -89,9 +90,8 @@ class Tokenizer:
         try:
             found = library.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # The package raises no other class.
-            raise ConfigError(
-                f"the tokenizer {self.name} cannot encode the texts: {error}"
-            ) from error
+            words = f"the tokenizer {self.name} cannot encode the texts: {error}"
+            raise ConfigError(words) from error
         finally:
             library.no_truncation()
         return [encoding.ids for encoding in found]
@@ -104,10 +104,9 @@ class Tokenizer:
         length: int | None = None,
         cut: bool = False,
     ) -> dict[str, np.ndarray]:
-        """Encodes texts as inputs of an encoder: padded, with the special tokens.
+        """Encodes B texts as inputs of an encoder: padded, with the special tokens.
 
         Args:
-          texts: B of them.
           context: most tokens that the model has positions for.
           length: T; None means that of the longest text.
           cut: truncate longer texts instead of refusing them.
@@ -127,10 +126,10 @@ class Tokenizer:
                 f"the text that begins {texts[sizes.index(longest)][:40]!r} has "
                 f"{longest} tokens, and {most} are possible: cut it, or give cut=True"
             )
-        width = longest if length is None else length
-        tokens = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
-        mask = np.arange(width) < np.array(sizes)[:, None]
-        return {"tokens": tokens.reshape(mask.shape), "mask": mask.astype(np.int32)}
+        mask = np.arange(length or longest) < np.array(sizes, int)[:, None]
+        tokens = np.zeros(mask.shape, np.int32)
+        tokens[mask] = list(itertools.chain(*rows))
+        return {"tokens": tokens, "mask": mask.astype(np.int32)}
 
     def stream(self) -> Callable[[int], str]:
         """Makes a decoder of one text: a function from each token to the text it adds.
@@ -173,10 +172,9 @@ def _find(path: Path) -> Path:
         )
     if not path.is_file():
         raise ConfigError(
-            f"the tokenizer {path} does not exist; possible are the path of a "
-            "tokenizer.json, a folder with one, and bytes; a folder with only a "
-            "vocab.txt or merges.txt gets one from transformers' AutoTokenizer, with "
-            "save_pretrained"
+            f"the tokenizer {path} does not exist; possible are a tokenizer.json, a "
+            "folder with one, and bytes; of a folder with only a vocab.txt or "
+            "merges.txt, transformers' AutoTokenizer makes one with save_pretrained"
         )
     return path
 

@@ -39,7 +39,6 @@ def tokens(
     """Token files of any size: mapped into memory, never read whole.
 
     Args:
-      spec: batch size, seed, and share of this process.
       path: .safetensors, .npy or .bin, or a folder of them, which are one stream.
       context: T, tokens of a window's inputs.
       order: `random` or `epochs`, as in `TokenDataset`.
@@ -74,7 +73,6 @@ def tokens(
 
 
 def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> int:
-    """Number of tokens at the end of a stream that are held out."""
     if count is None and 0 <= fraction < 1:
         return max(int(len(stream) * fraction), 1) if fraction else 0
     if count is not None and 0 <= count < len(stream):
@@ -116,8 +114,7 @@ class TokenDataset:
 
     Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
     windows that overlap by one token, and gives each of them once an epoch, shuffled
-    anew; fewer than T tokens at the end are left out. A batch may hold the end of one
-    epoch and the start of the next.
+    anew; fewer than T tokens at the end are left out.
 
     Raises:
       ConfigError: a stream shorter than a window, an unknown order, a batch that the
@@ -131,13 +128,11 @@ class TokenDataset:
     order: str = "random"
 
     def __post_init__(self) -> None:
-        _check_context(self.tokens, self.context, "train on")
-        width = self.tokens.dtype.itemsize
-        self.spec.check(2 * width * (self.context + 1))
+        _count(self.tokens, self.context, "train on")
+        self.spec.check(2 * self.tokens.dtype.itemsize * (self.context + 1))
         if self.order not in ORDERS:
-            raise ConfigError(
-                f"order={self.order!r} is not known; possible are {', '.join(ORDERS)}"
-            )
+            possible = f"possible are {', '.join(ORDERS)}"
+            raise ConfigError(f"order={self.order!r} is not known; {possible}")
 
     def rows(self, step: int) -> np.ndarray:
         """Starts of this process's windows in `step`: int64 [B / processes]."""
@@ -171,7 +166,7 @@ class TokenDataset:
 
     def batch(self, step: int) -> Batch:
         """Copies this process's share: [B / processes, T] in the dtype of the files."""
-        return _batch(self.tokens, self.rows(step), self.context, self.vocab_size)
+        return _batch(self, self.rows(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,18 +183,16 @@ class TokenEvaluationSet:
     num_windows: int | None = None
 
     def __post_init__(self) -> None:
-        _check_context(self.tokens, self.context, "evaluate on")
+        _count(self.tokens, self.context, "evaluate on")
         if self.num_windows is not None and self.num_windows < 1:
-            raise ConfigError(
-                f"eval_windows={self.num_windows}; possible is 1 or more, or None for "
-                "all"
-            )
+            given = f"eval_windows={self.num_windows}"
+            raise ConfigError(f"{given}; possible is 1 or more, or None for all")
 
     def rows(self, index: int) -> np.ndarray:
         """Starts of the windows of one batch: int64 [B], fewer in the last."""
-        start, some = index * self.batch_size, self._num_windows
+        every, some = _count(self.tokens, self.context), self._num_windows
+        start = index * self.batch_size
         turns = np.arange(start, min(start + self.batch_size, some))
-        every = _count(self.tokens, self.context)
         # turns * every // some, without leaving 64 bits.
         spread = turns * (every // some) + turns * (every % some) // some
         return spread * self.context
@@ -216,15 +209,11 @@ class TokenEvaluationSet:
 
     def batch(self, index: int) -> Batch:
         """Copies the windows of one batch: [B, T] in the dtype of the files."""
-        return _batch(self.tokens, self.rows(index), self.context, self.vocab_size)
+        return _batch(self, self.rows(index))
 
 
-def _count(tokens: TokenStream, context: int) -> int:
-    """Number of windows that fit and overlap by one token."""
-    return (len(tokens) - 1) // context
-
-
-def _check_context(tokens: TokenStream, context: int, purpose: str) -> None:
+def _count(tokens: TokenStream, context: int, purpose: str = "read") -> int:
+    """Number of windows that fit and overlap by one token; one is the least."""
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     if len(tokens) <= context:
@@ -232,13 +221,12 @@ def _check_context(tokens: TokenStream, context: int, purpose: str) -> None:
             f"context={context} needs windows of {context + 1} tokens, and there are "
             f"{len(tokens)} to {purpose}, from {tokens.locate(0)} on"
         )
+    return (len(tokens) - 1) // context
 
 
-def _batch(
-    tokens: TokenStream, rows: np.ndarray, context: int, vocab_size: int
-) -> Batch:
-    windows = tokens.windows(rows, context + 1)
-    _check_vocabulary(tokens, windows, rows, vocab_size)
+def _batch(data: TokenDataset | TokenEvaluationSet, rows: np.ndarray) -> Batch:
+    windows = data.tokens.windows(rows, data.context + 1)
+    _check_vocabulary(data.tokens, windows, rows, data.vocab_size)
     # Two arrays of their own: what changes one must not change the other.
     return {"inputs": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()}
 
@@ -246,11 +234,11 @@ def _batch(
 def _check_vocabulary(
     tokens: TokenStream, windows: np.ndarray, rows: np.ndarray, vocab_size: int
 ) -> None:
-    low, high = int(windows.min()), int(windows.max())
-    if low < 0 or high >= vocab_size:
-        wrong = (windows < 0) | (windows >= vocab_size)
-        row, column = np.argwhere(wrong)[0]
-        raise ConfigError(
-            f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
-            f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
-        )
+    # Two numbers first: in nearly every batch they are all that is looked at.
+    if windows.min() >= 0 and windows.max() < vocab_size:
+        return
+    row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0]
+    raise ConfigError(
+        f"{tokens.locate(int(rows[row] + column))}, is {windows[row, column]}; the "
+        f"vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
+    )
