@@ -28,9 +28,7 @@ def from_split(
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
     where: str = "the data set",
 ) -> Data:
-    """Makes `Data` of arrays.
-
-    Without labels, an output is as large as an input.
+    """Makes `Data` of arrays; without labels, an output is as large as an input.
 
     Args:
       num_classes: None means as many as the training labels show.
@@ -69,7 +67,6 @@ def from_split(
 def _count_outputs(
     parts: dict[str, tuple[np.ndarray, Any]], kind: str, num_classes: int | None
 ) -> int:
-    """Checks the labels of both parts; returns the number of outputs."""
     (where, (inputs, labels)), (test, (_, test_labels)) = parts.items()
     if labels is None:
         if kind != "any":
@@ -83,19 +80,17 @@ def _count_outputs(
         num_outputs = _check_classes(labels, num_classes, where)
         return _check_classes(test_labels, num_outputs, test)
     if labels.dtype.kind not in "fiub":
-        raise ConfigError(
-            f"{where} has labels of type {labels.dtype}; regression takes numbers"
-        )
+        found = f"labels of type {labels.dtype}"
+        raise ConfigError(f"{where} has {found}; regression takes numbers")
     return math.prod(labels.shape[1:])
 
 
 def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
     """Number of classes, by default one more than the largest label."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{where} has labels of type {labels.dtype} and shape "
-            f"{list(labels.shape)}; classification takes one whole number an example"
-        )
+        found = f"labels of type {labels.dtype} and shape {list(labels.shape)}"
+        words = "classification takes one whole number an example"
+        raise ConfigError(f"{where} has {found}; {words}")
     classes = num_classes or max(int(labels.max()) + 1, 1)
     if not num_classes and classes > MANY_CLASSES:
         raise ConfigError(
@@ -104,11 +99,11 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
         )
     outside = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(outside):
-        raise ConfigError(
-            f"{where} has {len(outside)} labels outside the {classes} classes (0 to "
-            f"{classes - 1}); the first is {labels[outside[0]]}, of example "
-            f"{outside[0]}"
+        found = (
+            f"{len(outside)} labels outside the {classes} classes (0 to {classes - 1})"
         )
+        first = f"the first is {labels[outside[0]]}, of example {outside[0]}"
+        raise ConfigError(f"{where} has {found}; {first}")
     return classes
 
 
@@ -135,8 +130,6 @@ def digits(spec: BatchSpec) -> Data:
 def _arrays(
     name: str, what: str, read: Callable[[Path], files.Split]
 ) -> Callable[..., Data]:
-    """Makes the data set function of one file format."""
-
     def arrays(
         spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
     ) -> Data:

@@ -42,18 +42,15 @@ def host_memory() -> int:
 def check_memory(size: int, words: str, advice: str) -> None:
     """Raises `ConfigError` unless `size` bytes, as the words say, fit this machine."""
     if size > (memory := host_memory()):
-        raise ConfigError(
-            f"{words}, and this machine has {memory:,} bytes of memory; {advice}"
-        )
+        found = f"this machine has {memory:,} bytes of memory"
+        raise ConfigError(f"{words}, and {found}; {advice}")
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:
     """Expands the path of a data set, which must be given."""
     if not path:
-        raise ConfigError(
-            f"the data set {name} needs {what}: --config.data.path=PATH (nothing is "
-            "downloaded)"
-        )
+        words = "--config.data.path=PATH (nothing is downloaded)"
+        raise ConfigError(f"the data set {name} needs {what}: {words}")
     return Path(path).expanduser()
 
 
@@ -111,13 +108,10 @@ def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:
-    """Raises unless as many bytes follow a header as it promises."""
     expected = math.prod(shape) * dtype.itemsize
     if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
-        raise ValueError(
-            f"its header promises {expected} bytes for shape {list(shape)} and "
-            f"{follow} follow"
-        )
+        words = f"its header promises {expected} bytes for shape {list(shape)}"
+        raise ValueError(f"{words} and {follow} follow")
 
 
 def read_safetensors(path: Path) -> Split:
@@ -131,10 +125,7 @@ def read_safetensors(path: Path) -> Split:
 
 
 def read_npy(directory: Path) -> Split:
-    """Maps x_train.npy, y_train.npy, x_test.npy and y_test.npy of a directory.
-
-    Examples come from disk as batches need them.
-    """
+    """Maps x_train.npy, y_train.npy, x_test.npy and y_test.npy; nothing is read yet."""
 
     def read(file: Path) -> np.ndarray:
         # A plain view: slicing numpy.memmap itself is several times slower.
@@ -162,7 +153,6 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
-    """Reads the array of an opened file that holds at most `most` bytes."""
     begin = data.read(4)
     if len(begin) < 4 or begin[:2] != b"\0\0" or begin[2] not in IDX_DTYPES:
         raise ValueError("it does not begin as an idx file does")
@@ -201,10 +191,8 @@ def read_cifar10(directory: Path) -> Split:
     def records(file: Path) -> np.ndarray:
         data = np.fromfile(file, np.uint8)
         if len(data) == 0 or len(data) % CIFAR_RECORD:
-            raise ValueError(
-                f"its {len(data)} bytes are no whole number of {CIFAR_RECORD}-byte "
-                "records"
-            )
+            words = f"are no whole number of {CIFAR_RECORD}-byte records"
+            raise ValueError(f"its {len(data)} bytes {words}")
         return data.reshape(-1, CIFAR_RECORD)
 
     def examples(*names: str) -> tuple[np.ndarray, np.ndarray]:

@@ -26,10 +26,7 @@ def standardize_cifar10(images: Any) -> Any:
 def crop_and_flip(
     images: np.ndarray, rng: np.random.Generator, padding: int = 4
 ) -> np.ndarray:
-    """Shifts each image by up to `padding` pixels and mirrors half of them.
-
-    `images` are [B, H, W, C] of any type; zeros come in at the edges.
-    """
+    """Shifts images [B, H, W, C] by up to `padding`, over zeros, and mirrors half."""
     b, h, w, _ = images.shape
     edge = (padding, padding)
     padded = np.pad(images, ((0, 0), edge, edge, (0, 0)))

@@ -13,9 +13,8 @@ LEAVE_SECONDS = 5.0  # How long leaving waits for a batch that is being made.
 class Prefetcher:
     """Iterates over `make(start), ..., make(stop - 1)`, `depth` of them ahead of time.
 
-    `make` gives the batch of a step; it runs in the background thread, in order, and an
-    error in it is raised again at its step. Each batch ahead occupies its devices'
-    memory. Use it as a context manager: leaving it stops the thread.
+    `make` gives the batch of a step, in the background thread and in order; its error
+    is raised at its step. Leaving this context manager stops the thread.
     """
 
     def __init__(

@@ -16,14 +16,13 @@ ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
 
 
 def _check(element: Any, source: str) -> None:
-    if isinstance(element, Mapping) and "inputs" in element:
-        return
     is_dict = isinstance(element, Mapping)
-    found = sorted(element) if is_dict else type(element).__name__
-    raise ConfigError(
-        f"each element of {source} must be one batch, a dictionary with inputs and "
-        f"labels (these only where the task needs them); one is {found}"
-    )
+    if not is_dict or "inputs" not in element:
+        found = sorted(element) if is_dict else type(element).__name__
+        raise ConfigError(
+            f"each element of {source} must be one batch, a dictionary with inputs and "
+            f"labels (these only where the task needs them); one is {found}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +45,8 @@ class GrainDataset:
     def num_batches(self) -> int:
         """Number of batches that hold each example once; a pipeline may not repeat."""
         if len(self.source) > ENDLESS:
-            raise ConfigError(
-                "the Grain data set to evaluate on repeats without end; leave out "
-                ".repeat()"
-            )
+            words = "repeats without end; leave out .repeat()"
+            raise ConfigError(f"the Grain data set to evaluate on {words}")
         return len(self.source)
 
     def batch(self, step: int) -> Batch:
@@ -82,8 +79,7 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
 class _Forward:
     def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
         self._make = make
-        self._batches = self._endless()
-        self._next = 0  # Step of the batch that comes next.
+        self._batches, self._next = self._endless(), 0  # And the step of its next one.
         self._first: Batch = {}  # Asked for again and again, before a run starts.
 
     def batch(self, step: int) -> Batch:
@@ -92,8 +88,7 @@ class _Forward:
             return _copy(self._first)
         if step < self._next:
             self._batches, self._next = self._endless(), 0
-        if self._next < step:
-            count = step - self._next
+        if count := step - self._next:
             logger.warning("reading past %d batches, to that of step %d", count, step)
         while self._next <= step:
             batch = next(self._batches)

@@ -26,19 +26,16 @@ def why_not_staged(dataset: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBlocks:
-    """Row indices of many steps at once, in place of the batches themselves.
+    """Row indices of many steps at once, in place of the batches of B themselves.
 
-    Attributes:
-      dataset: like `ArrayDataset`, with `staged_size`, `staged`, `rows` and `gather`.
-      batch_size: B.
+    The data set has `staged_size`, `staged`, `rows` and `gather`, as `ArrayDataset`.
     """
 
     dataset: Any
     batch_size: int
 
     def __post_init__(self) -> None:
-        reason = why_not_staged(self.dataset)
-        if reason:
+        if reason := why_not_staged(self.dataset):
             raise ConfigError(
                 f"data.placement=device cannot be had with this data set: {reason}; "
                 "possible are host and auto"

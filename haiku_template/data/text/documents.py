@@ -41,7 +41,6 @@ def byte_text(
     names, whatever other files there are; of a single file it is the end.
 
     Args:
-      spec: batch size, seed, and share of this process.
       path: a text file, a folder or several; None for the source of Python's standard
         library, `pydoc` for the topics of its help, in English.
       context: T, bytes of a window's inputs.
@@ -66,14 +65,14 @@ def _stream(documents: list["Document"]) -> TokenStream:
 
 
 class Document(NamedTuple):
-    """One text: its path below the folder that was named, and its UTF-8."""
+    """Text in memory: its path below the folder that was named, and its UTF-8."""
 
     name: str
     content: bytes
 
 
 class TextFile(NamedTuple):
-    """A text file: its path below the folder that was named, and its full path."""
+    """Text file: its path below the folder that was named, and its full path."""
 
     name: str
     path: Path
@@ -127,9 +126,8 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
         return
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(
-            f"the folder {error.filename} cannot be read: {error.strerror}"
-        )
+        words = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"the folder {error.filename} {words}")
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
@@ -157,25 +155,21 @@ def hold_out(
 
     Holding one out does not depend on the others, and equal `keys` (each begins with
     its item's `rank`) are never on both sides. Only where all would fall on one side,
-    one key is moved. `fraction` is of the keys, 0 for none.
-
-    Raises:
-      ConfigError: a fraction out of its range, or only one key (`alone` says of what).
+    one key is moved. With only one key it is a `ConfigError`; `alone` says of what.
     """
     if not 0 <= fraction < 1:
-        raise ConfigError(
-            f"validation_fraction={fraction}; possible is from 0 to below 1"
-        )
+        possible = "possible is from 0 to below 1"
+        raise ConfigError(f"validation_fraction={fraction}; {possible}")
     if fraction == 0:
         return items, []
     found = sorted(set(keys))
     if len(found) < 2:
         raise ConfigError(f"{alone}; give several, or validation_fraction=0")
     edge = min(max((fraction,), found[1]), found[-1])  # One at least on each side.
-    return (
-        [item for item, key in zip(items, keys, strict=True) if key >= edge],
-        [item for item, key in zip(items, keys, strict=True) if key < edge],
-    )
+    sides: tuple[list[T], list[T]] = ([], [])
+    for item, key in zip(items, keys, strict=True):
+        sides[key < edge].append(item)
+    return sides
 
 
 def rank(name: bytes) -> float:

@@ -31,10 +31,9 @@ Layout = tuple[np.dtype, int, int]  # Of tokens; bytes before the first; how man
 def open_tokens(
     path: Path, *, dtype: str = "uint16", tensor: str | None = None, random: bool
 ) -> TokenStream:
-    """Maps a token file, or a folder of them in the order of their names.
+    """Maps a .safetensors, .npy or .bin file, or a folder of them in order of names.
 
     Args:
-      path: .safetensors, .npy or .bin; or a folder with such files.
       dtype: of .bin files, which do not say it.
       tensor: its name in .safetensors files; None takes the only one that is a line of
         whole numbers.
@@ -48,29 +47,29 @@ def open_tokens(
         ".npy": _npy_layout,
         ".bin": lambda file: _raw_layout(file, dtype),
     }
+    possible = ", ".join(layouts)
 
     def shard(file: Path) -> Shard:
         if file.suffix not in layouts:
-            raise ConfigError(
-                f"{file} is no token file; possible are {', '.join(layouts)}"
-            )
+            raise ConfigError(f"{file} is no token file; possible are {possible}")
         return _map(file, *layouts[file.suffix](file), random)
 
-    files = _shard_files(path, layouts) if path.is_dir() else [path]
-    return TokenStream(tuple(read_with(file, shard) for file in files))
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in layouts)
+        _check_shards(path, files, possible)
+    return TokenStream([read_with(file, shard) for file in files])
 
 
-def _shard_files(folder: Path, suffixes: Any) -> list[Path]:
-    files = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
+def _check_shards(folder: Path, files: list[Path], possible: str) -> None:
     if not files:
-        raise ConfigError(f"{folder} holds no {', '.join(suffixes)} file")
+        raise ConfigError(f"{folder} holds no {possible} file")
     held_out = [p.name for p in files if VALIDATION.search(p.stem)]
     if 0 < len(held_out) < len(files):
         raise ConfigError(
             f"{folder} holds {held_out[0]} among files to train on; name the parts "
             "apart with --config.data.path and --config.data.validation_path"
         )
-    return files
 
 
 def _map(file: Path, dtype: np.dtype, offset: int, size: int, random: bool) -> Shard:
@@ -123,10 +122,8 @@ def _npy_layout(file: Path) -> Layout:
         shape, dtype = npy_header(f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
-        raise ConfigError(
-            f"{file} holds {dtype}{list(shape)}; tokens are whole numbers in one "
-            "dimension"
-        )
+        words = "tokens are whole numbers in one dimension"
+        raise ConfigError(f"{file} holds {dtype}{list(shape)}; {words}")
     return dtype, offset, shape[0]
 
 
@@ -136,9 +133,8 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     except TypeError:
         kind = None
     if kind is None or kind.kind not in "iu":
-        raise ConfigError(
-            f"dtype={dtype!r} is no type of token; a .bin file holds uint16 or uint32"
-        )
+        words = "is no type of token; a .bin file holds uint16 or uint32"
+        raise ConfigError(f"dtype={dtype!r} {words}")
     length = file.stat().st_size
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
@@ -148,14 +144,11 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
 class TokenWriter:
     """Writer of a .safetensors file with one tensor `tokens`, uint16 or uint32.
 
-    A context manager: the file appears under its name, whole, when `publish` is called;
-    without that nothing stays.
+    A context manager: the file appears, whole, with `publish`; else nothing stays.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self.path = path
-        self.dtype = np.dtype(dtype)
-        self.size = 0
+        self.path, self.dtype, self.size = path, np.dtype(dtype), 0
         self._partial = path.with_name(f".{path.name}.{os.getpid()}")
 
     def __enter__(self) -> "TokenWriter":
@@ -170,11 +163,9 @@ class TokenWriter:
 
     def publish(self) -> None:
         """Completes the file and gives it its name."""
-        entry = {
-            "dtype": {2: "U16", 4: "U32"}[self.dtype.itemsize],
-            "shape": [self.size],
-            "data_offsets": [0, self.size * self.dtype.itemsize],
-        }
+        width = self.dtype.itemsize
+        entry = {"dtype": f"U{8 * width}", "shape": [self.size]}
+        entry["data_offsets"] = [0, self.size * width]
         # The format allows spaces after the header.
         header = json.dumps({"tokens": entry}).encode().ljust(HEADER_BYTES - 8)
         self._file.seek(0)
@@ -189,7 +180,7 @@ class TokenWriter:
 
 
 def write_new(path: Path, contents: bytes) -> None:
-    """Writes a file, whole or not at all; never over one with other contents."""
+    """Writes a tokenizer, whole or not at all; never over another one."""
     check_same(path, contents)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -200,7 +191,7 @@ def write_new(path: Path, contents: bytes) -> None:
 
 
 def check_same(path: Path, contents: bytes) -> None:
-    """Raises `ConfigError` when there is a file with other contents."""
+    """Raises `ConfigError` when there is a tokenizer with other contents."""
     if path.exists() and path.read_bytes() != contents:
         raise ConfigError(
             f"{path} is another tokenizer; write to a folder of its own, where the "

@@ -18,14 +18,9 @@ RELEASE_EVERY = 1024  # Windows; each brings in up to 128 KiB of cached pages.
 
 
 class Shard(NamedTuple):
-    """A run of tokens out of one file, or out of memory.
+    """Tokens in a row, read-only: of a file, after its `first` ones, or of memory.
 
-    Attributes:
-      tokens: whole numbers [n], read-only.
-      name: of the file, for errors.
-      first: number of tokens of the file before these.
-      mapping: of the whole file; None when the tokens are in memory.
-      offset: bytes of the file before its first token.
+    `mapping` is of the whole file, with `offset` bytes before the first of its tokens.
     """
 
     tokens: np.ndarray
@@ -40,14 +35,11 @@ class Shard(NamedTuple):
 
     def request(self, start: int, stop: int) -> None:
         """Requests tokens from storage, without waiting for them."""
-        if self.mapping is None:
-            return
-        begin, end = (
-            self.offset + (self.first + at) * self.tokens.itemsize
-            for at in (start, stop)
-        )
-        begin -= begin % mmap.PAGESIZE
-        self.mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        if self.mapping is not None:
+            begin = self.offset + (self.first + start) * self.tokens.itemsize
+            extra = begin % mmap.PAGESIZE
+            size = (stop - start) * self.tokens.itemsize + extra
+            self.mapping.madvise(mmap.MADV_WILLNEED, begin - extra, size)
 
     def release(self) -> None:
         """Takes the file's pages out of this process; the kernel still caches them."""
@@ -60,15 +52,15 @@ class TokenStream:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
-        self.dtype = self.shards[0].tokens.dtype
-        for shard in self.shards:
-            if not len(shard.tokens):
-                raise ConfigError(f"{shard.name} holds no tokens; one is the least")
-            if shard.tokens.dtype != self.dtype:
+        first = self.shards[0]
+        self.dtype = first.tokens.dtype
+        for tokens, name, *_ in self.shards:
+            if not len(tokens):
+                raise ConfigError(f"{name} holds no tokens; one is the least")
+            if tokens.dtype != self.dtype:
                 raise ConfigError(
-                    f"{shard.name} holds {shard.tokens.dtype} tokens and "
-                    f"{self.shards[0].name} {self.dtype}; shards are one stream and "
-                    "have one dtype"
+                    f"{name} holds {tokens.dtype} tokens and {first.name} {self.dtype};"
+                    " shards are one stream and have one dtype"
                 )
         # Python's integers: positions go beyond 32 bits.
         self._ends = list(itertools.accumulate(len(s.tokens) for s in self.shards))
@@ -89,12 +81,9 @@ class TokenStream:
         return TokenStream([shard.part(first, last) for shard, first, last in pieces])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Copies windows [B, T] that begin at `starts`, int64 [B]; native byte order.
-
-        Requests all of them before it waits for any, so that storage works on many at
-        once.
-        """
+        """Copies windows [B, T] that begin at `starts`, int64 [B], natively."""
         rows = [list(self._pieces(s, s + length)) for s in starts.tolist()]
+        # Before it waits for any: so storage works on many at once.
         for shard, first, last in itertools.chain.from_iterable(rows):
             shard.request(first, last)
         result = np.empty((len(rows), length), self.dtype.newbyteorder("="))
@@ -103,7 +92,11 @@ class TokenStream:
             for shard, first, last in pieces:
                 row[done : done + last - first] = shard.tokens[first:last]
                 done += last - first
-        self._release(len(rows))
+        self._copied += len(rows)
+        if self._copied >= RELEASE_EVERY:  # Else as much as the files becomes resident.
+            self._copied = 0
+            for shard in self.shards:
+                shard.release()
         return result
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
@@ -114,14 +107,6 @@ class TokenStream:
             begin = end - len(shard.tokens)
             yield shard, start - begin, min(stop, end) - begin
             start, index = end, index + 1
-
-    def _release(self, windows: int) -> None:
-        """Keeps resident memory from growing up to the size of the files."""
-        self._copied += windows
-        if self._copied >= RELEASE_EVERY:
-            self._copied = 0
-            for shard in self.shards:
-                shard.release()
 
     def locate(self, position: int) -> str:
         """Names the file of one token, and the position in it: for errors."""
