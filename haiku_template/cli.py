@@ -17,11 +17,12 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import doctor
+from haiku_template import config, doctor
 from haiku_template.errors import ConfigError, DeviceError, StorageError
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
+    from haiku_template.runs import Run
 
 INTERRUPTED = 130
 # `--config.KEY=None`, which config_flags refuses for numbers.
@@ -79,6 +80,26 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
         num_devices = FLAGS.num_devices
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
+
+
+def run_flags() -> None:
+    """Defines --workdir and --checkpoint, for `open_run`."""
+    flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
+    flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
+
+
+def open_run(num_devices: int | None = None) -> "Run":
+    """Opens the run that the flags name, on the devices that they ask for.
+
+    Raises:
+      ConfigError: there is none; before JAX starts.
+      DeviceError: as `device_manager`.
+    """
+    config.of_run(Path(FLAGS.workdir))
+    devices = device_manager(num_devices)
+    from haiku_template.runs import Run
+
+    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint)
 
 
 def run(main: Callable[[], None]) -> None:

@@ -8,27 +8,18 @@ matrix, confusion.png in the workdir. Exit codes: 0 done, 64 bad configuration o
 """
 
 import json
-from pathlib import Path
 
 from absl import flags
 
-from haiku_template import cli, config
+from haiku_template import cli
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "latest", "Which one: latest, best, or a step."
-)
-flags.mark_flag_as_required("workdir")
+cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Reads the saved config, restores the checkpoint and evaluates it."""
-    config.of_run(Path(_WORKDIR.value))  # Raises before JAX starts.
-    devices = cli.device_manager()
-    from haiku_template.runs import Run
-
-    run = Run.open(_WORKDIR.value, devices, _CHECKPOINT.value)
+    """Restores the checkpoint, evaluates it and prints the metrics."""
+    run = cli.open_run()
     print(json.dumps({"step": run.step, **run.evaluate()}))
 
 

@@ -16,25 +16,20 @@ from pathlib import Path
 
 from absl import flags
 
-from haiku_template import cli, config
+from haiku_template import cli
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "latest", "Which one: latest, best, or a step."
-)
 _FORMAT = flags.DEFINE_enum(
     "format", None, ["safetensors", "stablehlo", "adapters"], "What to write."
 )
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.")
-flags.mark_flags_as_required(["workdir", "format", "output"])
+flags.mark_flags_as_required(["format", "output"])
+cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Reads the saved config, restores the checkpoint and writes it."""
-    workdir = Path(_WORKDIR.value)
-    config.of_run(workdir)  # Raises before JAX starts.
-    devices = cli.device_manager()
+    """Restores the checkpoint and writes it."""
+    run, output = cli.open_run(), Path(_OUTPUT.value)
     from haiku_template import runs
 
     write = {
@@ -42,9 +37,7 @@ def main() -> None:
         "stablehlo": runs.export_stablehlo,
         "adapters": runs.export_adapters,
     }[_FORMAT.value]
-    output = Path(_OUTPUT.value)
-    step = write(runs.Run.open(workdir, devices, _CHECKPOINT.value), output)
-    print(f"{output}: step {step} of {workdir}")
+    print(f"{output}: step {write(run, output)} of {run.workdir}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ at the end, with a line of dashes between them. Exit codes: 0 done, 64 bad confi
 or prompt, 69 device not available, 74 checkpoint storage, 130 interrupted.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -15,21 +16,14 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from haiku_template import cli, config
+from haiku_template import cli
 from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from ml_collections import config_dict
-
-    from haiku_template.data.text import Tokenizer
+    from haiku_template.runs import Run
 
 DASHES = "-" * 16
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "latest", "Which one: latest, best, or a step."
-)
 _PROMPT = flags.DEFINE_string("prompt", "\n", "The text to continue.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file", None, "A file with a prompt a line, continued side by side."
@@ -47,45 +41,47 @@ _TOKENIZER = flags.DEFINE_string(
     None,
     "bytes, or a tokenizer.json; by default what the run's data set says.",
 )
-flags.mark_flag_as_required("workdir")
+cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Reads prompts and config, restores the parameters, and prints the text."""
+    """Reads prompts, restores the parameters, and prints the text."""
     prompts = read_prompts()
     if _NUM_TOKENS.value < 1:
         raise ConfigError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
-    workdir = Path(_WORKDIR.value)
-    saved = config.of_run(workdir)
-    devices = cli.device_manager(num_devices=1)
+    run = cli.open_run(num_devices=1)
     from haiku_template import generation
     from haiku_template.data.text import Tokenizer
-    from haiku_template.runs import Run
 
-    tokenizer = Tokenizer(_TOKENIZER.value or _tokenizer_of(saved))
+    tokenizer = Tokenizer(_TOKENIZER.value or _tokenizer_of(run))
     tokens = tokenizer.encode(prompts)
-    model = generation.load(Run.open(workdir, devices, _CHECKPOINT.value))
+    model = generation.load(run)
     sampling = generation.Sampling(
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         vocabulary=tokenizer.size,
         seed=_SEED.value,
     )
-    generate = generation.make_generate(devices, model, sampling)
-    with devices.explicit_transfers():
-        written = generate(tokens, _NUM_TOKENS.value)
-        _show(prompts, tokens, tokenizer, written)
+    generate = generation.make_generate(run.devices, model, sampling)
+    streams = [tokenizer.stream() for _ in prompts]
+    for stream, prompt in zip(streams, tokens, strict=True):
+        for token in prompt:
+            stream(token)  # The text of later tokens may depend on it.
+    with run.devices.explicit_transfers():
+        pieces = (
+            [stream(token) for stream, token in zip(streams, row.tolist(), strict=True)]
+            for row in generate(tokens, _NUM_TOKENS.value)
+        )
+        _show(prompts, pieces)
 
 
 def read_prompts() -> list[str]:
     """Reads --prompt or --prompt_file, or raises `ConfigError` if it cannot."""
-    path = _PROMPT_FILE.value
-    if path is None:
-        prompts = [_PROMPT.value]
-    elif _PROMPT.present:
+    path, prompts = _PROMPT_FILE.value, [_PROMPT.value]
+    if path is not None and _PROMPT.present:
         raise ConfigError("--prompt and --prompt_file were given; give one of the two")
-    else:
+    if path is not None:
         try:
             prompts = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -101,44 +97,30 @@ def read_prompts() -> list[str]:
     return prompts
 
 
-def _tokenizer_of(saved: "config_dict.ConfigDict") -> str:
+def _tokenizer_of(run: "Run") -> str:
     """Names the tokenizer of a run's data set."""
-    from haiku_template.training import experiment
-
     choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
     try:
-        text = experiment.make_data(saved).text
+        text = run.tokenizer()
     except ConfigError as error:
         raise ConfigError(f"{error}; without the data, give {choices}") from error
     if text is None:
         raise ConfigError(
-            f"the data set {saved.data.name} of the run does not say what its tokens "
-            f"stand for; give {choices}"
+            f"the data set {run.config.data.name} of the run does not say what its "
+            f"tokens stand for; give {choices}"
         )
     return text
 
 
-def _show(
-    prompts: list[str],
-    tokens: list[list[int]],
-    tokenizer: "Tokenizer",
-    written: "Iterator[np.ndarray]",
-) -> None:
+def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:
     """Prints one text as it comes, or several when they are done."""
-    streams = [tokenizer.stream() for _ in prompts]
-    for stream, prompt in zip(streams, tokens, strict=True):
-        for token in prompt:
-            stream(token)  # The text of later tokens may depend on it.
-    alone = len(prompts) == 1
-    texts = list(prompts)
-    if alone:
-        print(prompts[0], end="", flush=True)
-    for row in written:
-        new = [stream(int(token)) for stream, token in zip(streams, row, strict=True)]
-        texts = [old + more for old, more in zip(texts, new, strict=True)]
-        if alone:
-            print(new[0], end="", flush=True)
-    print("" if alone else f"\n{DASHES}\n".join(texts), flush=True)
+    if len(prompts) > 1:
+        texts = map("".join, zip(prompts, *pieces, strict=True))
+        print(f"\n{DASHES}\n".join(texts), flush=True)
+        return
+    for (piece,) in itertools.chain([prompts], pieces):
+        print(piece, end="", flush=True)
+    print(flush=True)
 
 
 def guarded() -> None:

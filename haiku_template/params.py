@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +11,8 @@ import jax
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves of {module: {name: leaf}}, or of any pytree, by path."""
-    named = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {named(path): leaf for path, leaf in leaves}
+    """Leaves of any tree by path, in simple form: `mlp/w`."""
+    return leaves_by_path(tree, simple=True, separator="/")
 
 
 def unflatten(leaves: dict[str, Any]) -> hk.Params:
@@ -27,9 +24,8 @@ def unflatten(leaves: dict[str, Any]) -> hk.Params:
     return params
 
 
-def leaves_by_path(tree: Any, simple: bool = False) -> dict[str, Any]:
-    """Leaves of any tree by path: `['mlp']['w']`, or in simple form `mlp/w`."""
-    form = {"simple": True, "separator": "/"} if simple else {}
+def leaves_by_path(tree: Any, **form: Any) -> dict[str, Any]:
+    """Leaves of any tree by path, `['mlp']['w']` as `jax.tree_util.keystr` has it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, **form): leaf for path, leaf in leaves}
 

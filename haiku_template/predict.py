@@ -13,29 +13,23 @@ from pathlib import Path
 
 from absl import flags
 
-from haiku_template import cli, config
+from haiku_template import cli
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "latest", "Which one: latest, best, or a step."
-)
 _OUTPUT = flags.DEFINE_string(
     "output", None, "The file to write, .npz or .jsonl; it must not exist."
 )
-flags.mark_flags_as_required(["workdir", "output"])
+flags.mark_flag_as_required("output")
+cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Reads the saved config, restores the checkpoint and writes its outputs."""
-    workdir, output = Path(_WORKDIR.value), Path(_OUTPUT.value)
-    config.of_run(workdir)  # Raises before JAX starts.
-    devices = cli.device_manager()
-    from haiku_template.runs import Run, write_predictions
+    """Restores the checkpoint and writes its outputs."""
+    run, output = cli.open_run(), Path(_OUTPUT.value)
+    from haiku_template.runs import write_predictions
 
-    run = Run.open(workdir, devices, _CHECKPOINT.value)
     examples = write_predictions(run, output)
-    print(f"{output}: {examples} examples, step {run.step} of {workdir}")
+    print(f"{output}: {examples} examples, step {run.step} of {run.workdir}")
 
 
 if __name__ == "__main__":

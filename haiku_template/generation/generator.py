@@ -2,11 +2,10 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager
@@ -44,6 +43,8 @@ class LanguageModel(NamedTuple):
 def load(run: Run) -> LanguageModel:
     """Reads the parameters of a checkpoint, and nothing else, to its one device.
 
+    Those of a run with frozen parameters are merged.
+
     Raises:
       ConfigError: no such checkpoint, a model without generation, or several devices.
       StorageError: the checkpoint is damaged, or does not fit.
@@ -54,50 +55,33 @@ def load(run: Run) -> LanguageModel:
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
-    in_part = config.finetuning.train or config.finetuning.lora.rank is not None
-    read = _merged if in_part else _whole
-    step, params = read(run)
-    vocabulary, context = _sizes(params, run)
+    family = experiment.family_of(config.model.name)
+    if family is None or family.tables is None:
+        raise ConfigError(
+            f"config.model.name={config.model.name} of the run in {run.workdir} is not "
+            "a language model that text can be generated with; gpt is"
+        )
+
+    def sizes(params: hk.Params) -> list[int]:
+        return [flatten(params)[path].shape[0] for path in family.tables]
+
+    def read(checkpoints: Checkpoints, step: int) -> hk.Params:
+        part = "params" if config.ema_decay is None else "ema_params"
+        vocabulary, _ = sizes(checkpoints.saved(step)[part])
+        init = experiment.make_model(config, vocabulary).init
+        tokens = np.zeros((1, 1), np.int32)
+        shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
+        return checkpoints.restore_part(step, part, shapes)
+
+    if config.finetuning.train or config.finetuning.lora.rank is not None:
+        step, params = run.step, run.model()[0]
+    else:
+        step, params = run.restore(read)
+    vocabulary, context = sizes(params)
     precision = Precision.create(config.precision, devices.platform)
     params = devices.init(precision.policy.cast_to_compute, params)
     model = experiment.make_model(config, vocabulary)
     return LanguageModel(step, params, model, precision, vocabulary, context)
-
-
-def _whole(run: Run) -> tuple[int, hk.Params]:
-    """Reads the step and the parameters of a checkpoint, and nothing else of it."""
-    part = "params" if run.config.ema_decay is None else "ema_params"
-
-    def read(checkpoints: Checkpoints, step: int) -> hk.Params:
-        vocabulary, _ = _sizes(checkpoints.saved(step)[part], run)
-        model = experiment.make_model(run.config, vocabulary)
-
-        def init() -> hk.Params:
-            tokens = jnp.zeros((1, 1), jnp.int32)
-            return model.init(jax.random.key(0), tokens, False)
-
-        return checkpoints.restore_part(step, part, run.devices.abstract(init))
-
-    return run.restore(read)
-
-
-def _merged(run: Run) -> tuple[int, hk.Params]:
-    """Reads the same of a run with frozen parameters, which are merged."""
-    return run.step, run.model()[0]
-
-
-def _sizes(params: Any, run: Run) -> tuple[int, int]:
-    """Vocabulary and context of a model, from the shapes of its tables."""
-    name = run.config.model.name
-    family = experiment.family_of(name)
-    if family is None or family.tables is None:
-        raise ConfigError(
-            f"config.model.name={name} of the run in {run.workdir} is not a language "
-            "model that text can be generated with; gpt is"
-        )
-    leaves = flatten(params)
-    vocabulary, context = (leaves[path].shape[0] for path in family.tables)
-    return vocabulary, context
 
 
 def make_generate(
@@ -119,28 +103,33 @@ def make_generate(
     prefill, decode = make_steps(model.model, model.precision, sampling)
     prefill = devices.compile(prefill, donate_argnums=())
     decode = devices.compile(decode)
+    context = model.context
 
     def generate(
         prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> Iterator[np.ndarray]:
         rows = [_fitting(prompt, model) for prompt in prompts]
-        most = max(map(len, rows)) + num_tokens - 1
-        size = model.context
-        if most <= model.context:  # Else the whole context gets used.
-            size = _padded(max(map(len, rows)), model.context)
-        return _write(rows, size, num_tokens)
+        longest = max(map(len, rows))
+        size = context
+        if longest + num_tokens - 1 <= context:  # Else the whole context gets used.
+            size = min(max(SHORTEST, 1 << (longest - 1).bit_length()), context)
+        return write(rows, size, num_tokens)
 
-    def _write(
+    def write(
         rows: list[list[int]], size: int, num_tokens: int
     ) -> Iterator[np.ndarray]:
         written, tokens = None, None
         for count in range(num_tokens):
-            full = max(map(len, rows)) > model.context
-            if written is None or full:
-                kept = max(model.context // 2, 1)
-                rows = [r[-kept:] if len(r) > model.context else r for r in rows]
-                batch = devices.shard(_batch(rows, size, count))
-                written, tokens = prefill(model.params, batch)
+            if written is None or max(map(len, rows)) > context:
+                kept = max(context // 2, 1)
+                rows = [row[-kept:] if len(row) > context else row for row in rows]
+                padded = [row + [0] * (size - len(row)) for row in rows]
+                batch = {
+                    "tokens": np.array(padded, np.int32),
+                    "lengths": np.array([len(row) for row in rows], np.int32),
+                    "count": np.full(len(rows), count, np.int32),
+                }
+                written, tokens = prefill(model.params, devices.shard(batch))
             else:
                 written, tokens = decode(written, (model.params, tokens))
             new = devices.fetch(tokens)
@@ -149,22 +138,6 @@ def make_generate(
             yield new
 
     return generate
-
-
-def _batch(rows: list[list[int]], size: int, count: int) -> dict[str, Any]:
-    """Pads prompts at their ends to `size`, for `prefill`."""
-    tokens = np.zeros((len(rows), size), np.int32)
-    for padded, row in zip(tokens, rows, strict=True):
-        padded[: len(row)] = row
-    return {
-        "tokens": tokens,
-        "lengths": np.array([len(row) for row in rows], np.int32),
-        "count": np.full(len(rows), count, np.int32),
-    }
-
-
-def _padded(length: int, context: int) -> int:
-    return min(max(SHORTEST, 1 << (length - 1).bit_length()), context)
 
 
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
@@ -187,15 +160,15 @@ def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
 
 
 def _check(sampling: Sampling, vocabulary: int) -> None:
-    if sampling.vocabulary is not None and sampling.vocabulary > vocabulary:
+    most = sampling.vocabulary or vocabulary
+    if most > vocabulary:
         raise ConfigError(
-            f"the tokenizer has {sampling.vocabulary} tokens and the model "
-            f"{vocabulary}; it is the tokenizer of another model"
+            f"the tokenizer has {most} tokens and the model {vocabulary}; it is the "
+            "tokenizer of another model"
         )
     if not 0 <= sampling.temperature < float("inf"):
         raise ConfigError(
             f"--temperature={sampling.temperature}; possible is 0 or more"
         )
-    most = sampling.vocabulary or vocabulary
     if sampling.top_k is not None and not 1 <= sampling.top_k <= most:
         raise ConfigError(f"--top_k={sampling.top_k}; possible is 1 to {most}")

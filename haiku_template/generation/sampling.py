@@ -45,8 +45,7 @@ def sample(logits: jax.Array, count: jax.Array, sampling: Sampling) -> jax.Array
     logits = logits[:, : sampling.vocabulary]
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    choices = sampling.top_k or logits.shape[-1]
-    best, tokens = jax.lax.top_k(logits, choices)
+    best, tokens = jax.lax.top_k(logits, sampling.top_k or logits.shape[-1])
 
     def draw(row: jax.Array, count: jax.Array, logits: jax.Array) -> jax.Array:
         rng = jax.random.fold_in(jax.random.key(sampling.seed), row)
@@ -73,26 +72,22 @@ def make_steps(
         with precision.norms_in_float32():
             return model.apply(params, None, tokens, False, cache)
 
-    def choose(written: Written, logits: LazyLogits) -> tuple[Written, jax.Array]:
-        tokens = sample(logits.multiply_out()[:, 0], written.count, sampling)
-        return written._replace(count=written.count + 1), tokens
+    def choose(cache: Cache, logits: LazyLogits, count: jax.Array) -> Any:
+        tokens = sample(logits.multiply_out()[:, 0], count, sampling)
+        return Written(cache, count + 1), tokens
 
-    def prefill(
-        params: hk.Params, batch: dict[str, jax.Array]
-    ) -> tuple[Written, jax.Array]:
+    def prefill(params: hk.Params, batch: dict[str, jax.Array]) -> Any:
         logits, cache = forward(params, batch["tokens"], "new")
         lengths = batch["lengths"]
-        # Padding behind a shorter prompt is overwritten before it is read.
-        cache = cache._replace(lengths=lengths)
         last = lengths[:, None, None] - 1
         hidden = jnp.take_along_axis(logits.hidden, last, axis=1)  # [B, 1, D]
-        return choose(Written(cache, batch["count"]), logits._replace(hidden=hidden))
+        # Padding behind a shorter prompt is overwritten before it is read.
+        cache = cache._replace(lengths=lengths)
+        return choose(cache, logits._replace(hidden=hidden), batch["count"])
 
-    def decode(
-        written: Written, inputs: tuple[hk.Params, jax.Array]
-    ) -> tuple[Written, jax.Array]:
+    def decode(written: Written, inputs: tuple[hk.Params, jax.Array]) -> Any:
         params, tokens = inputs
         logits, cache = forward(params, tokens[:, None], written.cache)
-        return choose(written._replace(cache=cache), logits)
+        return choose(cache, logits, written.count)
 
     return prefill, decode

@@ -42,19 +42,21 @@ class Hardware(NamedTuple):
         return _COMPILED_FOR.get() or cls.of(jax.devices()[:1])
 
 
+ANY = Hardware("any", "")  # What XLA alone computes.
 _COMPILED_FOR: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar(
     "compiled_for", default=None
 )
 
 
 def for_devices(
-    model: hk.TransformedWithState, devices: Sequence[jax.Device]
+    model: hk.TransformedWithState, devices: Sequence[jax.Device] | None
 ) -> hk.TransformedWithState:
-    """Binds a model to the devices it is traced for, whatever others there are."""
+    """Binds a model to the devices it is traced for; None for those of any platform."""
+    hardware = ANY if devices is None else Hardware.of(devices)
 
     @contextlib.contextmanager
     def compiled_for() -> Iterator[None]:
-        token = _COMPILED_FOR.set(Hardware.of(devices))
+        token = _COMPILED_FOR.set(hardware)
         try:
             yield
         finally:
@@ -92,7 +94,7 @@ def attend(
     """
     hardware, dtype = Hardware.current(), query.dtype
     chosen = "xla"
-    if mask is None:
+    if mask is None and hardware is not ANY:
         chosen = choose(attention, hardware, dtype, query.shape[-1])
     if dtype == jnp.float16 and hardware.platform != "gpu":
         # JAX would ask for float16 products added up in float32, which GPUs alone have.

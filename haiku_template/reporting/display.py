@@ -19,7 +19,7 @@ from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
-from haiku_template.params import leaves_by_path
+from haiku_template.params import flatten
 from haiku_template.reporting.perf import bound_text, rate_text, speed_text
 from haiku_template.storage import workdir as names
 from haiku_template.storage.files import Note
@@ -170,7 +170,7 @@ def parameter_tables(params: Any) -> Tables:
 
     If they are many, the screen has a row for each module, or for each kind of module.
     """
-    leaves = leaves_by_path(params, simple=True)
+    leaves = flatten(params)
     by_module = next(
         fold
         for fold in (

@@ -44,7 +44,7 @@ def export_safetensors(run: Run, output: Path) -> int:
       StorageError: the checkpoint is damaged, or `output` cannot be written.
     """
     check_new(output)
-    config, devices, data = run.config, run.devices, run.trainer.experiment.data
+    config, devices = run.config, run.devices
     params, net_state = run.model()
     family = family_of(config.model.name)
     if family is None:
@@ -52,14 +52,14 @@ def export_safetensors(run: Run, output: Path) -> int:
         shards = {name: _makers(devices, tree) for name, tree in trees.items()}
         write_folder(output, shards, {CONFIG: to_json(to_dict(config))}, SINGLE, {})
         return run.step
-    rules, source = family.rules, config.init_from
     described = _classes(run) if HEAD in params else {}
-    if is_folder(source):
-        export_like(source, output, params, rules, devices, config=described or None)
+    where = output, params, family.rules, devices
+    if is_folder(config.init_from):
+        export_like(config.init_from, *where, config=described or None)
         return run.step
-    arguments = {"num_outputs": data.num_outputs} | model_keys(config)
-    made = to_config(family, family.sizes(arguments)) | described
-    export_new(output, params, rules, devices, config=made)
+    arguments = {"num_outputs": run.trainer.experiment.data.num_outputs}
+    made = to_config(family, family.sizes(arguments | model_keys(config)))
+    export_new(*where, config=made | described)
     return run.step
 
 
@@ -81,16 +81,15 @@ def export_adapters(run: Run, output: Path) -> int:
             f"the run in {run.workdir} trained {found}, and --format=adapters is for "
             "adapters of frozen parameters; --format=safetensors writes all of it"
         )
-    if run.config.init_from is None:
+    if run.trainer.experiment.init_from is None:
         raise ConfigError(
             f"the frozen parameters of the run in {run.workdir} come from its seed, "
             "which gives other last bits on other devices, so that no hash can tell "
             "them; --format=safetensors writes all of the model"
         )
     with new_folder(output) as folder:
-        trees = state.averaged(), state.frozen
-        where = plan.lora, run.devices
-        save_adapters(folder / ADAPTERS, *trees, *where, step=run.step)
+        parts = state.averaged(), state.frozen, plan.lora, run.devices
+        save_adapters(folder / ADAPTERS, *parts, step=run.step)
         (folder / CONFIG).write_bytes(to_json(to_dict(run.config)))
     return run.step
 

@@ -1,7 +1,9 @@
 """Predictions: outputs for each example of a data set, written to a file."""
 
 import json
-from collections.abc import Callable, Iterator
+import types
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ import jax
 import numpy as np
 
 from haiku_template.errors import ConfigError
-from haiku_template.params import leaves_by_path
+from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
-
-Rows = dict[str, Any]
+from haiku_template.training import Trainer
+from haiku_template.training.state import TrainState
 
 
 def write_predictions(run: Run, output: Path) -> int:
@@ -29,41 +31,40 @@ def write_predictions(run: Run, output: Path) -> int:
         predict.
       StorageError: the checkpoint is damaged, or `output` cannot be written.
     """
-    write = _writer(output)
-    check_new(output)
-    dataset = run.trainer.experiment.data.evaluation
-    if dataset is None:
-        raise ConfigError(f"the data set {run.config.data.name} has nothing to predict")
-    state = run.state
-    with new_file(output) as file, run.devices.explicit_transfers():
-        batches = enumerate(run.trainer.predict(state))
-        rows = ({"outputs": x, **_labels(dataset.batch(i))} for i, x in batches)
-        return write(file, rows)
-
-
-def _labels(batch: Rows) -> Rows:
-    return {name: batch[name] for name in ("labels",) if name in batch}
-
-
-def _writer(output: Path) -> Callable[[Path, Iterator[Rows]], int]:
-    """Chooses the function that writes a file of this name."""
     writers = {".npz": _write_npz, ".jsonl": _write_jsonl}
     if output.suffix not in writers:
         raise ConfigError(
             f"--output={output} ends in neither .npz (arrays) nor .jsonl (one JSON "
             "object an example)"
         )
-    return writers[output.suffix]
+    check_new(output)
+    dataset, state = run.evaluation_set(), run.state
+    with new_file(output) as file, run.devices.explicit_transfers():
+        return writers[output.suffix](file, _predict(run.trainer, state, dataset))
 
 
-def _write_npz(file: Path, batches: Iterator[Rows]) -> int:
+def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:
+    """Yields outputs and labels, if any, of each batch, which is read once."""
+    labels: deque[dict[str, Any]] = deque()
+
+    def batch(index: int) -> dict[str, Any]:
+        found = dataset.batch(index)
+        labels.append({"labels": found["labels"]} if "labels" in found else {})
+        return found
+
+    read = types.SimpleNamespace(num_batches=dataset.num_batches, batch=batch)
+    for outputs in trainer.predict(state, read):
+        yield {"outputs": outputs} | labels.popleft()
+
+
+def _write_npz(file: Path, batches: Iterator[Any]) -> int:
     """Writes arrays [N, ...] named `outputs` and `labels`, or `outputs/NAME`."""
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    np.savez(file, **leaves_by_path(joined, simple=True))
+    np.savez(file, **flatten(joined))
     return len(jax.tree.leaves(joined)[0])
 
 
-def _write_jsonl(file: Path, batches: Iterator[Rows]) -> int:
+def _write_jsonl(file: Path, batches: Iterator[Any]) -> int:
     """Writes an object with `outputs` and `labels` for each example."""
     count = 0
     with file.open("w") as lines:

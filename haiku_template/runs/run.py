@@ -16,6 +16,7 @@ from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.training import Experiment, Trainer
+from haiku_template.training.experiment import make_data
 from haiku_template.training.state import TrainState
 
 
@@ -60,16 +61,18 @@ class Run:
           ConfigError: no such checkpoint, or the frozen parameters changed.
           StorageError: the checkpoint is damaged.
         """
-        trainer = self.trainer
+        trainer, abstract = self.trainer, self.trainer.abstract.saved()
         if self._holds_adapters:
-            return _step_of_adapters(self.workdir, self.which), trainer.init()
-        step, saved = self.restore(
-            lambda checkpoints, step: checkpoints.restore(
-                step, trainer.abstract.saved()
-            )
-        )
+            step = read_facts(self.workdir / ADAPTERS).step
+            if self.which not in ("latest", str(step)):
+                raise ConfigError(
+                    f"--checkpoint={self.which} is not in {self.workdir}; its adapters "
+                    f"are of step {step}"
+                )
+            return step, trainer.init()
+        step, saved = self.restore(lambda files, step: files.restore(step, abstract))
         state = TrainState(**saved, frozen=trainer.frozen())
-        if self.config.init_from is not None:
+        if trainer.experiment.init_from is not None:
             check_same_frozen(self.devices, state.frozen, self.workdir)
         return step, state
 
@@ -95,30 +98,31 @@ class Run:
         """Parameters and network state: averages if there are any, adapters merged."""
         return self.trainer.merged(self.state)
 
+    def tokenizer(self) -> str | None:
+        """Tokenizer that the data set names: `bytes`, a file, or None."""
+        return make_data(self.config).text
+
+    def evaluation_set(self) -> Any:
+        """The data to evaluate on; raises `ConfigError` if there are none."""
+        dataset = self.trainer.experiment.data.evaluation
+        if dataset is None:
+            raise ConfigError(
+                f"the data set {self.config.data.name} has nothing to evaluate on or "
+                "to predict"
+            )
+        return dataset
+
     def evaluate(self) -> dict[str, float]:
         """Computes the metrics of the evaluation set; classes also give confusion.png.
 
         Raises:
           ConfigError: the data set has no evaluation set.
         """
-        data = self.trainer.experiment.data
-        if data.evaluation is None:
-            raise ConfigError(
-                f"the data set {self.config.data.name} has nothing to evaluate on"
-            )
+        data, dataset = self.trainer.experiment.data, self.evaluation_set()
         with self.devices.explicit_transfers():
-            metrics, counts = self.trainer.measure(self.state)
+            metrics, counts = self.trainer.measure(self.state, dataset)
         if "confusion" in counts:
             names = tuple(map(str, data.class_names or range(data.num_outputs)))
             title = f"{self.workdir.name}, step {self.step}"
             plots.write_confusion(self.workdir, counts["confusion"], names, title)
         return metrics
-
-
-def _step_of_adapters(folder: Path, which: str) -> int:
-    step = read_facts(folder / ADAPTERS).step
-    if which not in ("latest", str(step)):
-        raise ConfigError(
-            f"--checkpoint={which} is not in {folder}; its adapters are of step {step}"
-        )
-    return step

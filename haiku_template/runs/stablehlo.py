@@ -1,22 +1,23 @@
 """Export of a checkpoint as StableHLO, which JAX runs without Haiku."""
 
-import inspect
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import haiku as hk
 import jax
 import numpy as np
 
 from haiku_template.data import each_shape
+from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.models import MODELS, plain_outputs
-from haiku_template.params import leaves_by_path
+from haiku_template.models import plain_outputs
+from haiku_template.models.attention import for_devices
+from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
-from haiku_template.registry import resolve
 from haiku_template.runs.run import Run
-from haiku_template.training.experiment import make_model
 from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
 
@@ -37,33 +38,41 @@ def export_stablehlo(run: Run, output: Path) -> int:
       ConfigError: the model is too large, or needs a batch of one size.
     """
     check_new(output)
-    _check_flatbuffers()
-    config, data = run.config, run.trainer.experiment.data
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ConfigError(
+            "jax.export writes through flatbuffers, which is not installed: pip "
+            'install "haiku_template[export]"'
+        )
+    experiment = run.trainer.experiment
+    data = experiment.data
     whole = run.devices.fetch(run.model())
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    size = hk.data_structures.tree_bytes(whole)
     if size >= MOST_BYTES:
         raise ConfigError(
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    forward = run.trainer.experiment.step.make_forward(
-        model=with_state(_portable_model(run)),
+    forward = experiment.step.make_forward(
+        model=for_devices(with_state(experiment.model), None),
         preprocess=data.preprocess,
-        precision=Precision.create(config.precision),
+        precision=Precision.create(experiment.precision),
         combine=lambda params, frozen: params,
     )
     exported, serialised = export_forward(
-        lambda inputs: plain_outputs(forward(whole, {}, inputs)),
+        with_axis(
+            lambda inputs: plain_outputs(forward(whole, {}, inputs)),
+            run.devices.axis_name,
+        ),
         each_shape(data.train)[0]["inputs"],
     )
+    (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
         "step": run.step,
         "jax": jax.__version__,
         "platforms": list(exported.platforms),
-        "inputs": _described(_inputs(exported)),
-        "outputs": _described(
-            jax.tree.unflatten(exported.out_tree, exported.out_avals)
-        ),
+        "inputs": _described(inputs),
+        "outputs": _described(outputs),
         "class_names": list(data.class_names),
     }
     with new_folder(output) as folder:
@@ -78,7 +87,7 @@ def export_forward(
     """Lowers a function of inputs [B, ...] for any B; returns it with its bytes.
 
     Raises:
-      ConfigError: JAX cannot; the message has JAX's reason.
+      ConfigError: JAX cannot, and why.
     """
     (batch,) = jax.export.symbolic_shape("b")
 
@@ -99,36 +108,12 @@ def export_forward(
         ) from error
 
 
-def _portable_model(run: Run) -> Any:
-    """Makes the model for one device of any platform, compiled by XLA alone."""
-    config = run.config.copy_and_resolve_references()
-    function = resolve("model", config.model.name, MODELS)
-    if "attention" in inspect.signature(function).parameters:
-        config.model.attention = "xla"
-    return make_model(config, run.trainer.experiment.data.num_outputs)
-
-
-def _inputs(exported: jax.export.Exported) -> Any:
-    (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    return inputs
-
-
 def _described(tree: Any) -> dict[str, Any]:
     """Describes shapes and dtypes by name, "" for a single array; `b` is the batch."""
     return {
-        path: {
+        name: {
             "shape": [n if isinstance(n, int) else str(n) for n in leaf.shape],
             "dtype": str(leaf.dtype),
         }
-        for path, leaf in leaves_by_path(tree, simple=True).items()
+        for name, leaf in flatten(tree).items()
     }
-
-
-def _check_flatbuffers() -> None:
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "jax.export writes through flatbuffers, which is not installed: pip "
-            'install "haiku_template[export]"'
-        ) from error
