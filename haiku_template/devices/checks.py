@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiku_template.errors import PlacementError
+from haiku_template.params import leaves_by_path
 
 DELETED = (
     "deleted: a compiled step has taken over its memory, or that of the array that it "
@@ -34,16 +35,26 @@ def describe(leaf: Any) -> str:
     """Location of an array: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
-    if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+    if not _is_concrete(leaf):
+        return "nowhere (tracer)"
+    if leaf.is_deleted():
         return "nowhere (deleted)"
-    devices = sorted(leaf.devices(), key=device_index)
-    ids = [device_index(device) for device in devices]
-    if len(ids) == 1:
-        return f"{devices[0].platform}:{ids[0]}"
+    first, *others = sorted(leaf.devices(), key=device_index)
+    if not others:
+        return device_name(first)
+    ids = [device_index(device) for device in (first, *others)]
     consecutive = ids == list(range(ids[0], ids[-1] + 1))
     names = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids))
     layout = "whole on each" if leaf.is_fully_replicated else "split"
-    return f"{devices[0].platform}:{names} {layout}"
+    return f"{first.platform}:{names} {layout}"
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _shaped(leaf: Any) -> str:
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
 
 
 class Placement(NamedTuple):
@@ -71,34 +82,27 @@ class Placement(NamedTuple):
 
 def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
     """Lists each leaf's placement in a tree that should be replicated on `devices`."""
-    return [
-        _placement(jax.tree_util.keystr(path), leaf, devices)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    return [_placement(*item, devices) for item in leaves_by_path(tree).items()]
 
 
 def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
-    verdict = _verdict(leaf, devices)
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        if leaf.is_deleted():
-            facts = (leaf.shape, str(leaf.dtype), 0, describe(leaf), False, "")
-            return Placement(path, *facts, verdict)
-        size = max(shard.data.nbytes for shard in leaf.addressable_shards)
-        kind = leaf.sharding.memory_kind or ""
-        facts = (leaf.shape, str(leaf.dtype), size, describe(leaf), leaf.committed)
-        return Placement(path, *facts, kind, verdict)
     shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
-    where = "nowhere (tracer)" if isinstance(leaf, jax.core.Tracer) else describe(leaf)
-    size = 0 if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf).nbytes
-    return Placement(path, shape, dtype, size, where, False, "", verdict)
+    size, committed, kind = 0, False, ""
+    if not isinstance(leaf, jax.Array):
+        size = np.asarray(leaf).nbytes
+    elif _is_concrete(leaf) and not leaf.is_deleted():
+        size = max(shard.data.nbytes for shard in leaf.addressable_shards)
+        committed, kind = leaf.committed, leaf.sharding.memory_kind or ""
+    facts = (path, shape, dtype, size, describe(leaf), committed, kind)
+    return Placement(*facts, _verdict(leaf, devices))
 
 
 def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
     """Fault of a leaf that should be replicated on the devices; "" for none."""
-    if isinstance(leaf, jax.core.Tracer):
-        return f"a tracer left by init: {REMEDY}"
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
+    if not _is_concrete(leaf):
+        return f"a tracer left by init: {REMEDY}"
     if leaf.is_deleted():
         return DELETED
     where, wanted = leaf.devices(), set(devices)
@@ -132,10 +136,9 @@ def check(tree: Any, devices: Sequence[jax.Device]) -> None:
     """Raises `PlacementError` for leaves that are not replicated on the devices."""
     faults = [leaf for leaf in audit(tree, devices) if leaf.verdict]
     if faults:
-        first = faults[0]
-        others = ", ".join(leaf.path for leaf in faults[1:4])
-        more = f"; so are {others}" * bool(others)
-        more += f" and {len(faults) - 4} more" * (len(faults) > 4)
+        first, *others = faults
+        more = f"; so are {', '.join(leaf.path for leaf in others[:3])}" * bool(others)
+        more += f" and {len(others) - 3} more" * (len(others) > 3)
         raise PlacementError(
             f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
             f"{first.verdict}{more}"
@@ -148,45 +151,50 @@ def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
     `distinct` also refuses an array that is in the tree twice and cannot be donated
     twice; `what` begins the message.
     """
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    leaves = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
-    once = not distinct or len({id(leaf) for leaf in leaves}) == len(leaves)
-    if once and not any(leaf.is_deleted() for leaf in leaves):
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if _is_concrete(leaf)]
+    once = not distinct or len({id(leaf) for leaf in arrays}) == len(arrays)
+    if once and not any(leaf.is_deleted() for leaf in arrays):
         return  # Without the names, which take longer than the step's own call.
     seen: dict[int, str] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not any(leaf is known for known in leaves):
+    for path, leaf in leaves_by_path(tree).items():
+        if not _is_concrete(leaf):
             continue
-        name = f"{what}{jax.tree_util.keystr(path)}"
-        facts = f"{name} ({leaf.dtype}{list(leaf.shape)}) is"
         if leaf.is_deleted():
-            raise PlacementError(f"{facts} {DELETED}")
-        if id(leaf) in seen:
+            raise PlacementError(f"{what}{path} ({_shaped(leaf)}) is {DELETED}")
+        first = seen.setdefault(id(leaf), path)
+        if distinct and first != path:
             raise PlacementError(
-                f"{facts} the same array as {seen[id(leaf)]}, and a step cannot take "
-                "over its memory twice; make the state with devices.init, or a copy "
-                "with jnp.copy"
+                f"{what}{path} ({_shaped(leaf)}) is the same array as {what}{first}, "
+                "and a step cannot take over its memory twice; make the state with "
+                "devices.init, or a copy with jnp.copy"
             )
-        seen[id(leaf)] = name
 
 
-def astray(tree: Any, devices: Sequence[jax.Device]) -> str:
-    """Description of the first leaf that is not on exactly these devices; "" if none.
+def check_placed(
+    tree: Any, devices: Sequence[jax.Device], what: str, split: bool = False
+) -> None:
+    """Raises `PlacementError` for leaves that are not on exactly these devices.
 
-    Unlike `check` it takes any layout: a batch is split, a state is whole.
+    With `split` each must have one share on each device, as `shard` gives them: `pmap`
+    uses fewer devices for other batches in silence. `what` begins the message.
     """
     wanted = set(devices)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in leaves_by_path(tree).items():
         if isinstance(leaf, jax.core.Tracer):
             continue
+        name = f"{what}{path or 'array'}"
         if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
-            dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), np.shape(leaf)
-            return (
-                f"{jax.tree_util.keystr(path) or 'array'} ({dtype}{list(shape)}) is on "
-                f"{describe(leaf)}, and using it would be a copy that nobody asked "
-                "for; give it with devices.replicate or devices.shard"
+            raise PlacementError(
+                f"{name} ({_shaped(leaf)}) is on {describe(leaf)}, and using it would "
+                "be a copy that nobody asked for; give it with devices.replicate or "
+                "devices.shard"
             )
-    return ""
+        shares = np.shape(leaf)[:1] == (len(devices),) and not leaf.is_fully_replicated
+        if split and len(devices) > 1 and not shares:
+            raise PlacementError(
+                f"{name} ({_shaped(leaf)}, {describe(leaf)}) has not one share on each "
+                f"of the {len(devices)} devices; give batches with devices.shard"
+            )
 
 
 def audit_table(rows: Sequence[Placement]) -> Group:
@@ -206,14 +214,12 @@ def audit_table(rows: Sequence[Placement]) -> Group:
 
 def _tables(group: list[Placement]) -> tuple[Table, Table]:
     """Tables of the facts that the rows share, and of the leaves."""
-    first = group[0]
-    facts = [first.where]
-    if first.memory_kind:
-        facts += ["committed" if first.committed else "uncommitted"]
-        facts += [f"memory kind {first.memory_kind}"]
+    *_, where, committed, kind, verdict = group[0]
+    if kind:
+        where += f"; {'un' * (not committed)}committed; memory kind {kind}"
     shared = Table.grid(padding=(0, 1))
-    shared.add_row("where", "; ".join(facts))
-    shared.add_row("verdict", first.verdict or "ok", style="bold" * bool(first.verdict))
+    shared.add_row("where", where)
+    shared.add_row("verdict", verdict or "ok", style="bold" * bool(verdict))
     leaves = Table(box=None, padding=(0, 0, 0, 2))
     leaves.add_column("path", overflow="fold")
     leaves.add_column("shape", no_wrap=True)
@@ -234,11 +240,11 @@ PLACE = re.compile(r"(\S+\.py:\d+)(?::\d+)? (?:\(|traced for)")
 
 
 @contextlib.contextmanager
-def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
+def leaks_named(make: Callable[..., Any] | None = None, *args: Any) -> Iterator[None]:
     """Turns JAX's page about a leaked tracer into a sentence.
 
-    `make` is the traced function: called again, it tells which of its results are
-    leaked tracers. `hk.transform`'s init returns such parameters in silence.
+    `make(*args)` is called again, untraced, to tell which of its results are leaked
+    tracers. `hk.transform`'s init returns such parameters in silence.
 
     Raises:
       PlacementError: names these results, and where the value was made.
@@ -246,33 +252,16 @@ def leaks_named(make: Callable[[], Any] | None = None) -> Iterator[None]:
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
-        raise leak_error(error, make) from error
-
-
-def leak_error(
-    error: jax.errors.UnexpectedTracerError, make: Callable[[], Any] | None = None
-) -> PlacementError:
-    """Error for a leaked tracer, as `leaks_named` raises it."""
-    places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
-    kind = re.search(r"with type (\S+)", str(error))
-    leaves = _leaked_leaves(make) if make is not None else []
-    return PlacementError(
-        f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
-        f"of type {kind[1] if kind else 'unknown'} made at "
-        f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
-        f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
-        "attribute or a global"
-    )
-
-
-def _leaked_leaves(make: Callable[[], Any]) -> list[str]:
-    """Paths of the results that are tracers outside any trace."""
-    try:
-        tree = make()
-    except Exception:  # It fails for the same reason before it has results.
-        return []
-    return [
-        jax.tree_util.keystr(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.core.Tracer)
-    ]
+        places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
+        kind = re.search(r"with type (\S+)", str(error))
+        results: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # For the same reason, before any result.
+            results = leaves_by_path(make(*args) if make else {})
+        leaves = [k for k, x in results.items() if isinstance(x, jax.core.Tracer)]
+        raise PlacementError(
+            f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
+            f"of type {kind[1] if kind else 'unknown'} made at "
+            f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
+            f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
+            "attribute or a global"
+        ) from error

@@ -1,31 +1,24 @@
 """Device manager: the devices of a run, and every copy to and from them."""
 
-import contextlib
-import functools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
+from haiku.data_structures import tree_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import checks, selection, transfer
-from haiku_template.devices.checks import check_alive, leaks_named
 from haiku_template.devices.replicas import check_replicas
-from haiku_template.devices.step import CompiledStep, with_axis
-from haiku_template.devices.transfer import (
-    AXIS_NAME,
-    Ledger,
-    canonical_shapes,
-    device_put_split,
+from haiku_template.devices.step import (
+    CompiledStep,
+    compile_step,
+    map_batches,
+    with_axis,
 )
-from haiku_template.errors import DeviceError
-
-logger = logging.getLogger(__name__)
+from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
 # For programs that run once, on CPUs: a fraction of the time, the same values.
 COMPILE_ONCE = {"xla_backend_optimization_level": 1}
@@ -66,26 +59,9 @@ class DeviceManager(NamedTuple):
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
         """
-        if fallback not in ("error", "cpu"):
-            raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
-        request = selection.parse(spec, num_devices, simulate_devices)
-        selection.check_memory_options(gpu_memory_fraction, gpu_preallocate)
-        selection.check_default_device()
-        try:
-            selection.configure(
-                request,
-                gpu_memory_fraction=gpu_memory_fraction,
-                gpu_preallocate=gpu_preallocate,
-            )
-            devices, reason = selection.select(request)
-        except DeviceError as error:
-            if fallback != "cpu" or request.platform == "cpu":
-                raise
-            logger.warning("RUNNING ON THE CPU, as --fallback=cpu allows: %s", error)
-            request = selection.parse("cpu")
-            selection.configure(request)
-            devices, _ = selection.select(request)
-            reason = f"--fallback=cpu, because {error}"
+        memory = gpu_memory_fraction, gpu_preallocate
+        options = num_devices, simulate_devices, *memory
+        devices, reason = selection.choose(spec, fallback, *options)
         return cls(tuple(devices), reason, Ledger())
 
     @property
@@ -115,31 +91,32 @@ class DeviceManager(NamedTuple):
         """Sharding of an array that is whole on every device."""
         if self.axis_name is None:
             return SingleDeviceSharding(self.devices[0])
-        mesh = Mesh(np.array(self.devices), self.axis_name)
-        return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(Mesh(self.devices, self.axis_name), PartitionSpec())
 
     def init(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Runs `fn(*args)` so that its results are born replicated.
+        """Runs `fn(*args)`; its results are born replicated, without a device axis.
 
-        Results have no leading device axis. `fn` sees the mesh axis by its name, as
-        steps do, so that modules that average over it (`hk.BatchNorm`) initialize too.
+        `fn` sees the mesh axis by its name, as steps do, so that modules that average
+        over it (`hk.BatchNorm`) initialize too.
         """
-        with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
-            return self._once(fn)(*args)
+        compiled = self._once(fn)
+        with checks.leaks_named(compiled.__wrapped__, *args):
+            return compiled(*args)
 
     def lower_init(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Lowers `init(fn, *args)`; on one device `init` reuses the compiled result."""
-        with leaks_named(functools.partial(with_axis(fn, self.axis_name), *args)):
-            return self._once(fn).lower(*args)
-
-    def _once(self, fn: Callable[..., Any]) -> Any:
-        options = COMPILE_ONCE if self.platform == "cpu" else None
-        make = with_axis(fn, self.axis_name)
-        return jax.jit(make, out_shardings=self.replicated, compiler_options=options)
+        compiled = self._once(fn)
+        with checks.leaks_named(compiled.__wrapped__, *args):
+            return compiled.lower(*args)
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
         return jax.eval_shape(self._once(fn), *args)
+
+    def _once(self, fn: Callable[..., Any]) -> Any:
+        options = COMPILE_ONCE if self.platform == "cpu" else None
+        fn = with_axis(fn, self.axis_name)
+        return jax.jit(fn, out_shardings=self.replicated, compiler_options=options)
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
@@ -150,21 +127,11 @@ class DeviceManager(NamedTuple):
         Raises:
           PlacementError: values of a leaf do not fit JAX's dtype for them; names it.
         """
-        sharding = self.replicated
-        tree = transfer.fitting(tree)
-        seen: set[int] = set()
-
-        def place(leaf: Any) -> jax.Array:
-            # An array that is there twice becomes two: a step can then take over both.
-            if isinstance(leaf, jax.Array) and id(leaf) in seen:
-                leaf = jnp.copy(leaf)
-            seen.add(id(leaf))
-            return jax.device_put(leaf, sharding)
-
+        tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
-            placed = jax.block_until_ready(jax.tree.map(place, tree))
-        size = hk.data_structures.tree_bytes(placed)
-        self.ledger.add("bytes_to_devices", self.num_devices * size)
+            placed = jax.device_put(tree, self.replicated)
+            jax.block_until_ready(placed)
+        self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
         return placed
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
@@ -186,19 +153,19 @@ class DeviceManager(NamedTuple):
         self.check_batch_size(transfer.check_host_batch(batch))
         batch = transfer.fitting(batch)
         with self.ledger.timed("to_devices"):
-            placed = jax.block_until_ready(device_put_split(batch, self.devices))
-        size = hk.data_structures.tree_bytes(placed)
-        self.ledger.add("bytes_to_devices", size)
+            placed = transfer.device_put_split(batch, self.devices)
+            jax.block_until_ready(placed)
+        self.ledger.add("bytes_to_devices", tree_bytes(placed))
         return placed
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         if self.axis_name is None:
-            return canonical_shapes(batch, self.replicated)
+            return transfer.canonical_shapes(batch, self.replicated)
         n = self.num_devices
         batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
-        spec = PartitionSpec(self.axis_name)
-        return canonical_shapes(batch, NamedSharding(self.replicated.mesh, spec))
+        sharding = NamedSharding(self.replicated.mesh, PartitionSpec(AXIS_NAME))
+        return transfer.canonical_shapes(batch, sharding)
 
     def compile(
         self,
@@ -224,49 +191,53 @@ class DeviceManager(NamedTuple):
         Raises:
           PlacementError: another `out`.
         """
-        where = self.devices, self.axis_name, self.ledger, self.steps_in_flight
-        return CompiledStep(step, *where, donate_argnums, replicated, out)
+        return compile_step(self, step, donate_argnums, replicated, out)
 
     def map_batches(
-        self,
-        step: Callable[[Any, Any], Any],
-        state: Any,
-        batches: Iterable[Any],
+        self, step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any]
     ) -> Iterator[Any]:
         """Maps `step` over host batches: per-example results on the host, in order.
 
         `step` is from `compile(..., donate_argnums=(), out="split")`; batches and
-        results are pytrees of NumPy arrays [B, ...]. A batch with fewer rows than the
-        first, or that does not split over the devices, is padded with rows of zeros,
-        whose results are left out.
+        results are pytrees of NumPy arrays [B, ...]. A batch that does not split over
+        the devices, or has fewer rows than another before, is padded with rows of
+        zeros, whose results are left out.
 
         Raises:
           PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
         """
-        size = 0
-        running: deque[tuple[int, Any]] = deque()
-
-        def finish_oldest() -> Any:
-            rows, results = running.popleft()
-            return jax.tree.map(lambda x: x[:rows], self.fetch(results))
-
-        for batch in batches:
-            rows = transfer.check_host_batch(batch)
-            if rows > size:
-                while running:
-                    yield finish_oldest()
-                size = -(-rows // self.num_devices) * self.num_devices
-            padded = transfer.fill_up(batch, rows, size)
-            running.append((rows, step(state, self.shard(padded))))
-            if len(running) >= self.steps_in_flight:
-                yield finish_oldest()
-        while running:
-            yield finish_oldest()
+        return map_batches(self, step, state, batches)
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
         with self.ledger.timed("compute"):
             jax.block_until_ready(tree)
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
+
+        Raises:
+          PlacementError: the replicas of a leaf differ, or it was deleted; names it.
+        """
+        checks.check_alive(tree)
+        copies = jax.tree.map(
+            lambda x: x.addressable_data(0) if _is_whole(x) else x, tree
+        )
+        self.wait(copies)
+        check_replicas(tree)
+        with self.ledger.timed("from_devices"):
+            fetched = jax.device_get(copies)
+        self.ledger.add("bytes_from_devices", tree_bytes(copies))
+        return fetched
+
+    def fetch_each(self, results: Iterable[Any]) -> Iterator[Any]:
+        """Fetches results of steps, in order, while the steps after them run."""
+        running: deque[Any] = deque()
+        for result in results:
+            running.append(result)
+            if len(running) >= self.steps_in_flight:
+                yield self.fetch(running.popleft())
+        yield from map(self.fetch, running)
 
     def audit(self, tree: Any) -> list[checks.Placement]:
         """Placement of each leaf of a state, with a verdict for each that is astray."""
@@ -276,34 +247,15 @@ class DeviceManager(NamedTuple):
         """Raises `PlacementError` unless every leaf is replicated on the devices."""
         checks.check(tree, self.devices)
 
-    def fetch(self, tree: Any) -> Any:
-        """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
-
-        Raises:
-          PlacementError: the replicas of a leaf differ, or it was deleted; names it.
-        """
-        check_alive(tree)
-        copies = jax.tree.map(
-            lambda x: x.addressable_data(0) if _is_whole(x) else x, tree
-        )
-        self.wait(copies)
-        check_replicas(tree)
-        with self.ledger.timed("from_devices"):
-            fetched = jax.device_get(copies)
-        self.ledger.add("bytes_from_devices", hk.data_structures.tree_bytes(copies))
-        return fetched
-
-    @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> AbstractContextManager:
         """Lets `jax.numpy` calls of others make arrays in host memory, uncommitted."""
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            yield
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
 
-    def explicit_transfers(self) -> contextlib.AbstractContextManager:
+    def explicit_transfers(self) -> AbstractContextManager:
         """Makes implicit copies to or from a device an error, for this thread alone."""
         return jax.transfer_guard("disallow")
 
-    def implicit_transfers(self) -> contextlib.AbstractContextManager:
+    def implicit_transfers(self) -> AbstractContextManager:
         """Lets code of others copy as it likes, inside `explicit_transfers`."""
         return jax.transfer_guard("allow")
 
@@ -320,8 +272,7 @@ class DeviceManager(NamedTuple):
 
     def describe(self) -> str:
         """Describes the devices and the reason for them, in one line."""
-        indices = [checks.device_index(device) for device in self.devices]
-        names = ", ".join(f"{self.platform}:{index}" for index in indices)
+        names = ", ".join(map(checks.device_name, self.devices))
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.checks import check_alive, describe, device_name
 from haiku_template.errors import PlacementError, ReplicaError
+from haiku_template.params import leaves_by_path
 
 
 def check_replicas(tree: Any, agreed: bool = False) -> None:
@@ -26,49 +27,40 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
       PlacementError: a leaf differs, or was deleted; names it and its devices.
     """
     check_alive(tree)
-    shared = [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
-        if leaf.is_fully_replicated
-    ]
-    if not shared:
-        return
     # One program runs on one set of devices; a tree may have leaves on several.
-    groups: dict[frozenset, list[int]] = {}
-    for place, (_, leaf) in enumerate(shared):
-        groups.setdefault(frozenset(leaf.devices()), []).append(place)
-    sums: list[Any] = [None] * len(shared)
-    for where, places in groups.items():
-        devices = tuple(sorted(where, key=lambda device: device.id))
-        found = _fingerprints(devices)([shared[place][1] for place in places])
-        for place, value in zip(places, found, strict=True):
-            sums[place] = value
-    differing = [
-        f"{path} ({describe(leaf)}{_odd_ones(leaf, values.tolist())})"
-        for (path, leaf), values in zip(shared, jax.device_get(sums), strict=True)
-        if len(set(values.tolist())) > 1
-    ]
-    if differing and agreed:
+    groups: dict[frozenset, dict[str, jax.Array]] = {}
+    for path, leaf in leaves_by_path(tree).items():
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+            groups.setdefault(frozenset(leaf.devices()), {})[path] = leaf
+    differing, total = [], 0
+    for where, leaves in groups.items():
+        if len(where) > 1:
+            devices = tuple(sorted(where, key=lambda device: device.id))
+            sums = jax.device_get(_fingerprints(devices)(list(leaves.values())))
+            total += len(leaves)
+            for (path, leaf), values in zip(leaves.items(), sums, strict=True):
+                if len(set(values.tolist())) > 1:
+                    odd = _odd_ones(devices, values.tolist())
+                    differing.append(f"{path} ({describe(leaf)}{odd})")
+    if not differing:
+        return
+    listed = f"{len(differing)} of {total} leaves differ between the devices that "
+    if agreed:
         raise ReplicaError(
-            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
-            f"hold copies, and agreed before: {', '.join(differing[:3])}; a device "
-            "computed or kept something wrong, and nothing of it was saved: run the "
-            "same command again, without that device if it comes back"
+            f"{listed}hold copies, and agreed before: {', '.join(differing[:3])}; a "
+            "device computed or kept something wrong, and nothing of it was saved: run "
+            "the same command again, without that device if it comes back"
         )
-    if differing:
-        raise PlacementError(
-            f"{len(differing)} of {len(shared)} leaves differ between the devices that "
-            f"should hold copies: {', '.join(differing[:3])}; something in the step is "
-            "not averaged over devices (hk.BatchNorm needs "
-            "cross_replica_axis=devices.axis_name), or gives results of each example "
-            "without devices.compile(..., out='split')"
-        )
+    raise PlacementError(
+        f"{listed}should hold copies: {', '.join(differing[:3])}; something in the "
+        "step is not averaged over devices (hk.BatchNorm needs cross_replica_axis="
+        "devices.axis_name), or gives results of each example without "
+        "devices.compile(..., out='split')"
+    )
 
 
-def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
+def _odd_ones(devices: tuple[jax.Device, ...], values: list[int]) -> str:
     """Names the devices whose copy is not the majority's; "" without a majority."""
-    devices = sorted(leaf.devices(), key=lambda device: device.id)
     most, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return ""
@@ -79,11 +71,10 @@ def _odd_ones(leaf: jax.Array, values: list[int]) -> str:
 @functools.cache
 def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
     """Compiles a map from n leaves to n uint32 [devices]: one number from each copy."""
-    mesh = Mesh(np.array(devices), "copy")
     return jax.jit(
         jax.shard_map(
             lambda leaves: [_fingerprint(x)[None] for x in leaves],
-            mesh=mesh,
+            mesh=Mesh(np.array(devices), "copy"),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec("copy"),
             check_vma=False,

@@ -8,7 +8,7 @@ it is too late.
 import logging
 import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.backend import backends
@@ -19,42 +19,61 @@ from haiku_template.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
-PLATFORMS = ("cpu", "gpu", "tpu")
-SPEC = re.compile(r"(auto|cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
+# A platform, and chosen devices of it.
+SPEC = re.compile(r"auto|(cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
 
 
 class Request(NamedTuple):
-    """Request for devices: a platform, indices among its devices, a count."""
+    """Request for devices of a platform, by indices or counts, and for their memory."""
 
     spec: str
     platform: str
-    indices: tuple[int, ...] | None
+    indices: tuple[int, ...]
     num_devices: int | None
     simulate_devices: int | None
+    memory_fraction: float | None
+    preallocate: bool | None
+
+
+def choose(spec: str, fallback: str, *options: Any) -> tuple[list[jax.Device], str]:
+    """Chooses devices for `parse(spec, *options)`, with the reason; starts JAX."""
+    if fallback not in ("error", "cpu"):
+        raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
+    request = parse(spec, *options)
+    try:
+        return _start(request)
+    except DeviceError as error:
+        if fallback != "cpu" or request.platform == "cpu":
+            raise
+        logger.warning("RUNNING ON THE CPU, as --fallback=cpu allows: %s", error)
+        return _start(parse("cpu"))[0], f"--fallback=cpu, because {error}"
 
 
 def parse(
-    spec: str, num_devices: int | None = None, simulate_devices: int | None = None
+    spec: str,
+    num_devices: int | None = None,
+    simulate_devices: int | None = None,
+    memory_fraction: float | None = None,
+    preallocate: bool | None = None,
 ) -> Request:
     """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`.
 
     Raises:
-      DeviceError: the spec is not one of these, or contradicts the counts.
+      DeviceError: the spec is not one of these, or contradicts the counts; or an option
+        is out of its range, or comes too late.
     """
     match = SPEC.fullmatch(spec)
-    if not match or (match[1] == "auto" and match[2]):
+    if not match:
         raise DeviceError(
             f"--device={spec} is not understood; possible are auto, cpu, gpu, tpu, and "
             "chosen devices such as gpu:1 or gpu:0,2"
         )
-    platform = match[1]
-    indices = tuple(int(i) for i in match[2].split(",")) if match[2] else None
-    if indices and len(set(indices)) != len(indices):
+    platform = match[1] or "auto"
+    indices = tuple(map(int, match[2].split(","))) if match[2] else ()
+    if len(set(indices)) != len(indices):
         raise DeviceError(f"--device={spec} names a device twice; name each once")
-    for flag, value in (
-        ("num_devices", num_devices),
-        ("simulate_devices", simulate_devices),
-    ):
+    counts = {"num_devices": num_devices, "simulate_devices": simulate_devices}
+    for flag, value in counts.items():
         if value is not None and value < 1:
             raise DeviceError(f"--{flag}={value} asks for no device; 1 is the least")
     if indices and num_devices not in (None, len(indices)):
@@ -67,24 +86,26 @@ def parse(
             f"--simulate_devices={simulate_devices} simulates CPU devices and "
             f"--device={spec} asks for others; give one of the two"
         )
-    if simulate_devices:
-        platform = "cpu"
-    return Request(spec, platform, indices, num_devices, simulate_devices)
-
-
-def check_memory_options(fraction: float | None, preallocate: bool | None) -> None:
-    """Raises `DeviceError` for GPU memory options out of range, or given too late."""
-    if fraction is not None and not 0 < fraction <= 1:
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise DeviceError(
-            f"--gpu_memory_fraction={fraction} is not a share of the card's memory; "
-            "possible are numbers above 0 and up to 1"
+            f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
+            "memory; possible are numbers above 0 and up to 1"
         )
-    if (fraction is not None or preallocate is not None) and backend_started():
+    if (memory_fraction, preallocate) != (None, None) and backend_started():
         raise DeviceError(
             "gpu_memory_fraction and gpu_preallocate were given after JAX had "
             "started and would be ignored; create the DeviceManager before the "
             "first JAX operation"
         )
+    if not callable(jax.default_device):
+        raise DeviceError(
+            f"[A53] jax.default_device was overwritten with {jax.default_device!r}, "
+            "which changes no device and breaks JAX; write `with "
+            "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
+        )
+    platform = "cpu" if simulate_devices else platform
+    memory = memory_fraction, preallocate
+    return Request(spec, platform, indices, num_devices, simulate_devices, *memory)
 
 
 def backend_started() -> bool:
@@ -99,49 +120,41 @@ def backend_started() -> bool:
     return False
 
 
-def configure(
-    request: Request,
-    *,
-    gpu_memory_fraction: float | None = None,
-    gpu_preallocate: bool | None = None,
-) -> None:
-    """Configures JAX before its backend starts: platforms, devices, GPU memory.
+def _start(request: Request) -> tuple[list[jax.Device], str]:
+    """Configures JAX unless it has started; selects devices, and says why these."""
+    if not backend_started():
+        _configure(request)
+    elif request.platform == "auto" and (ignored := ignored_platforms()):
+        raise DeviceError(f"--device=auto was asked for: {ignored}")
+    return _select(request)
 
-    Only the devices in use are made visible: JAX reserves memory on every GPU it sees.
 
-    Raises:
-      DeviceError: a GPU was asked for and none can be used; or a backend exists
-        already, which ignores the platforms.
-    """
-    if backend_started():
-        ignored = ignored_platforms()
-        if request.platform == "auto" and ignored:
-            raise DeviceError(f"--device=auto was asked for: {ignored}")
-        return
-    _configure_platforms(request)
+def _configure(request: Request) -> None:
+    """Configures JAX before its backend starts: platforms, devices, GPU memory."""
+    platforms = {"cpu": "cpu", "tpu": "tpu,cpu"}.get(request.platform)
+    if request.platform == "gpu":
+        platforms = _gpu_platforms(request)
+    if platforms:
+        jax.config.update("jax_platforms", platforms)
+    wanted = request.indices or range(request.num_devices or 0)
+    # JAX reserves memory on every GPU it sees. Indices and counts are among the devices
+    # that the user's own JAX_CUDA_VISIBLE_DEVICES leaves.
+    for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        used = platforms != "cpu" and jax.config.values.get(option) == "all"
+        if wanted and used:
+            jax.config.update(option, ",".join(str(i) for i in sorted(wanted)))
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
-    if gpu_memory_fraction is not None:
+    if request.memory_fraction is not None:
         # JAX refuses to start its GPU backend when the old name is set as well.
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_memory_fraction)
-    if gpu_preallocate is not None:
-        value = "true" if gpu_preallocate else "false"
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(request.memory_fraction)
+    if request.preallocate is not None:
+        value = str(request.preallocate).lower()
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
 
 
-def _configure_platforms(request: Request) -> None:
-    if request.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-        return
-    _show_only_what_is_used(request)
-    if request.platform == "gpu":
-        _configure_gpu(request)
-    elif request.platform == "tpu":
-        jax.config.update("jax_platforms", "tpu,cpu")
-
-
-def _configure_gpu(request: Request) -> None:
+def _gpu_platforms(request: Request) -> str:
     machine = Machine.here()
     # From files and variables alone, in milliseconds; the driver is asked once JAX has
     # failed.
@@ -152,36 +165,16 @@ def _configure_gpu(request: Request) -> None:
             f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
         )
     # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    jax.config.update("jax_platforms", "rocm,cpu" if machine.is_amd() else "cuda,cpu")
+    return "rocm,cpu" if machine.is_amd() else "cuda,cpu"
 
 
-def _show_only_what_is_used(request: Request) -> None:
-    """Makes other GPUs invisible to JAX, which reserves memory on each it sees.
-
-    Indices and counts are among the devices that the user's own
-    JAX_CUDA_VISIBLE_DEVICES leaves.
-    """
-    wanted = request.indices
-    if wanted is None and request.num_devices:
-        wanted = tuple(range(request.num_devices))
-    for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
-        if wanted is not None and jax.config.values.get(option) == "all":
-            jax.config.update(option, ",".join(str(i) for i in sorted(wanted)))
-
-
-def select(request: Request) -> tuple[list[jax.Device], str]:
-    """Selects the requested devices, and says why in one sentence; starts JAX.
-
-    Raises:
-      DeviceError: the platform or one of the devices does not exist; the message names
-        what there is.
-    """
+def _select(request: Request) -> tuple[list[jax.Device], str]:
+    """Selects the requested devices, and says why in one sentence; starts JAX."""
     platform = None if request.platform == "auto" else request.platform
     try:
         devices = jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:
-        # A bare AssertionError is JAX's answer to JAX_PLATFORMS=cuda without a card.
-        words = str(error).strip().split("\n")[0] or "no backend could be started"
+        words = _first_line(error)
         ignored = backend_started() and ignored_platforms()
         if ignored or request.platform != "tpu":
             words = f"{words}; {ignored or why_no_gpu()}"
@@ -198,33 +191,28 @@ def select(request: Request) -> tuple[list[jax.Device], str]:
     return chosen, _reason(request, chosen, len(devices))
 
 
+def _first_line(error: Exception) -> str:
+    # A bare AssertionError is JAX's answer to JAX_PLATFORMS=cuda without a card.
+    return str(error).strip().split("\n")[0] or "no backend could be started"
+
+
 def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
     """Picks the requested devices, in the order asked."""
     platform = devices[0].platform
     by_index = {device_index(device): device for device in devices}
-    names = ", ".join(f"{platform}:{index}" for index in by_index)
-    there = f"there are {len(devices)}: {names}"
-    if request.indices is not None:
-        missing = [index for index in request.indices if index not in by_index]
-        if missing:
-            there += _simulated(platform, max(request.indices) + 1)
-            raise DeviceError(
-                f"--device={request.spec} names {platform}:{missing[0]}, and {there}"
-            )
-        return [by_index[index] for index in request.indices]
+    missing = [index for index in request.indices if index not in by_index]
     count = request.num_devices or request.simulate_devices or len(devices)
-    if count > len(devices):
-        there += _simulated(platform, count)
-        raise DeviceError(
-            f"--num_devices={count} was asked for on {platform}, and {there}"
-        )
-    return devices[:count]
-
-
-def _simulated(platform: str, count: int) -> str:
-    if platform != "cpu":
-        return ""
-    return f"; --simulate_devices={count} makes the CPU appear as so many"
+    if not missing and count <= len(devices):
+        return [by_index[i] for i in request.indices] or devices[:count]
+    asked = f"--num_devices={count} was asked for on {platform}"
+    if missing:
+        asked = f"--device={request.spec} names {platform}:{missing[0]}"
+        count = max(request.indices) + 1
+    names = ", ".join(f"{platform}:{index}" for index in by_index)
+    hint = f"; --simulate_devices={count} makes the CPU appear as so many"
+    raise DeviceError(
+        f"{asked}, and there are {len(devices)}: {names}{hint * (platform == 'cpu')}"
+    )
 
 
 def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
@@ -237,7 +225,7 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
     if platform != "cpu":
         return f"--device=auto, and JAX found {platform} ({share} of them used)"
     variable = os.environ.get("JAX_PLATFORMS", "")
-    unused = unused_card()
+    unused = _unused_card()
     if variable.split(",")[0].strip() == "cpu":
         return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
     if only_cpu():
@@ -248,6 +236,15 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
     return f"--device=auto, and no accelerator was found{fell}"
 
 
+def _unused_card() -> str:
+    """Warns that a run is on the CPU beside a GPU; returns why, or ""."""
+    if not Machine.here().has_card():
+        return ""
+    why = why_no_gpu()
+    logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
+    return why
+
+
 def available() -> dict[str, list[jax.Device]]:
     """Devices of each backend that JAX has here, the preferred backend first.
 
@@ -256,17 +253,13 @@ def available() -> dict[str, list[jax.Device]]:
     """
     try:
         preferred = jax.default_backend()
-        found = {name: backend.local_devices() for name, backend in backends().items()}
+        found = [backend.local_devices() for backend in backends().values()]
     except (RuntimeError, AssertionError) as error:
-        words = str(error).strip().split("\n")[0] or "no backend could be started"
-        logger.warning("JAX cannot start: %s", words)
+        logger.warning("JAX cannot start: %s", _first_line(error))
         return {}
     # One backend may have several names: `cuda` is `gpu` to everything else.
-    named = {devices[0].platform: devices for devices in found.values() if devices}
+    named = {devices[0].platform: devices for devices in found if devices}
     return dict(sorted(named.items(), key=lambda item: item[0] != preferred))
-
-
-logger = logging.getLogger(__name__)
 
 
 def why_no_gpu() -> str:
@@ -292,25 +285,6 @@ def why_no_gpu() -> str:
 def only_cpu() -> bool:
     """True if JAX was told to start the CPU and nothing else."""
     return jax.config.jax_platforms == "cpu"
-
-
-def unused_card() -> str:
-    """Warns that a run is on the CPU beside a GPU; returns why, or ""."""
-    if not Machine.here().has_card():
-        return ""
-    why = why_no_gpu()
-    logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
-    return why
-
-
-def check_default_device() -> None:
-    """Raises `DeviceError` if the program overwrote `jax.default_device` (A53)."""
-    if not callable(jax.default_device):
-        raise DeviceError(
-            f"[A53] jax.default_device was overwritten with {jax.default_device!r}, "
-            "which changes no device and breaks JAX; write `with "
-            "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
-        )
 
 
 def ignored_platforms() -> str:

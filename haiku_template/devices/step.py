@@ -1,120 +1,50 @@
 """Compiled step: its call is timed, and its errors name the leaf."""
 
+import dataclasses
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from haiku_template.devices.checks import (
-    astray,
-    check_alive,
-    describe,
-    leak_error,
-    leaks_named,
-)
-from haiku_template.devices.transfer import Ledger, check_per_row
+from haiku_template.devices.checks import check_alive, check_placed, leaks_named
+from haiku_template.devices.transfer import check_host_batch, pad_rows
 from haiku_template.errors import PlacementError
+from haiku_template.params import leaves_by_path
+
+if TYPE_CHECKING:
+    from haiku_template.devices.manager import DeviceManager
 
 # JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
+# Tokens of the dispatched steps. One list for the process, as simulated devices share
+# its threads: steps of two programs that wait for each other in collectives would wait
+# for ever.
+IN_FLIGHT: deque[jax.Array] = deque()
+LOCK = threading.RLock()
 
 
-class InFlight:
-    """Steps of this process that are dispatched and unfinished.
-
-    One for the process, as simulated devices share its threads: steps of two programs
-    that wait for each other in collectives would wait for ever.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: deque[jax.Array] = deque()
-        self._lock = threading.RLock()
-
-    def dispatch(self, run: Callable[[], Any], limit: int, ledger: Ledger) -> Any:
-        """Calls `run`, for (results, token), once fewer than `limit` are unfinished."""
-        with self._lock:
-            with ledger.timed("compute"):
-                while len(self.tokens) >= limit:
-                    jax.block_until_ready(self.tokens.popleft())
-            with ledger.timed("dispatch"):
-                results, token = run()
-            if not isinstance(token, jax.core.Tracer):  # Traced in another program.
-                self.tokens.append(token)
-            return results
-
-
-IN_FLIGHT = InFlight()
-
-
+@dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """Compiled step: `jax.jit` on one device, `jax.pmap` on several.
+    """Compiled step of `devices`; `compiled` returns its results and a token.
 
-    `limit` bounds the steps that are dispatched and unfinished, and `ledger` adds up
-    the seconds of each call. The rest is as in `DeviceManager.compile`.
-
-    Raises:
-      PlacementError: another `out`.
+    `takes_state` tells that the memory of the first argument is taken over.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        devices: Sequence[jax.Device],
-        axis_name: str | None,
-        ledger: Ledger,
-        limit: int,
-        donate_argnums: int | tuple,
-        replicated: int,
-        out: str,
-    ) -> None:
-        if out not in ("whole", "split"):
-            raise PlacementError(f"out={out!r}; possible are whole and split")
-
-        @functools.wraps(step)  # Profiles and JAX's logs show its name.
-        def run(*arguments: Any) -> tuple[Any, jax.Array]:
-            # The token is there when the program has ended, whatever of its results
-            # the next step takes over.
-            results = step(*arguments)
-            if out == "split":
-                check_per_row(results, arguments[-1])
-            return results, jnp.zeros((), jnp.bool_)
-
-        if axis_name is None:
-            self._jitted = jax.jit(run, donate_argnums=donate_argnums)
-        elif out == "whole":
-            self._jitted = jax.pmap(
-                run,
-                axis_name,
-                in_axes=(*(None,) * replicated, 0),
-                out_axes=None,
-                devices=devices,
-                donate_argnums=donate_argnums,
-            )
-        else:
-            whole, split = PartitionSpec(), PartitionSpec(axis_name)
-            each = jax.shard_map(
-                lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-                mesh=Mesh(np.array(devices), axis_name),
-                in_specs=(*(whole,) * replicated, split),
-                out_specs=(split, whole),
-                check_vma=False,
-            )
-            self._jitted = jax.jit(each, donate_argnums=donate_argnums)
-        self._devices = devices
-        self._ledger = ledger
-        self._limit = limit
-        self._takes_state = 0 in np.atleast_1d(np.array(donate_argnums, int))
+    devices: "DeviceManager"
+    compiled: Any
+    takes_state: bool
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
         with leaks_named():
-            return self._jitted.lower(*args)
+            return self.compiled.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step; its results are there when the devices have finished.
@@ -127,42 +57,96 @@ class CompiledStep:
             leaf.
         """
         *whole, batch = args
-        check_alive(whole[0], "the state's ", distinct=self._takes_state)
+        devices, ledger = self.devices.devices, self.devices.ledger
+        check_alive(whole[0], "the state's ", distinct=self.takes_state)
         check_alive(batch, "the batch's ")
-        check_sharded(batch, self._devices)
+        check_placed(batch, devices, "the batch's ", split=True)
         try:
-            return IN_FLIGHT.dispatch(
-                lambda: self._jitted(*args), self._limit, self._ledger
-            )
-        except jax.errors.UnexpectedTracerError as error:
-            raise leak_error(error) from error
+            with leaks_named(), LOCK:
+                with ledger.timed("compute"):
+                    while len(IN_FLIGHT) >= self.devices.steps_in_flight:
+                        jax.block_until_ready(IN_FLIGHT.popleft())
+                with ledger.timed("dispatch"):
+                    results, token = self.compiled(*args)
+                if not isinstance(token, jax.core.Tracer):  # Of another program.
+                    IN_FLIGHT.append(token)
+                return results
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
                 for tree in whole:
-                    fault = astray(tree, self._devices)
-                    if fault:
-                        raise PlacementError(f"the state's {fault}") from error
+                    check_placed(tree, devices, "the state's ")
             raise
 
 
-def check_sharded(batch: Any, devices: Sequence[jax.Device]) -> None:
-    """Raises `PlacementError` unless a batch is split over these devices by `shard`.
+def compile_step(
+    devices: "DeviceManager",
+    step: Callable[..., Any],
+    donate_argnums: int | tuple,
+    replicated: int,
+    out: str,
+) -> CompiledStep:
+    """Compiles a step as `DeviceManager.compile` does."""
+    if out not in ("whole", "split"):
+        raise PlacementError(f"out={out!r}; possible are whole and split")
 
-    With other batches `pmap` would use fewer devices in silence.
-    """
-    fault = astray(batch, devices)
-    if fault:
-        raise PlacementError(f"the batch's {fault}")
-    if len(devices) == 1:
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if leaf.ndim == 0 or len(leaf) != len(devices) or leaf.is_fully_replicated:
+    @functools.wraps(step)  # Profiles and JAX's logs show its name.
+    def run(*args: Any) -> tuple[Any, jax.Array]:
+        # The token is there when the program has ended, whatever of its results the
+        # next step takes over.
+        results = step(*args)
+        if out == "split":
+            _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
+        return results, jnp.zeros((), jnp.bool_)
+
+    if devices.axis_name is None:
+        compiled = jax.jit(run, donate_argnums=donate_argnums)
+    elif out == "whole":
+        compiled = jax.pmap(
+            run,
+            devices.axis_name,
+            in_axes=(*(None,) * replicated, 0),
+            out_axes=None,
+            devices=devices.devices,
+            donate_argnums=donate_argnums,
+        )
+    else:
+        whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
+        each = jax.shard_map(
+            lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
+            mesh=devices.replicated.mesh,
+            in_specs=(*(whole,) * replicated, split),
+            out_specs=(split, whole),
+            check_vma=False,
+        )
+        compiled = jax.jit(each, donate_argnums=donate_argnums)
+    return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
+
+
+def _check_per_row(results: Any, rows: int) -> None:
+    for path, leaf in leaves_by_path(results).items():
+        if np.shape(leaf)[:1] != (rows,):
             raise PlacementError(
-                f"the batch's {jax.tree_util.keystr(path)} "
-                f"({leaf.dtype}{list(leaf.shape)}, {describe(leaf)}) has not one share "
-                f"on each of the {len(devices)} devices; give batches with "
-                "devices.shard"
+                f"the step's result {path} has shape {list(np.shape(leaf))} for a "
+                f"share of {rows} rows; out='split' is for results with one entry for "
+                "each row"
             )
+
+
+def map_batches(
+    devices: "DeviceManager", step: Callable, state: Any, batches: Iterable[Any]
+) -> Iterator[Any]:
+    """Maps a step over host batches as `DeviceManager.map_batches` does."""
+    rows: deque[int] = deque()
+
+    def dispatched() -> Iterator[Any]:
+        size = 0
+        for batch in batches:
+            rows.append(check_host_batch(batch))
+            size = max(size, -(-rows[-1] // devices.num_devices) * devices.num_devices)
+            yield step(state, devices.shard(pad_rows(batch, size)))
+
+    for results in devices.fetch_each(dispatched()):
+        yield jax.tree.map(itemgetter(slice(rows.popleft())), results)
 
 
 def mean_over(axis_name: str | None, tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Transfers: the two placement functions that JAX removed, and checks of host trees.
+"""Transfers: the two functions that JAX removed, checks of host trees, the ledger.
 
 `jax.device_put_sharded` and `jax.device_put_replicated` left JAX in 0.10. Both give
 arrays with a leading axis of one entry a device, as `pmap` takes them. Here every shard
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_template.devices.checks import describe
 from haiku_template.errors import PlacementError
+from haiku_template.params import leaves_by_path
 
 AXIS_NAME = "data"
 
@@ -35,7 +36,9 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
         in structure, shape or dtype; the message names the leaf.
       TypeError: `shards` is no sequence, or a leaf no number or array of numbers.
     """
-    devices = _distinct(devices)
+    devices = list(devices)
+    if not devices or len(set(devices)) != len(devices):
+        raise PlacementError(f"one or more distinct devices are needed, not {devices}")
     if not isinstance(shards, Sequence):
         raise TypeError(
             "device_put_sharded takes a sequence with one pytree for each device, and "
@@ -46,13 +49,13 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
             f"device_put_sharded got {len(shards)} shards for {len(devices)} devices; "
             "it takes one shard for each device"
         )
-    structure = jax.tree.structure(shards[0])
-    for i, shard in enumerate(shards):
-        if jax.tree.structure(shard) != structure:
-            is_leaf = structure == jax.tree.structure(0)  # And not None.
+    first, *others = map(jax.tree.structure, shards)
+    for i, other in enumerate(others, 1):
+        if other != first:
+            is_leaf = first == jax.tree.structure(0)  # And not None.
             raise (TypeError if is_leaf else PlacementError)(
-                f"the shards differ in structure: shard 0 is {structure}, shard {i} is "
-                f"{jax.tree.structure(shard)}"
+                f"the shards differ in structure: shard 0 is {first}, shard {i} is "
+                f"{other}"
             )
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: _join(jax.tree_util.keystr(path), leaves, devices),
@@ -63,14 +66,9 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
 def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     """Puts a copy of `tree` on every device, along a new leading axis.
 
-    Leaves as in `device_put_sharded`, of shape S, become [len(devices), *S].
-
-    Raises:
-      PlacementError: no devices, or one named twice.
-      TypeError: a leaf is no number or array of numbers.
+    Leaves and errors are those of `device_put_sharded`.
     """
-    devices = _distinct(devices)
-    return jax.tree.map(lambda leaf: _join("", [leaf] * len(devices), devices), tree)
+    return device_put_sharded([tree] * len(devices), devices)
 
 
 def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
@@ -80,49 +78,35 @@ def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
     """
     n = len(devices)
     if n == 1:
-        return jax.tree.map(lambda x: jax.device_put(x, devices[0]), batch)
+        return jax.device_put(batch, devices[0])
     shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
     return device_put_sharded(shares, devices)
-
-
-def _distinct(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    devices = list(devices)
-    if not devices or len(set(devices)) != len(devices):
-        raise PlacementError(f"one or more distinct devices are needed, not {devices}")
-    return devices
 
 
 def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
     # As JAX sees them: int64 is int32 unless jax_enable_x64 is set, and a Python number
     # is of a weak type, which gives way to others.
     types = [jax.typeof(leaf) for leaf in leaves]
-    first = (types[0].shape, types[0].dtype, types[0].weak_type)
-    for i, found in enumerate(types):
-        if (found.shape, found.dtype, found.weak_type) != first:
+    weak = [" of a weak type" * x.weak_type for x in types]
+    names = [f"{x.dtype}{list(x.shape)}{w}" for x, w in zip(types, weak, strict=True)]
+    for i, name in enumerate(names):
+        if name != names[0]:
             raise PlacementError(
-                f"the shards differ at leaf {path or 'root'}: shard 0 has "
-                f"{_named(types[0])}, shard {i} has {_named(found)}"
+                f"the shards differ at leaf {path or 'root'}: shard 0 has {names[0]}, "
+                f"shard {i} has {name}"
             )
-    sharding = NamedSharding(Mesh(np.array(devices), AXIS_NAME), PartitionSpec("data"))
-    if types[0].weak_type:
+    mesh = Mesh(np.array(devices), AXIS_NAME)
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS_NAME))
+    if weak[0]:
         # Only numbers are: joining arrays of single devices would make the type strong.
         numbers = jax.device_put(list(leaves), devices[0])
         return jax.device_put(jnp.stack(numbers), sharding)
-    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
     # NumPy gains its new axis as a view; a JAX array only once on its own device.
-    shards = jax.device_put(
-        [x if isinstance(x, jax.Array) else x[None] for x in leaves], devices
-    )
-    shards = [
-        shard[None] if isinstance(x, jax.Array) else shard
-        for x, shard in zip(leaves, shards, strict=True)
-    ]
+    arrays = [x if isinstance(x, jax.Array) else np.asarray(x)[None] for x in leaves]
+    shards = jax.device_put(arrays, devices)
+    shards = [x if x.ndim > types[0].ndim else x[None] for x in shards]
     shape = (len(devices), *types[0].shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _named(found: Any) -> str:
-    return f"{found.dtype}{list(found.shape)}{' of a weak type' * found.weak_type}"
 
 
 CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
@@ -142,11 +126,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def check_batch_size(
     batch_size: int, num_devices: int, accumulate_steps: int = 1
 ) -> int:
-    """Rows of one device's share of a batch.
-
-    Raises:
-      PlacementError: the batch does not split evenly; names the nearest sizes.
-    """
+    """Rows of one device's share; `PlacementError` names the nearest even sizes."""
     parts = num_devices * accumulate_steps
     if batch_size % parts == 0 and batch_size > 0:
         return batch_size // num_devices
@@ -167,8 +147,8 @@ def check_host_batch(batch: Any, what: str = "the batch") -> int:
         another; names the leaf.
     """
     rows: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = f"{what}'s {jax.tree_util.keystr(path)}"
+    for path, leaf in leaves_by_path(batch).items():
+        name = f"{what}'s {path}"
         if isinstance(leaf, jax.Array):
             raise PlacementError(
                 f"{name} is a JAX array on {describe(leaf)}"
@@ -183,37 +163,24 @@ def check_host_batch(batch: Any, what: str = "the batch") -> int:
         rows[name] = len(leaf)
     if not rows:
         raise PlacementError(f"{what} is empty: it holds no array")
-    first, size = next(iter(rows.items()))
-    for name, others in rows.items():
-        if others != size:
+    (first, size), *others = rows.items()
+    for name, found in others:
+        if found != size:
             raise PlacementError(
-                f"{first} has {size} rows and {name} has "
-                f"{others}; all leaves of a batch have one row for each example"
+                f"{first} has {size} rows and {name} has {found}; all leaves of a "
+                "batch have one row for each example"
             )
     return size
 
 
-def fill_up(batch: Any, rows: int, size: int) -> Any:
-    """Pads arrays [rows, ...] with rows of zeros: [size, ...]."""
-    if rows == size:
-        return batch
+def pad_rows(batch: Any, size: int) -> Any:
+    """Pads arrays [B, ...] with rows of zeros: [size, ...]."""
 
     def longer(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
+        padding = np.zeros((size - len(x), *x.shape[1:]), x.dtype)
+        return np.concatenate([x, padding]) if len(padding) else x
 
     return jax.tree.map(longer, batch)
-
-
-def check_per_row(results: Any, batch: Any) -> None:
-    """Raises `PlacementError` unless results have one entry for each row of a share."""
-    rows = np.shape(jax.tree.leaves(batch)[0])[:1]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
-        if np.shape(leaf)[:1] != rows:
-            raise PlacementError(
-                f"the step's result {jax.tree_util.keystr(path)} has shape "
-                f"{list(np.shape(leaf))} for a share of {rows[0]} rows; out='split' is "
-                "for results with one entry for each row"
-            )
 
 
 def fitting(tree: Any) -> Any:
@@ -229,12 +196,12 @@ def fitting(tree: Any) -> Any:
 def _fitting(path: Any, leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
+    name = f"{jax.tree_util.keystr(path) or 'the array'} holds"
     try:
         dtype = jax.typeof(leaf).dtype
     except TypeError as error:
         raise PlacementError(
-            f"{jax.tree_util.keystr(path) or 'the array'} holds {leaf.dtype}, and "
-            "devices compute with numbers alone"
+            f"{name} {leaf.dtype}, and devices compute with numbers alone"
         ) from error
     if dtype == leaf.dtype:
         return leaf
@@ -242,13 +209,25 @@ def _fitting(path: Any, leaf: Any) -> Any:
         cut = leaf.astype(dtype)
     lost = cut != leaf if leaf.dtype.kind in "iu" else np.isinf(cut) & ~np.isinf(leaf)
     if np.any(lost):
-        value = np.asarray(leaf)[lost].flat[0]
         raise PlacementError(
-            f"{jax.tree_util.keystr(path) or 'the array'} holds {value} as "
-            f"{leaf.dtype}, which does not fit the {dtype} that JAX makes of it; "
-            "scale or number it anew, or set jax_enable_x64"
+            f"{name} {np.asarray(leaf)[lost].flat[0]} as {leaf.dtype}, which does not "
+            f"fit the {dtype} that JAX makes of it; scale or number it anew, or set "
+            "jax_enable_x64"
         )
     return cut
+
+
+def distinct(tree: Any) -> Any:
+    """Copies a JAX array that is there twice: a step can then take over both."""
+    seen: set[int] = set()
+
+    def once(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(once, tree)
 
 
 def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:

@@ -1,7 +1,6 @@
 """Exact evaluation: each example counts once, on any number of devices."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import DeviceManager, check_host_batch
+from haiku_template.devices import DeviceManager, check_host_batch, pad_rows
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -20,16 +19,9 @@ def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
       padding. They are beside the batch, whose names are the user's.
     """
     rows = num_rows(batch)
-
-    def longer(x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x)
-        if rows == size:
-            return x
-        return np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
-
     places = np.arange(first, first + size, dtype=np.int32)
     places[rows:] = ~places[rows:]
-    return jax.tree.map(longer, batch), places
+    return pad_rows(batch, size), places
 
 
 def num_rows(batch: Any) -> int:
@@ -45,13 +37,6 @@ def add_up(
     """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
     size = padded_size(devices, dataset)
     sums: Any = None
-    running: deque[dict[str, Any]] = deque()
-
-    def finish_oldest() -> None:
-        nonlocal sums
-        fetched = devices.fetch(running.popleft())
-        new = jax.tree.map(lambda x: np.asarray(x, np.float64), fetched)
-        sums = new if sums is None else jax.tree.map(np.add, sums, new)
 
     def make(index: int) -> Any:
         batch = dataset.batch(index)
@@ -59,12 +44,9 @@ def add_up(
         return devices.shard(pad(batch, size, index * size))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
-        for batch in batches:
-            running.append(eval_step(batch))
-            if len(running) >= devices.steps_in_flight:
-                finish_oldest()
-    while running:
-        finish_oldest()
+        for fetched in devices.fetch_each(map(eval_step, batches)):
+            new = jax.tree.map(lambda x: np.asarray(x, np.float64), fetched)
+            sums = new if sums is None else jax.tree.map(np.add, sums, new)
     return sums
 
 

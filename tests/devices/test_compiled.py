@@ -142,9 +142,9 @@ def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):
     batch = devices.shard(EIGHT)
     for _ in range(2 * devices.steps_in_flight + 2):
         state = step(state, batch)  # Donated: what came out is gone at once.
-        unfinished = [token for token in IN_FLIGHT.tokens if not token.is_ready()]
+        unfinished = [token for token in IN_FLIGHT if not token.is_ready()]
         assert len(unfinished) <= devices.steps_in_flight
-    assert len(IN_FLIGHT.tokens) <= devices.steps_in_flight
+    assert len(IN_FLIGHT) <= devices.steps_in_flight
 
 
 OWN_LOOP = """
