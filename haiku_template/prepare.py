@@ -59,37 +59,35 @@ def main() -> None:
     try:
         if _TRAIN_VOCAB_SIZE.value is not None:
             with _progress("learn", parts[0]) as report:
-                texts = _watched(parts[0], report)
+                texts = _pieces(parts[0], report)
                 contents = learn_tokenizer(texts, _TRAIN_VOCAB_SIZE.value)
             write_new(source, contents)
-        _write(source, beside, outputs, parts)
+        tokenizer = Tokenizer(source, end=_END_OF_TEXT.value, literal=True)
+        contents = Path(tokenizer.name).read_bytes()
+        check_same(beside, contents)
+        _write(tokenizer, outputs, parts)
+        write_new(beside, contents)
     except OSError as error:
         where = error.filename or outputs[0].parent
         raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
 
 
 def _write(
-    source: Path, beside: Path, outputs: list[Path], parts: list[list[TextFile]]
+    tokenizer: Tokenizer, outputs: list[Path], parts: list[list[TextFile]]
 ) -> None:
-    """Writes a token file for each part, and the tokenizer beside the first."""
-    tokenizer = Tokenizer(source, end=_END_OF_TEXT.value, literal=True)
-    contents = Path(tokenizer.name).read_bytes()
-    check_same(beside, contents)
+    """Writes a token file for each part, all or none."""
     dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
     with contextlib.ExitStack() as stack:
-        writers = [TokenWriter(path, dtype) for path in outputs]
+        writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
         for writer, files in zip(writers, parts, strict=True):
-            stack.enter_context(writer)
             with _progress("write", files) as report:
                 write_tokens(files, tokenizer, writer, report)
-        for writer in writers:
+        for writer, files in zip(writers, parts, strict=True):
             writer.publish()
-    write_new(beside, contents)
-    for writer, files in zip(writers, parts, strict=True):
-        print(
-            f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} files; "
-            f"the vocabulary has {tokenizer.size}"
-        )
+            print(
+                f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} "
+                f"files; the vocabulary has {tokenizer.size}"
+            )
 
 
 def write_tokens(
@@ -106,25 +104,28 @@ def write_tokens(
       ConfigError: a file cannot be read, is not UTF-8, or cannot be encoded.
     """
     end = [] if tokenizer.end is None else [tokenizer.end]
-    for batch in _batches(files):
-        texts = [text for text, _ in batch]
-        rows = tokenizer.encode(texts)
-        for (_, is_last), ids in zip(batch, rows, strict=True):
-            writer.write(ids + end * is_last)
-        report(sum(len(text.encode()) for text in texts))
+    for batch in _batches(_pieces(files, report)):
+        for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
+            writer.write(ids if text else end)
 
 
-def _batches(files: list[TextFile]) -> Iterator[list[tuple[str, bool]]]:
-    """Groups pieces of text, each with True if it is the last of its file."""
-    batch, length = [], 0
+def _pieces(files: list[TextFile], report: Callable[[int], None]) -> Iterator[str]:
+    """Reads the pieces of all files, with an empty one at the end of each."""
     for file in files:
         for piece in pieces(file):
-            batch.append((piece, False))
-            length += len(piece)
-            if length >= BATCH:
-                yield batch
-                batch, length = [], 0
-        batch.append(("", True))
+            yield piece
+            report(len(piece.encode()))
+        yield ""
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch, length = [], 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
     yield batch
 
 
@@ -136,10 +137,8 @@ def _read_input(own: set[Path]) -> list[list[TextFile]]:
     if not _VALIDATION_OUTPUT.value:
         return [files]
     if _VALIDATION_FRACTION.value == 0:
-        raise ConfigError(
-            "--validation_output holds no files when --validation_fraction is 0; give "
-            "more than 0, or leave it out"
-        )
+        words = "holds no files when --validation_fraction is 0"
+        raise ConfigError(f"--validation_output {words}; give more, or leave it out")
     return list(documents.split_documents(files, _VALIDATION_FRACTION.value))
 
 
@@ -148,8 +147,7 @@ def _is_text(file: TextFile) -> bool:
         with path.open("rb") as f:
             return f.read(BINARY_BYTES)
 
-    content = read_with(file.path, start)
-    return bool(content) and documents.is_text(content)
+    return documents.is_text(read_with(file.path, start))
 
 
 def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
@@ -162,31 +160,17 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
             raise ConfigError(f"{path} exists; remove it, or name another file")
         if not path.parent.is_dir():
             raise ConfigError(f"the folder {path.parent} of {path.name} does not exist")
-    for path in outputs:
-        if path.suffix != ".safetensors":
+        if path in outputs and path.suffix != ".safetensors":
             raise ConfigError(f"{path} must end in .safetensors, which is its format")
-
-
-def _watched(files: list[TextFile], report: Callable[[int], None]) -> Iterator[str]:
-    for file in files:
-        for piece in pieces(file):
-            yield piece
-            report(len(piece.encode()))
 
 
 @contextlib.contextmanager
 def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None]]:
     """Shows the bytes done: a bar, or a line now and then."""
-    from rich import progress
+    from rich.progress import Progress, TransferSpeedColumn
 
     total = sum(file.path.stat().st_size for file in files)
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
+    bar = Progress(*Progress.get_default_columns(), TransferSpeedColumn())
     task = bar.add_task(f"{verb} {len(files)} files", total=total)
     bar.disable = not bar.console.is_terminal
     begun = said = time.monotonic()

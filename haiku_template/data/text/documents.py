@@ -84,22 +84,20 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
         return _pydoc_topics()
     found = library_files() if path is None else text_files(path)
     documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in found]
-    texts = [d for d in documents if d.content and is_text(d.content)]
+    texts = [document for document in documents if is_text(document.content)]
     return check_any(texts, "Python's standard library" if path is None else path)
 
 
 def is_text(content: bytes) -> bool:
-    """True if these are bytes of a text; other files soon hold a zero byte."""
-    return b"\0" not in content
+    """Tests for bytes of a text; other files are empty or soon hold a zero byte."""
+    return bool(content) and b"\0" not in content
 
 
 def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
     """Returns `found`, or raises `ConfigError` when it is empty."""
     if not found:
-        raise ConfigError(
-            f"{where} holds no text; a text is a file with something in it, and "
-            "without zero bytes"
-        )
+        words = "a text is a file with something in it, and without zero bytes"
+        raise ConfigError(f"{where} holds no text; {words}")
     return found
 
 
@@ -111,13 +109,10 @@ def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
 
 def library_files() -> list[TextFile]:
     """Lists the source files of Python's standard library, but for `LEFT_OUT`."""
-    return [
-        found
-        for found in sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
-        # Written when this Python was built, on another machine differently.
-        if found.name.endswith(".py")
-        and not found.name.startswith(("_sysconfigdata", "config-"))
-    ]
+    built = "_sysconfigdata", "config-"  # With this Python, elsewhere differently.
+    found = sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
+    names = [file for file in found if not file.name.startswith(built)]
+    return [file for file in names if file.name.endswith(".py")]
 
 
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
