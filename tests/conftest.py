@@ -28,6 +28,17 @@ from haiku_template.devices import DeviceManager  # noqa: E402
 from haiku_template.reporting import plots, report  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`slow(but="four devices")`: the cases with these words in their id are quick."""
+    for item in items:
+        if any(
+            mark.name == "slow" and mark.kwargs and mark.kwargs["but"] in item.callspec.id
+            for mark in item.own_markers
+        ):
+            item.own_markers = [m for m in item.own_markers if m.name != "slow"]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_report():
     """Drawing report.png takes longer than most runs of tests: commands still do."""

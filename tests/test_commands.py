@@ -126,13 +126,10 @@ def test_the_workdir_holds_everything(finished):
     assert config["num_steps"] == 40 and config["optimizer"]["clip_norm"] == 1.0
 
 
+@pytest.mark.slow(but="best")
 @pytest.mark.parametrize(
     ("which", "devices"),
-    [
-        pytest.param("latest", (), marks=pytest.mark.slow),
-        ("best", ("--simulate_devices=3",)),
-        pytest.param("40", (), marks=pytest.mark.slow),
-    ],
+    [("latest", ()), ("best", ("--simulate_devices=3",)), ("40", ())],
 )
 def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devices):
     workdir, _ = finished
@@ -142,11 +139,8 @@ def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devi
     assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [pytest.param((), marks=pytest.mark.slow), ("--simulate_devices=3",)],
-    ids=str,
-)
+@pytest.mark.slow(but="simulate_devices")
+@pytest.mark.parametrize("devices", [(), ("--simulate_devices=3",)], ids=str)
 def test_predict_writes_each_example_s_outputs_in_order(finished, tmp_path, devices):
     """Of 360, in batches of 128: the last is ragged, and none splits over three."""
     workdir, _ = finished

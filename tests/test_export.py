@@ -85,13 +85,14 @@ def of_bert(tmp_path_factory):
     return trained(home, devices, "bert", ema_decay=0.5)
 
 
+@pytest.mark.slow(but="mlp")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         ("mlp", "float32"),
-        pytest.param("resnet", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("bert", "float32", marks=pytest.mark.slow),
-        pytest.param("gpt", "float32", marks=pytest.mark.slow),
+        ("resnet", "bfloat16"),
+        ("bert", "float32"),
+        ("gpt", "float32"),
     ],
 )
 def test_a_process_without_haiku_computes_the_same(

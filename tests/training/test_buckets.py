@@ -87,9 +87,8 @@ def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
     assert memory_budget(made).temporaries == max(peaks) > min(peaks)
 
 
-@pytest.mark.parametrize(
-    "task", [pytest.param("classification", marks=pytest.mark.slow), "language_model"]
-)
+@pytest.mark.slow(but="four devices-language_model")
+@pytest.mark.parametrize("task", ["classification", "language_model"])
 def test_evaluation_is_that_of_each_example_alone(devices, tmp_path, task):
     made = trainer(devices, tmp_path, task)
     state = made.init()

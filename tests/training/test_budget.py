@@ -35,10 +35,9 @@ def build(module, num_devices=1, **changes):
     return Experiment.from_config(config, devices).trainer(devices)
 
 
+@pytest.mark.slow(but="digits-4")
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize(
-    "module", [digits, pytest.param(digits_resnet, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("module", [digits, digits_resnet])
 def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     trainer = build(module, num_devices)
     devices = trainer.devices

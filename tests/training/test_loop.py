@@ -94,7 +94,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert "step     10/10  eval loss" in shown and "step     10/10  loss" in shown
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow(but="4")
+@pytest.mark.parametrize("num_devices", [1, 4])
 def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
     options = {"ema_decay": 0.9, "model": resnet_of(num_devices)}
     whole = train(
@@ -140,13 +141,10 @@ def run_config(module, num_devices, num_steps, workdir, **changes):
     return [row["train/loss"] for row in numbers(workdir) if "train/loss" in row]
 
 
+@pytest.mark.slow(but="digits-")
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    ("module", "num_steps", "atol"),
-    [
-        (digits, 200, 1e-5),
-        pytest.param(digits_resnet, 20, 1e-4, marks=pytest.mark.slow),
-    ],
+    ("module", "num_steps", "atol"), [(digits, 200, 1e-5), (digits_resnet, 20, 1e-4)]
 )
 def test_configs_have_the_same_losses_on_four_devices(
     tmp_path, module, num_steps, atol

@@ -41,10 +41,8 @@ def losses(workdir):
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
-@pytest.mark.parametrize(
-    "accumulate_steps, block_steps",
-    [(1, 3), pytest.param(2, 1000, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow(but="four devices-1-3")
+@pytest.mark.parametrize("accumulate_steps, block_steps", [(1, 3), (2, 1000)])
 def test_staged_and_host_are_bitwise_the_same_run(
     tmp_path, devices, monkeypatch, accumulate_steps, block_steps
 ):

@@ -48,9 +48,6 @@ def run(trainer, num_steps):
     return state, history
 
 
-HALVES = ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-
-
 @functools.cache
 def losses_in(precision, num_devices):
     """Of eight steps; what a state keeps is in float32 whatever they compute in."""
@@ -61,7 +58,8 @@ def losses_in(precision, num_devices):
     return [scalars["loss"] for scalars in history]
 
 
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.slow(but="one device-bfloat16")
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_follows_float32_and_keeps_the_state_in_it(devices, precision):
     losses = losses_in(precision, devices.num_devices)
     expected = losses_in("float32", devices.num_devices)
