@@ -32,11 +32,11 @@ from haiku_template.reporting import plots, report  # noqa: E402
 def pytest_collection_modifyitems(items):
     """`slow(but="four devices")`: the cases with these words in their id are quick."""
     for item in items:
+        marks = [mark for mark in item.own_markers if mark.name == "slow"]
         if any(
-            mark.name == "slow" and mark.kwargs and mark.kwargs["but"] in item.callspec.id
-            for mark in item.own_markers
+            mark.kwargs and mark.kwargs["but"] in item.callspec.id for mark in marks
         ):
-            item.own_markers = [m for m in item.own_markers if m.name != "slow"]
+            item.own_markers = [m for m in item.own_markers if m not in marks]
 
 
 @pytest.fixture(scope="session", autouse=True)

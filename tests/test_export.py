@@ -231,6 +231,7 @@ def as_transformers(folder, tokens, mask):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "mine:margin"])
 def test_what_is_exported_of_a_bert_computes_the_same_in_transformers(
     tmp_path, one_device, task
@@ -273,6 +274,7 @@ def test_a_classifier_that_transformers_lacks_is_not_exported_in_its_names(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_presets_of_a_gpt_are_spelled_out(tmp_path, one_device, monkeypatch):
     monkeypatch.setitem(PRESETS, "124M", PRESETS["124M"]._replace(**SIZES))
     config, workdir = experiment(tmp_path, "gpt")
@@ -303,6 +305,7 @@ def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     assert json.loads((output / "config.json").read_text())["model"]["name"] == "resnet"
 
 
+@pytest.mark.slow(but="resnet-True")
 @pytest.mark.parametrize(
     ("name", "as_file"), [("mlp", False), ("resnet", False), ("resnet", True)]
 )
@@ -328,6 +331,7 @@ def test_a_run_starts_from_what_was_exported_with_its_network_state(
     run(config, devices, str(tmp_path / "next"))
 
 
+@pytest.mark.slow
 def test_network_state_that_no_file_gives_is_warned_of(tmp_path, one_device, caplog):
     config, workdir = trained(tmp_path, one_device, "resnet")
     export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
@@ -350,6 +354,7 @@ def test_network_state_of_another_model_is_refused(tmp_path, one_device):
         Experiment.from_config(config, one_device).trainer(one_device).init()
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(tmp_path, one_device):
     lora = {"finetuning.lora.rank": 2, "finetuning.train": ("mlp/~/linear_1/*",)}
     config, workdir = experiment(tmp_path, "mlp")

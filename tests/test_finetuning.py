@@ -144,6 +144,7 @@ def answering(cpu, gpt2, tmp_path_factory):
     return home / "run", home / "exported" / "adapters"
 
 
+@pytest.mark.slow
 def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
     folder, path = bert
     config = classifier(folder, path, **{"model.pooling": "cls"})
@@ -181,6 +182,7 @@ def test_a_bert_folder_becomes_a_classifier(tmp_path, cpu, bert):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, four_devices, bert):
     config = classifier(*bert, num_steps=2, **{"finetuning.train": ("bert/head/*",)})
     config.model.remat = True
@@ -190,6 +192,7 @@ def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, four_devices, bert):
     assert set(state.frozen) >= {"bert/embed", "bert/block_0/mlp/up"}
 
 
+@pytest.mark.slow
 def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
     folder, _ = gpt2
     workdir, _ = answering
@@ -218,6 +221,7 @@ def completed(saved, devices, workdir, prompt="3. The capital of Italy is"):
     return "".join(map(stream, new[: new.index(tokenizer.end)]))
 
 
+@pytest.mark.slow
 def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answering):
     workdir, _ = answering
     out = tmp_path / "merged"
@@ -235,6 +239,7 @@ def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answeri
     assert loss == pytest.approx(metrics["eval/loss"], abs=0.02)  # A bfloat16 base.
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_small_and_stand_for_the_run(cpu, answering):
     workdir, adapters = answering
     assert sorted(p.name for p in adapters.iterdir()) == [
@@ -249,6 +254,7 @@ def test_adapters_alone_are_small_and_stand_for_the_run(cpu, answering):
         evaluated(adapters, cpu, "7")
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_adapters(tmp_path, cpu, gpt2, answering):
     workdir, adapters = answering
     config = answers(*gpt2, num_steps=1, **{"optimizer.learning_rate": 0.0})
@@ -259,6 +265,7 @@ def test_training_goes_on_from_adapters(tmp_path, cpu, gpt2, answering):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
     _, adapters = answering
     text = ["The capital of Norway is Oslo."]
@@ -283,6 +290,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, cpu, gpt2, answering):
         Experiment.from_config(answers(adapters, gpt2[1]), cpu).trainer(cpu)
 
 
+@pytest.mark.slow
 def test_the_commands_take_adapters_for_a_run(tmp_path, command, answering):
     workdir, _ = answering
     out = tmp_path / "adapters"
@@ -359,6 +367,7 @@ def test_what_was_exported_is_no_place_for_a_run(tmp_path, cpu, gpt2, answering)
         run(config, cpu, str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_averaged_adapters_of_one_device_are_used_on_four(tmp_path, four_devices, gpt2):
     one = DeviceManager.create("cpu", num_devices=1)
     config, workdir = answers(*gpt2, num_steps=4, ema_decay=0.5), tmp_path / "run"
@@ -374,6 +383,7 @@ def test_averaged_adapters_of_one_device_are_used_on_four(tmp_path, four_devices
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_base_from_the_seed_have_no_home(tmp_path, cpu, gpt2, caplog):
     config = answers(*gpt2, init_from=None, num_steps=1)
     config.data.tokenizer = None
@@ -386,6 +396,7 @@ def test_adapters_of_a_base_from_the_seed_have_no_home(tmp_path, cpu, gpt2, capl
         )
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_tokens_it_was_given(tmp_path, cpu, gpt2):
     folder, path = gpt2
     plain = {"data.tokenizer": None, "num_steps": 1, "finetuning.lora.rank": None}
@@ -397,6 +408,7 @@ def test_a_run_says_how_many_tokens_it_was_given(tmp_path, cpu, gpt2):
     assert len(state.params["gpt/embed"]["embeddings"]) == 300
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_at_once_says_one_sentence(tmp_path, command, gpt2):
     folder, path = tmp_path / "whole_numbers", gpt2[1]
     shutil.copytree(gpt2[0], folder)

@@ -422,6 +422,7 @@ assert max(sizes.values()) < early + 40, sizes
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path, bpe):
     content = "".join(
         f"def function_{i}(argument, other):\n    return argument + {i} * other\n\n"

@@ -93,6 +93,7 @@ def test_a_config_file_takes_an_argument_after_a_colon(tmp_path):
     assert_sentence(done, "no.py does not exist", "mine.py")
 
 
+@pytest.mark.slow
 def test_a_data_set_is_named_on_the_command_line_with_its_own_keys(tmp_path):
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int32)
@@ -211,6 +212,7 @@ def theirs(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow(but="flags0")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

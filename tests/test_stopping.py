@@ -54,6 +54,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow(but="traced")
 @pytest.mark.parametrize("where", ["config", "imports", "traced"])
 def test_sigterm_before_the_first_step_ends_the_run_in_a_sentence(tmp_path, where):
     text = SLOW.replace("PACKAGE", PACKAGE).replace("WHERE", where)
@@ -96,6 +97,7 @@ def test_a_run_whose_reader_goes_away_goes_on_with_its_log(tmp_path):
     assert (tmp_path / "checkpoints/40").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_meets_a_full_disk_goes_on_with_its_log(tmp_path):
     with open("/dev/full", "w") as full:
         process = start(

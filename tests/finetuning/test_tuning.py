@@ -71,6 +71,7 @@ def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
     assert set(flatten(whole)) == trainer.plan.trained
 
 
+@pytest.mark.slow(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rank_0_is_the_base_bitwise(one_device, dtype):
     options = {"precision": dtype}
@@ -90,6 +91,7 @@ def test_adapters_are_no_change_at_first(one_device):
     assert adapted.evaluate(adapted.init()) == pytest.approx(before, abs=1e-6)
 
 
+@pytest.mark.slow(but="and head")
 @pytest.mark.parametrize("tuning", [LORA, BOTH], ids=["lora", "lora and head"])
 def test_merged_equals_unmerged(one_device, tuning):
     trainer = made(one_device, tuning)
@@ -105,6 +107,7 @@ def test_merged_equals_unmerged(one_device, tuning):
     assert plain.evaluate(whole) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow(but="tuning1")
 @pytest.mark.parametrize("tuning", [Finetuning(train=HEAD), BOTH])
 def test_what_is_frozen_does_not_change(one_device, tuning):
     trainer = made(one_device, tuning, accumulate_steps=2)
@@ -164,6 +167,7 @@ def test_one_device_and_four_agree(one_device, four_devices):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *results)
 
 
+@pytest.mark.slow
 def test_staged_data_and_a_base_go_together(tmp_path, four_devices):
     trainer = made(four_devices)
     options = {"num_steps": 4, "log_every": 1}

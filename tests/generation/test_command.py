@@ -44,6 +44,7 @@ def test_it_prints_the_prompt_and_what_follows(trained):
     assert done.stdout == TEXT.encode()[:66].decode() + "\n"
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_go_on_side_by_side(trained, tmp_path):
     _, workdir = trained
     path = tmp_path / "prompts.txt"
@@ -64,6 +65,7 @@ runpy.run_module("haiku_template.generate", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow(but="interrupt")
 @pytest.mark.parametrize("ending", ["reader leaves", "interrupt"])
 def test_it_stops_without_a_word_when_nobody_wants_more(trained, ending):
     _, workdir = trained
@@ -86,6 +88,7 @@ def test_it_stops_without_a_word_when_nobody_wants_more(trained, ending):
     assert process.wait(timeout=100) == (130 if ending == "interrupt" else 0)
 
 
+@pytest.mark.slow
 def test_without_the_data_the_tokenizer_can_be_named(trained, tmp_path):
     config, workdir = trained
     copy = tmp_path / "copy"
@@ -129,6 +132,7 @@ def test_mistakes_are_one_sentence(trained, flags, words):
     assert_refused(run(f"--workdir={workdir}", *flags), words)
 
 
+@pytest.mark.slow(but="checkpoint")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -186,6 +186,7 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(
         load(Run.open(tmp_path, DEVICES, "latest"))
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):
     config, base = trained
     tuned = make_config(num_steps=5, ema_decay=None, init_from=str(base))

@@ -73,6 +73,7 @@ def test_token_types_are_zero_by_default():
     assert jnp.abs(other - expected).max() > 1e-3
 
 
+@pytest.mark.slow(but="mean")
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_sentence_vectors_have_length_one_and_finite_gradients(pooling):
     params, apply = make(None, pooling=pooling)
@@ -95,6 +96,7 @@ def test_dropout_is_for_training_alone():
     np.testing.assert_array_equal(apply(params, None, INPUTS, False), evaluated)
 
 
+@pytest.mark.slow
 def test_rematerialisation_keeps_less_and_changes_no_value():
     values, kept = [], []
     for remat in (False, True):

@@ -130,6 +130,7 @@ def reference(params, tokens):
     return norm("norm", x) @ embed.T
 
 
+@pytest.mark.slow(but="16")
 @pytest.mark.parametrize("length", [1, 9, 16])
 def test_logits_are_those_of_gpt_2_written_out(params, length):
     tokens = TOKENS[:, :length]
@@ -216,6 +217,7 @@ def test_dropout_acts_in_training_alone(params):
     np.testing.assert_array_equal(evaluated, without)
 
 
+@pytest.mark.slow
 def test_rematerialisation_keeps_less_and_changes_no_value(params):
     values, kept = [], []
     for remat in (False, True):

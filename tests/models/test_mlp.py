@@ -13,6 +13,7 @@ def init(model, inputs=INPUTS):
     return model.init(jax.random.key(0), inputs, False)
 
 
+@pytest.mark.slow(but="shape2-7")
 @pytest.mark.parametrize("num_outputs", [1, 7])
 @pytest.mark.parametrize("shape", [(3, 5), (2, 8, 8, 1), (1, 2, 3)])
 def test_outputs_are_one_row_an_example(shape, num_outputs):

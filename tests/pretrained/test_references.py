@@ -127,6 +127,7 @@ def with_buffers_and_head(tensors):
     }
 
 
+@pytest.mark.slow(but="four devices-with_buffers_and_head")
 @pytest.mark.parametrize("change", [None, without_prefix, with_buffers_and_head])
 def test_gpt2_gives_the_logits_of_transformers(references, copy_of, devices, change):
     outputs = read_outputs(references, "gpt2")

@@ -40,6 +40,7 @@ def speeds(tmp_path, devices, dataset, **options):
     ]
 
 
+@pytest.mark.slow(but="one device")
 def test_the_parts_of_a_step_add_up_to_its_time(tmp_path, devices):
     rows = speeds(tmp_path, devices, ArrayDataset(INPUTS, LABELS, BatchSpec(8)))
     assert len(rows) == 3
@@ -61,6 +62,7 @@ def test_a_run_that_waits_for_data_is_bound_by_data(tmp_path, one_device, capsys
     assert "bound by data " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_computes_is_bound_by_compute(tmp_path, one_device):
     wide = mlp(3, width=512, num_layers=6)
     data = ArrayDataset(np.tile(INPUTS, (20, 1)), np.tile(LABELS, 20), BatchSpec(256))

@@ -38,6 +38,7 @@ def folders(workdir):
     return sorted((workdir / "profile/plugins/profile").glob("*"))
 
 
+@pytest.mark.slow(but="one device")
 def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, trainer, capsys):
     train(trainer, num_steps=12, workdir=tmp_path, profile=(3, 7), eval_every=5)
     (folder,) = folders(tmp_path)
@@ -54,6 +55,7 @@ def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, trainer, capsys):
     assert steps == {4, 5, 6, 7}
 
 
+@pytest.mark.slow(but="four devices")
 def test_each_operation_of_a_step_is_counted_once_a_step_and_device(tmp_path, trainer):
     train(trainer, num_steps=6, workdir=tmp_path, profile=(2, 5))
     seconds, calls = operations(folders(tmp_path)[0])
@@ -76,6 +78,7 @@ def test_a_loop_counts_without_what_is_inside(tmp_path):
     assert loops and max(loops) < inside
 
 
+@pytest.mark.slow(but="four devices")
 def test_profiling_changes_no_result(tmp_path, trainer):
     plain = train(trainer, num_steps=6, workdir=tmp_path / "a")
     traced = train(trainer, num_steps=6, workdir=tmp_path / "b", profile=(0, 6))
@@ -83,6 +86,7 @@ def test_profiling_changes_no_result(tmp_path, trainer):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.slow(but="one device")
 def test_a_run_that_is_stopped_inside_can_be_traced_again(tmp_path, trainer):
     class Stops:
         def batch(self, step):

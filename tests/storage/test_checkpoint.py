@@ -26,6 +26,7 @@ def made(num_devices=1, width=4, **options):
     ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
 
 
+@pytest.mark.slow(but="4-2-loss scale")
 @pytest.mark.parametrize(
     "options",
     [{}, {"ema_decay": 0.9}, {"precision": "float16"}],

@@ -63,6 +63,7 @@ def test_the_first_save_is_read_back_before_it_is_trusted(tmp_path):
         checkpoints.save(1, {"w": jnp.ones(3)}, None)
 
 
+@pytest.mark.slow(but="renamed")
 @pytest.mark.parametrize("how", ["renamed", "copied", "linked"])
 def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path, how):
     run(tmp_path)
@@ -78,6 +79,7 @@ def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path, how):
     assert info.value.exit_code == 74
 
 
+@pytest.mark.slow(but="copied")
 @pytest.mark.parametrize("how", ["copied", "linked"])
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, how):
     run(tmp_path / "a")
@@ -128,6 +130,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_anew(tmp_path):
     assert [r["step"] for r in read(killed / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 def test_four_hundred_saves_leak_no_descriptor_and_no_thread(tmp_path):
     code = f"""
 import os, threading
@@ -160,6 +163,7 @@ assert len(counts) == 1
 NOTES = ["env.json", "metrics.jsonl", "tensorboard", "train.log", "report.png"]
 
 
+@pytest.mark.slow(but="report.png")
 @pytest.mark.usefixtures("with_report")
 @pytest.mark.parametrize("note", NOTES)
 def test_what_a_run_can_do_without_ends_no_run(tmp_path, caplog, note):
@@ -267,6 +271,7 @@ def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
         run(tmp_path)
 
 
+@pytest.mark.slow(but="95")
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog, error):
     def flock(*_):

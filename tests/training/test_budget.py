@@ -189,6 +189,7 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
     assert before == [(bounded.matmul, 0)]
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_arrays_that_a_model_or_a_task_closes_over_are_warned_of(
     num_devices, monkeypatch, caplog

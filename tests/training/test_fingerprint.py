@@ -138,6 +138,7 @@ def test_an_edited_script_is_refused_by_its_workdir_and_says_what_changed(tmp_pa
     assert after == before
 
 
+@pytest.mark.slow
 def test_an_unedited_script_goes_on_on_other_devices_and_further(tmp_path):
     run(tmp_path, num_steps=2, num_devices=4)
     assert int(run(tmp_path, num_steps=4).state.step) == 4

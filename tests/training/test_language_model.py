@@ -158,6 +158,7 @@ def test_perplexity_is_the_exponential_of_the_loss():
     assert math.isnan(perplexity({"loss": math.nan}, {})["perplexity"])
 
 
+@pytest.mark.slow(but="four devices-4")
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_a_masked_loss_is_the_mean_over_all_tokens_that_count(devices, parts):
     """Of the whole batch, however it is split over devices and micro-batches."""

@@ -56,6 +56,7 @@ def test_staged_and_host_are_bitwise_the_same_run(
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.slow(but="four devices")
 def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
     trainer = placed(made(devices), "device")
     before = devices.ledger.totals()["bytes_to_devices"]
@@ -72,6 +73,7 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
     )
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
     trainer = placed(made(devices), "device")

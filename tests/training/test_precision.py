@@ -67,6 +67,7 @@ def test_half_precision_follows_float32_and_keeps_the_state_in_it(devices, preci
     assert losses != expected  # Something was rounded.
 
 
+@pytest.mark.slow(but="float16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_layers_see_half_precision_and_norms_float32(one_device, precision):
     seen = {}
@@ -90,6 +91,7 @@ def test_layers_see_half_precision_and_norms_float32(one_device, precision):
     assert seen == {"linear": half, "norm": jnp.float32, "after": half}
 
 
+@pytest.mark.slow(but="four devices")
 def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
     def forward(inputs, is_training):
         # With a loss scale of 2^15 the gradient overflows float16.

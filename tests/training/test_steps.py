@@ -52,6 +52,7 @@ def params_of(state):
     return jax.device_get(state.params)
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
     made = trainer(devices)
     state, (scalars,) = run(made)
@@ -75,6 +76,7 @@ def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
     assert devices.fetch(state.step) == 1
 
 
+@pytest.mark.slow(but="resnet")
 @pytest.mark.parametrize("model", [mlp, resnet], ids=["mlp", "resnet"])
 def test_four_devices_equal_one(one_device, four_devices, model):
     results = []
@@ -102,6 +104,7 @@ def test_accumulation_leaves_the_result_as_it_is(devices):
         assert_close(history, parted_history, 1e-5)
 
 
+@pytest.mark.slow(but="2")
 @pytest.mark.parametrize("parts", [2, 3])
 def test_batch_norm_with_accumulation_sees_the_same_rows_on_any_number_of_devices(
     one_device, four_devices, parts
@@ -188,6 +191,7 @@ def test_dropout_masks_differ_between_devices(four_devices):
     assert scalars["square"] - scalars["loss"] ** 2 > 1e-3
 
 
+@pytest.mark.slow(but="four devices")
 def test_ema_is_the_average_of_the_parameters(devices):
     made = trainer(devices, ema_decay=0.5)
     start = devices.fetch(made.init()).params
@@ -204,6 +208,7 @@ def test_the_learning_rate_is_reported_and_used(one_device):
     assert history[1]["learning_rate"] == pytest.approx(0.18)
 
 
+@pytest.mark.slow(but="four devices")
 def test_regression_reports_its_errors(devices):
     labels = RNG.normal(size=(24, 3)).astype(np.float32)
     data = Data(ArrayDataset(INPUTS[:24], labels, BatchSpec(24)), None, 3)
@@ -221,6 +226,7 @@ def test_regression_reports_its_errors(devices):
     assert scalars["absolute_error"] == pytest.approx(np.mean(abs(errors)), rel=1e-5)
 
 
+@pytest.mark.slow(but="adamw")
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
 def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
     rate = {"adamw": 1e-2, "sgd": 0.3, "lion": 3e-3, "adafactor": 0.1}[name]

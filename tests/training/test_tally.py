@@ -24,6 +24,7 @@ def example():
     return Data(train, EvaluationSet(inputs, labels, 16), 4)
 
 
+@pytest.mark.slow(but="four devices")
 def test_counts_are_those_of_scikit_learn_on_any_number_of_devices(devices):
     data = example()
     model = mlp(4, width=8)

@@ -56,6 +56,7 @@ def losses(workdir):
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_file):
     config = small(gpt2_124m.get_config(), path=str(large_file), vocab_size=256)
     trainer = Experiment.from_config(
@@ -92,6 +93,7 @@ def token_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [pytest.param("random", marks=pytest.mark.long), "epochs"]
 )
