@@ -6,8 +6,7 @@ The project is `skeleton/` with your name in it. `--vendor` puts a wheel of the 
 into it, in place of a Git URL; `--eject=loop` copies the loop and the mathematics of a
 step, to be changed. Needs the standard library alone, so that it runs before anything
 is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or the directory
-cannot be used, or there is nothing to pin: then an ArgumentError says why, and nothing
-was written.
+cannot be used, or there is nothing to pin, and nothing was written.
 """
 
 import hashlib
@@ -50,8 +49,8 @@ def check_name(name: str, root: Path) -> None:
     taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
     taken |= {"configs", "runs", "tests", "vendor"}
     if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):
-        owners = "Python, an installed package or a folder of the template"
-        raise ArgumentError(None, f"--name={name} is of {owners}; choose another name")
+        owner = "Python's, an installed package's or a folder of the template"
+        raise ArgumentError(None, f"--name={name} is {owner}; choose another name")
 
 
 def check_dest(dest: str, root: Path) -> Path:
@@ -73,11 +72,9 @@ def git(root: Path, *arguments: str) -> str:
         return subprocess.check_output(["git", *arguments], cwd=root, **options).strip()
     except (OSError, subprocess.CalledProcessError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
-        raise ArgumentError(
-            None,
-            f"git knows no commit of {root} that a project could depend on ({words}); "
-            "--vendor (make new VENDOR=1) puts a wheel of it into the project",
-        ) from error
+        found = f"git knows no commit of {root} that a project could depend on"
+        remedy = "--vendor (make new VENDOR=1) puts a wheel of it into the project"
+        raise ArgumentError(None, f"{found} ({words}); {remedy}") from error
 
 
 def commit_of(root: Path) -> str:
@@ -85,11 +82,9 @@ def commit_of(root: Path) -> str:
     commit = git(root, "rev-parse", "HEAD")
     changed = git(root, "status", "--porcelain", "--", *PACKAGED)
     if changed:
-        raise ArgumentError(
-            None,
-            f"{root} has changes that no commit holds, and a project depends on a "
-            f"commit; commit or stash them first: {', '.join(changed.split()[1::2])}",
-        )
+        words = "has changes that no commit holds, and a project depends on a commit; "
+        words += f"commit or stash them first: {', '.join(changed.split()[1::2])}"
+        raise ArgumentError(None, f"{root} {words}")
     return commit
 
 
@@ -102,10 +97,8 @@ def git_requirement(root: Path) -> tuple[str, str]:
         url = address(git(root, "config", "--get", f"remote.{remote}.url"), root)
     else:
         url = local(Path(git(root, "rev-parse", "--show-toplevel")))
-        caution = (
-            f"commit {commit[:12]} is on no remote of {root}, so the project is pinned "
-            "to this folder: it installs on this machine alone"
-        )
+        caution = f"commit {commit[:12]} is on no remote of {root}, so the project is "
+        caution += "pinned to this folder: it installs on this machine alone"
     folder = git(root, "rev-parse", "--show-prefix").rstrip("/")
     part = f"#subdirectory={folder}" if folder else ""
     return f"{PACKAGE}{EXTRAS} @ git+{url}@{commit}{part}", caution
@@ -156,16 +149,6 @@ def vendor(root: Path, folder: Path) -> str:
     return f"{PACKAGE}{EXTRAS}=={old.removeprefix('version = ')}+{local}"
 
 
-def write_project(root: Path, folder: Path, name: str, requirement: str) -> None:
-    """Copies `skeleton/` of `root` to `folder`, its placeholders replaced."""
-    shutil.copytree(root / SKELETON, folder, ignore=IGNORED, dirs_exist_ok=True)
-    (folder / PLACEHOLDER).rename(folder / name)
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix != ".whl":
-            text = path.read_text().replace(PLACEHOLDER, name)
-            path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
-
-
 def eject(root: Path, folder: Path, name: str, parts: tuple[str, ...]) -> None:
     """Copies modules of `training` into a project, whose config names the copies."""
     config = folder / "configs" / "first.py"
@@ -174,9 +157,8 @@ def eject(root: Path, folder: Path, name: str, parts: tuple[str, ...]) -> None:
     originals = rf"\b{PACKAGE}\.training\.({'|'.join(parts)})\b"
     for part in parts:
         text = (root / PACKAGE / "training" / f"{part}.py").read_text()
-        (folder / name / f"{part}.py").write_text(
-            re.sub(originals, rf"{name}.\1", text)
-        )
+        copy = folder / name / f"{part}.py"
+        copy.write_text(re.sub(originals, rf"{name}.\1", text))
 
 
 def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
@@ -188,7 +170,12 @@ def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[s
             requirement, caution = vendor(root, partial / "vendor"), ""
         else:
             requirement, caution = git_requirement(root)
-        write_project(root, partial, name, requirement)
+        shutil.copytree(root / SKELETON, partial, ignore=IGNORED, dirs_exist_ok=True)
+        (partial / PLACEHOLDER).rename(partial / name)
+        for path in partial.rglob("*"):
+            if path.is_file() and path.suffix != ".whl":
+                text = path.read_text().replace(PLACEHOLDER, name)
+                path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
         eject(root, partial, name, EJECT.get(what, ()))
         partial.rename(dest)
     return [f"{name} depends on {requirement}", *filter(None, [caution])]
