@@ -61,13 +61,10 @@ def stop_on_sigterm() -> None:
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
-    """Imports JAX and picks the devices that the flags ask for.
+    """Imports JAX and picks the devices that the flags ask for, or says why not.
 
     The doctor looks first, without JAX, whose own messages mostly name the wrong cause.
-    `num_devices` counts where no flag does; None means all.
-
-    Raises:
-      DeviceError: the devices cannot be had, and why.
+    `num_devices` counts where no flag does; None means all. Raises `DeviceError`.
     """
     asked = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in doctor.check_environment(asked):

@@ -107,11 +107,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
 
 
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """Converts a config to plain JSON types, references resolved.
-
-    Raises:
-      ConfigError: a value that JSON cannot hold; the message names its key.
-    """
+    """Converts a config to JSON types; `ConfigError` names a key that cannot be."""
     values = config.to_dict()
     for key, value in flatten(values).items():
         try:
@@ -144,11 +140,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def of_run(workdir: Path) -> config_dict.ConfigDict:
-    """Reads and checks the config of the run in `workdir`.
-
-    Raises:
-      ConfigError: there is no run, or a script made it without a config.
-    """
+    """Reads and checks the config of a run, or raises `ConfigError` without one."""
     saved = load(workdir / "config.json")
     if not saved:
         raise ConfigError(
@@ -210,12 +202,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(config: config_dict.ConfigDict) -> None:
-    """Checks keys, types and ranges of a config.
-
-    Raises:
-      ConfigError: a key is missing, unknown, of the wrong type or out of range; the
-        message names it and the possible values.
-    """
+    """Checks keys, types and ranges; `ConfigError` names a key and what is possible."""
     expected = default_config()
     _check_keys(config, expected, "")
     values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
@@ -301,10 +288,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested dictionaries to dotted keys."""
     flat = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        nested = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 
 

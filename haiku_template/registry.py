@@ -13,8 +13,7 @@ from haiku_template.errors import ConfigError
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """Looks up a name in a table, or imports `module:function`.
 
-    Raises:
-      ConfigError: neither is there; the message lists the table and the nearest name.
+    If neither is there, `ConfigError` lists the table and the nearest name.
     """
     if name in table:
         return table[name]
@@ -60,10 +59,8 @@ def make(
 ) -> Any:
     """Calls the function of `values.name` with the other values as keyword arguments.
 
-    `*args` and `**kwargs` are further arguments; `key` is named in messages.
-
-    Raises:
-      ConfigError: an unknown name or key, or a value that does not fit.
+    `*args` and `**kwargs` are further arguments. Of an unknown name or key, or a value
+    that does not fit, `ConfigError` names `config.` and `key`.
     """
     name = values.pop("name", None)
     function = resolve(key, name, table)
@@ -84,8 +81,6 @@ def check_keys(
     try:
         signature.bind(*args, **kwargs, **values)
     except TypeError as error:
-        free = [
-            key for key in list(signature.parameters)[len(args) :] if key not in kwargs
-        ]
+        free = [k for k in [*signature.parameters][len(args) :] if k not in kwargs]
         takes = ", ".join(free) or "no keys"
         raise ConfigError(f"config.{key}: {name} {error}; it takes {takes}") from error

@@ -1,7 +1,7 @@
 """Assertions for the tests of a project: four properties of each of its runs.
 
-They run a config on CPU devices, on a machine with GPUs too, for a few steps. Import
-this module in tests alone; `make new` makes a project whose tests show how.
+They run a config on CPU devices, on a machine with GPUs too, for a few steps; each
+takes an empty `workdir`. Import this module in tests alone, as `skeleton/tests` does.
 """
 
 import atexit
@@ -30,10 +30,8 @@ NUM_DEVICES = 4
 def simulate_devices() -> None:
     """Makes the CPU appear as four devices; call it in conftest.py, before JAX starts.
 
-    Tests of one process share compiled programs.
-
-    Raises:
-      DeviceError: JAX had started, and with fewer.
+    Tests of one process share compiled programs. Raises `DeviceError` if JAX had
+    started with fewer devices.
     """
     if jax.config.jax_compilation_cache_dir is None:
         folder = tempfile.mkdtemp(prefix="compiled-")
@@ -53,11 +51,8 @@ def load_config(path: str | Path) -> config_dict.ConfigDict:
 def assert_builds(config: config_dict.ConfigDict) -> None:
     """Asserts that the parts of a run fit: reads its data and traces both its steps.
 
-    Nothing is compiled, and no parameter is allocated.
-
-    Raises:
-      ConfigError: an unknown name or key, a value that does not fit, data that cannot
-        be read, or a task that does not fit the model's outputs.
+    Nothing is compiled, and no parameter is allocated. `ConfigError` says what does not
+    fit, such as a key, data that cannot be read, or a task for the model's outputs.
     """
     devices = _devices(1)
     trainer = Experiment.from_config(config, devices).trainer(devices)
@@ -68,10 +63,7 @@ def assert_builds(config: config_dict.ConfigDict) -> None:
 def assert_loss_falls(
     config: config_dict.ConfigDict, workdir: Path, num_steps: int = 20
 ) -> None:
-    """Asserts that the loss of one batch falls in `num_steps` steps on it.
-
-    `workdir` is an empty directory.
-    """
+    """Asserts that the loss of one batch falls in `num_steps` steps on it."""
     _, rows = _train(config, workdir, num_steps, one_batch=True)
     first, *_, last = [row["train/loss"] for row in rows if "train/loss" in row]
     assert last < first, (
@@ -91,7 +83,6 @@ def assert_devices_agree(
 
     Dropout differs between devices, so its rate must be 0. `tolerance` is relative and
     absolute: sums are added in another order, which a ReLU near zero amplifies.
-    `workdir` is an empty directory.
     """
     config = config.copy_and_resolve_references()
     config.precision = "float32"
@@ -114,7 +105,7 @@ def assert_resumes_bitwise(
 ) -> None:
     """Asserts that a run stopped half-way and resumed ends bitwise as without the stop.
 
-    State and metrics are compared; `workdir` is an empty directory.
+    State and metrics are compared.
     """
     whole, rows = _train(config, workdir / "whole", num_steps)
     # Each is built anew, as by another process: only the checkpoint is shared.

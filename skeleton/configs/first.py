@@ -25,9 +25,7 @@ def get_config() -> config_dict.ConfigDict:
     config.data = {"name": "my_project.data:data", "num_test": 360}
     config.task = {"name": "my_project.task:task", "smoothing": 0.1}
     config.model = {"name": "my_project.model:model", "width": 32, "num_blocks": 2}
-    config.optimizer.name = "adamw"
-    config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 100
-    config.optimizer.weight_decay = 1e-2
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.update(
+        learning_rate=2e-3, warmup_steps=100, weight_decay=1e-2, clip_norm=1.0
+    )
     return config
