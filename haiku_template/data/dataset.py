@@ -90,10 +90,9 @@ def each_shape(dataset: Dataset) -> list[Batch]:
 
 
 def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:
-    """Names the arrays of a set; labels that are None are left out.
+    """Names the arrays of a set, which may have no labels (None).
 
-    Raises:
-      ConfigError: there are no examples, or some are without their label.
+    Raises `ConfigError` if there are no examples, or some without their label.
     """
     arrays = {"inputs": inputs} | ({} if labels is None else {"labels": labels})
     if any(x.ndim == 0 for x in arrays.values()) or len(inputs) == 0:
@@ -111,9 +110,6 @@ class ArrayDataset:
 
     Every batch is full, and no example is dropped. `labels` may be None. `augment`
     maps (inputs of a batch, generator) to new inputs, on the host.
-
-    Raises:
-      ConfigError: no examples, or a batch size that the processes cannot share.
     """
 
     inputs: np.ndarray

@@ -33,8 +33,7 @@ def epochs(
 ) -> np.ndarray:
     """Indices of the examples in the whole batch of `step`: int64 [B].
 
-    Each epoch is a permutation of all `size` examples, and the next one follows without
-    a gap: a batch may hold the end of one and the start of the next.
+    Epochs follow without a gap: a batch may hold the end of one and the next's start.
     """
     start, stop = step * spec.batch_size, (step + 1) * spec.batch_size
     parts = []
@@ -46,12 +45,11 @@ def epochs(
 
 
 def permute(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Maps places through a pseudorandom permutation of `range(size)`, stored nowhere.
+    """Maps places through a permutation of `range(size)`, up to 2**62, stored nowhere.
 
     A Feistel network: a place is two digits of base `side`, and each round adds to one
-    a hash of the other, which permutes `range(side**2)`. Results outside `range(size)`
-    go through it again ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains, 2002). `size` is at most 2**62.
+    a hash of the other. Results outside `range(size)` go through it again (Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
     side = np.uint64(math.isqrt(size - 1) + 1)

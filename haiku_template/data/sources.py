@@ -27,11 +27,9 @@ def _check(element: Any, source: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GrainDataset:
-    """A `grain.MapDataset` whose elements are batches: {"inputs": ..., "labels": ...}.
+    """A `grain.MapDataset` of batches, made with `.batch(B)`: {"inputs": ..., ...}.
 
-    Grain costs microseconds for each element, so let one element be one batch
-    (`.batch(B)`). For training, shuffle and repeat it; as an evaluation set it gives
-    its elements once, in order.
+    For training, shuffle and repeat it; to evaluate on, leave it as it is.
     """
 
     source: Any
@@ -64,9 +62,6 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
     Args:
       make: returns a new iterable of batches, all of one size: dicts with `inputs`, and
         `labels` if the task needs them, of NumPy arrays or torch's CPU tensors.
-
-    Raises:
-      ConfigError: from `batch`: an iterable without batches, or of something else.
     """
     if not callable(make):
         raise ConfigError(

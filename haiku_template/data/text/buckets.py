@@ -45,7 +45,7 @@ class Texts(NamedTuple):
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of tokens of each text: int64 [N]."""
+        """Tokens of each text: int64 [N]."""
         return np.diff(self.tokens.starts)
 
     def batch(self, rows: np.ndarray, length: int) -> Batch:

@@ -146,11 +146,11 @@ def _pydoc_topics() -> list[Document]:
 def hold_out(
     items: list[T], keys: list[tuple], fraction: float, alone: str
 ) -> tuple[list[T], list[T]]:
-    """Splits items by a hash into training and held-out ones, alike on every machine.
+    """Splits items by hash into training and held-out ones, alike on every machine.
 
     Holding one out does not depend on the others, and equal `keys` (each begins with
-    its item's `rank`) are never on both sides. Only where all would fall on one side,
-    one key is moved. With only one key it is a `ConfigError`; `alone` says of what.
+    its item's `rank`) are on one side. One is moved where all would be; a single one is
+    a `ConfigError`, which begins with `alone`.
     """
     if not 0 <= fraction < 1:
         possible = "possible is from 0 to below 1"
@@ -193,11 +193,10 @@ def split_text(
 
 
 def pieces(file: TextFile) -> Iterator[str]:
-    """Reads a text of any length in pieces; a short one is one piece.
+    """Reads a text of any length in pieces, which give the tokens of the whole.
 
-    It is cut before a space between two letters. Tokenizers split there, or take the
-    space with what follows, so that the pieces give the tokens of the whole. Only text
-    without such a place for `LONGEST_PIECE` characters is cut anywhere.
+    It is cut before a space between two letters, where tokenizers split, too; anywhere
+    only if it has no such place for `LONGEST_PIECE` characters.
     """
     held = ""
     try:

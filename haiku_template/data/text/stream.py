@@ -41,11 +41,6 @@ class Shard(NamedTuple):
             size = (stop - start) * self.tokens.itemsize + extra
             self.mapping.madvise(mmap.MADV_WILLNEED, begin - extra, size)
 
-    def release(self) -> None:
-        """Takes the file's pages out of this process; the kernel still caches them."""
-        if self.mapping is not None:
-            self.mapping.madvise(mmap.MADV_DONTNEED)
-
 
 class TokenStream:
     """Shards one after another; one or more, none of them empty, all of one dtype."""
@@ -55,8 +50,6 @@ class TokenStream:
         first = self.shards[0]
         self.dtype = first.tokens.dtype
         for tokens, name, *_ in self.shards:
-            if not len(tokens):
-                raise ConfigError(f"{name} holds no tokens; one is the least")
             if tokens.dtype != self.dtype:
                 raise ConfigError(
                     f"{name} holds {tokens.dtype} tokens and {first.name} {self.dtype};"
@@ -93,10 +86,10 @@ class TokenStream:
                 row[done : done + last - first] = shard.tokens[first:last]
                 done += last - first
         self._copied += len(rows)
-        if self._copied >= RELEASE_EVERY:  # Else as much as the files becomes resident.
+        if self._copied >= RELEASE_EVERY:
             self._copied = 0
-            for shard in self.shards:
-                shard.release()
+            for mapping in filter(None, (shard.mapping for shard in self.shards)):
+                mapping.madvise(mmap.MADV_DONTNEED)  # The kernel still caches them.
         return result
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:

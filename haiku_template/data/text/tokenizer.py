@@ -25,13 +25,12 @@ CONTROLS[ord("\r")] = ""
 
 
 class Tokenizer:
-    """Tokenizer: a tokenizer.json, or the 256 bytes.
+    """Tokenizer: a tokenizer.json, or the 256 bytes (`source` None or `bytes`).
 
-    The vocabulary is read without the package `tokenizers`, which only encoding and
-    decoding need: training on token files does without it.
+    Only encoding and decoding need the package `tokenizers`; without it they are a
+    `ConfigError`, as a tokenizer.json that is missing, damaged or without `end`.
 
     Args:
-      source: a tokenizer.json, or a folder with one; None or `bytes` for bytes.
       end: name of the token that ends a text; None means one of the usual names.
       literal: encode the names of special tokens in a text as text.
 
@@ -39,10 +38,6 @@ class Tokenizer:
       name: `bytes`, or the path of the tokenizer.json.
       size: tokens are numbers below this.
       end: token that ends a text, zero for bytes; None where there is none.
-
-    Raises:
-      ConfigError: tokenizer.json is missing or damaged, or has no token `end`; while
-        encoding, it does not fit the text, or `tokenizers` is not installed.
     """
 
     def __init__(
@@ -66,7 +61,6 @@ class Tokenizer:
 
     @functools.cached_property
     def _library(self) -> Any:
-        """The `tokenizers.Tokenizer`, which neither truncates nor pads by itself."""
         read = _tokenizers().Tokenizer.from_file
         found = read_with(Path(self.name), lambda path: read(str(path)))
         found.no_truncation()
@@ -77,10 +71,7 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, special: bool = False, most: int | None = None
     ) -> list[list[int]]:
-        """Encodes texts, with the special tokens around each if `special`.
-
-        `most` truncates to so many tokens, the special ones kept.
-        """
+        """Encodes texts, with special tokens if `special`, in `most` tokens each."""
         if self.name == BYTES:
             # JSON may spell half a surrogate pair; it stays what it is.
             return [list(t.encode(errors="surrogatepass")[:most]) for t in texts]
@@ -104,18 +95,12 @@ class Tokenizer:
         length: int | None = None,
         cut: bool = False,
     ) -> dict[str, np.ndarray]:
-        """Encodes B texts as inputs of an encoder: padded, with the special tokens.
+        """Encodes B texts as inputs of an encoder: `tokens` and `mask`, int32 [B, T].
 
         Args:
           context: most tokens that the model has positions for.
           length: T; None means that of the longest text.
-          cut: truncate longer texts instead of refusing them.
-
-        Returns:
-          `tokens` and `mask`, both int32 [B, T], 0 where padded.
-
-        Raises:
-          ConfigError: a text is longer than `context` or `length`.
+          cut: truncate longer texts instead of a `ConfigError`.
         """
         most = context if length is None else min(context, length)
         rows = self.encode(texts, special=True, most=most if cut else None)
@@ -132,9 +117,9 @@ class Tokenizer:
         return {"tokens": tokens, "mask": mask.astype(np.int32)}
 
     def stream(self) -> Callable[[int], str]:
-        """Makes a decoder of one text: a function from each token to the text it adds.
+        """Makes a decoder of one text: from each token to the whole characters it adds.
 
-        A character shows once all of its bytes are there; control characters never do.
+        Control characters are never among them.
         """
         if self.name == BYTES:
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -144,19 +129,11 @@ class Tokenizer:
         return lambda token: (decoder.step(library, token) or "").translate(CONTROLS)
 
 
-def find_tokenizer(path: Path) -> Tokenizer | None:
-    """Finds the tokenizer beside a token file, or in its folder."""
-    file = (path if path.is_dir() else path.parent) / FILE
-    return Tokenizer(file) if file.is_file() else None
-
-
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a byte-level BPE vocabulary, as GPT-2's: the bytes of a tokenizer.json."""
     if vocab_size < 257:
-        raise ConfigError(
-            f"a vocabulary of {vocab_size} is too small: 256 bytes and the end of a "
-            "text make 257"
-        )
+        least = "256 bytes and the end of a text make 257"
+        raise ConfigError(f"a vocabulary of {vocab_size} is too small: {least}")
     learned = _tokenizers().ByteLevelBPETokenizer()
     options = {"min_frequency": 0, "special_tokens": [END_OF_TEXT[0]]}
     learned.train_from_iterator(texts, vocab_size, show_progress=False, **options)
@@ -180,7 +157,6 @@ def _find(path: Path) -> Path:
 
 
 def _read_ids(path: Path) -> dict[str, int]:
-    """Reads the names and numbers of all tokens in a tokenizer.json."""
     contents = json.loads(path.read_bytes())
     vocab = contents["model"]["vocab"]
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.

@@ -14,7 +14,7 @@ from haiku_template.data.files import given_path
 from haiku_template.data.order import epochs, permute
 from haiku_template.data.text.files import open_tokens
 from haiku_template.data.text.stream import TokenStream
-from haiku_template.data.text.tokenizer import Tokenizer, find_tokenizer
+from haiku_template.data.text.tokenizer import FILE, Tokenizer
 from haiku_template.errors import ConfigError
 
 PADDING = 128  # Vocabularies are rounded up to multiples of this, for faster products.
@@ -63,7 +63,8 @@ def tokens(
         whole, end = open_tokens(source, random=False, **files), len(training)
         held_out = whole.part(end - count, end)
         training = training.part(0, end - count)
-    tokenizer = find_tokenizer(source)
+    beside = (source if source.is_dir() else source.parent) / FILE
+    tokenizer = Tokenizer(beside) if beside.is_file() else None
     size = _vocab_size(vocab_size, tokenizer, source)
     train = TokenDataset(training, context, spec, size, order)
     evaluation = held_out and TokenEvaluationSet(
@@ -85,7 +86,6 @@ def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> 
 
 
 def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) -> int:
-    """Size of the vocabulary: as given, else as the tokenizer has it."""
     if tokenizer is None:
         if given is None or given < 1:
             raise ConfigError(
@@ -114,11 +114,8 @@ class TokenDataset:
 
     Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
     windows that overlap by one token, and gives each of them once an epoch, shuffled
-    anew; fewer than T tokens at the end are left out.
-
-    Raises:
-      ConfigError: a stream shorter than a window, an unknown order, a batch that the
-        processes cannot share; from `batch`, a token that is not below `vocab_size`.
+    anew; fewer than T tokens at the end are left out. A token that is not below
+    `vocab_size` is a `ConfigError` of its batch.
     """
 
     tokens: TokenStream
