@@ -19,6 +19,7 @@ from ml_collections import config_dict
 
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
+from haiku_template.params import flatten
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import METRICS
 from haiku_template.training import Experiment, train
@@ -115,11 +116,10 @@ def assert_resumes_bitwise(
         "differs after a run that was stopped and resumed: is batch(step) a function "
         "of the step alone?"
     )
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(whole), jax.tree.leaves(resumed), strict=True
-    ):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert np.array_equal(one, other, equal_nan=True), f"{name} {words}"
+    whole, resumed = flatten(whole), flatten(resumed)
+    for name in whole:
+        same = np.array_equal(whole[name], resumed[name], equal_nan=True)
+        assert same, f"{name} {words}"
     for row, other in zip(rows, again, strict=True):
         for name in row:
             same = name.startswith("perf/") or row[name] == other[name]
@@ -130,12 +130,9 @@ def _devices(count: int) -> DeviceManager:
     return DeviceManager.create("cpu", num_devices=count, simulate_devices=NUM_DEVICES)
 
 
-def _first(dataset: Any, num_batches: int) -> SimpleNamespace:
+def _first(count: int, dataset: Any) -> SimpleNamespace:
     """Cuts a data set down to its first batches."""
-    return SimpleNamespace(
-        num_batches=num_batches,
-        batch=lambda step: dataset.batch(step % num_batches),
-    )
+    return SimpleNamespace(num_batches=count, batch=lambda n: dataset.batch(n % count))
 
 
 def _train(
@@ -155,9 +152,9 @@ def _train(
     experiment = Experiment.from_config(config, devices)
     data = experiment.data
     if one_batch:
-        data = data._replace(train=_first(data.train, 1))
+        data = data._replace(train=_first(1, data.train))
     if data.evaluation is not None:
-        few = _first(data.evaluation, min(data.evaluation.num_batches, 2))
+        few = _first(min(data.evaluation.num_batches, 2), data.evaluation)
         data = data._replace(evaluation=few)
     trainer = dataclasses.replace(experiment, data=data).trainer(devices)
     how = {"log_every": 1, "eval_every": max(1, num_steps // 2)}
