@@ -17,7 +17,7 @@ from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt, mlp, multiply_out
-from haiku_template.models.gpt.model import PRESETS
+from haiku_template.models.gpt import PRESETS
 from haiku_template.pretrained import describe
 from haiku_template.runs import (
     Run,

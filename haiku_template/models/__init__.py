@@ -9,11 +9,16 @@ from collections.abc import Callable
 
 import haiku as hk
 
-from haiku_template.errors import ConfigError
 from haiku_template.models.bert import bert
-from haiku_template.models.family import Family, Keyword, Rule
-from haiku_template.models.gpt import Cache, gpt, gpt_flops_per_token
-from haiku_template.models.logits import LazyLogits, multiply_out, plain_outputs
+from haiku_template.models.family import Family
+from haiku_template.models.family import Keyword as Keyword
+from haiku_template.models.family import Rule as Rule
+from haiku_template.models.gpt import Cache as Cache
+from haiku_template.models.gpt import gpt
+from haiku_template.models.gpt import gpt_flops_per_token as gpt_flops_per_token
+from haiku_template.models.logits import LazyLogits as LazyLogits
+from haiku_template.models.logits import multiply_out as multiply_out
+from haiku_template.models.logits import plain_outputs as plain_outputs
 from haiku_template.models.mlp import mlp
 from haiku_template.models.resnet import resnet
 
@@ -27,22 +32,3 @@ MODELS: dict[str, Callable[..., Model]] = {
 }
 # Families that Hugging Face knows, by its `model_type`.
 FAMILIES: dict[str, Family] = {f.model_type: f for f in (gpt.family, bert.family)}
-
-__all__ = [
-    "FAMILIES",
-    "MODELS",
-    "Cache",
-    "Family",
-    "Keyword",
-    "LazyLogits",
-    "Model",
-    "Rule",
-    "ConfigError",
-    "bert",
-    "gpt",
-    "gpt_flops_per_token",
-    "mlp",
-    "multiply_out",
-    "plain_outputs",
-    "resnet",
-]

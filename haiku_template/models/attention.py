@@ -3,10 +3,9 @@
 Shapes: B examples, T tokens, H heads of size C, S tokens that may be seen.
 """
 
-import contextlib
-import contextvars
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -43,9 +42,7 @@ class Hardware(NamedTuple):
 
 
 ANY = Hardware("any", "")  # What XLA alone computes.
-_COMPILED_FOR: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar(
-    "compiled_for", default=None
-)
+_COMPILED_FOR = ContextVar[Hardware | None]("compiled_for", default=None)
 
 
 def for_devices(
@@ -54,23 +51,17 @@ def for_devices(
     """Binds a model to the devices it is traced for; None for those of any platform."""
     hardware = ANY if devices is None else Hardware.of(devices)
 
-    @contextlib.contextmanager
-    def compiled_for() -> Iterator[None]:
-        token = _COMPILED_FOR.set(hardware)
-        try:
-            yield
-        finally:
-            _COMPILED_FOR.reset(token)
+    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            token = _COMPILED_FOR.set(hardware)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _COMPILED_FOR.reset(token)
 
-    def init(*args: Any, **kwargs: Any) -> tuple[hk.MutableParams, hk.MutableState]:
-        with compiled_for():
-            return model.init(*args, **kwargs)
+        return call
 
-    def apply(*args: Any, **kwargs: Any) -> tuple[Any, hk.MutableState]:
-        with compiled_for():
-            return model.apply(*args, **kwargs)
-
-    return hk.TransformedWithState(init, apply)
+    return hk.TransformedWithState(bound(model.init), bound(model.apply))
 
 
 def attend(
@@ -82,15 +73,9 @@ def attend(
 ) -> jax.Array:
     """Attention with softmax in float32: [B, T, H, C].
 
-    Args:
-      attention: `auto`, `xla` or `cudnn`, as in `choose`.
-      query: [B, T, H, C].
-      key: [B, S, H, C].
-      value: [B, S, H, C].
-      mask: bool [B, 1, T, S], True for visible tokens, computed by XLA; None is causal.
-
-    Raises:
-      ConfigError: `cudnn` was asked for and cannot be had; says why.
+    `attention` is as in `choose`, whose errors this raises; `query` is [B, T, H, C],
+    `key` and `value` are [B, S, H, C]. `mask` is bool [B, 1, T, S], True for visible
+    tokens, and computed by XLA; None is causal.
     """
     hardware, dtype = Hardware.current(), query.dtype
     chosen = "xla"
@@ -134,10 +119,8 @@ def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
         return f"it computes in bfloat16 or float16, and the model in {dtype}"
     largest = max(size for least, size in LARGEST_HEADS.items() if number >= least)
     if head_size % HEAD_MULTIPLE or head_size > largest:
-        return (
-            f"heads of size {head_size} are not a multiple of {HEAD_MULTIPLE} up to "
-            f"{largest}"
-        )
+        limits = f"a multiple of {HEAD_MULTIPLE} up to {largest}"
+        return f"heads of size {head_size} are not {limits}"
     return ""
 
 

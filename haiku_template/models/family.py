@@ -65,27 +65,31 @@ class Family(NamedTuple):
     tables: tuple[str, str] | None = None
 
 
-def linear_rules(pattern: str, target: str, optional: bool = False) -> tuple[Rule, ...]:
-    """Rules for PyTorch's `nn.Linear`, whose weight is (out, in)."""
-    return (
-        Rule(f"{pattern}.weight", f"{target}/w", "transpose", optional),
-        Rule(f"{pattern}.bias", f"{target}/b", "same", optional),
-    )
+# Of each kind of layer: endings of Hugging Face's names and of paths, and transforms.
+# The weight of `nn.Linear` is (out, in), that of `Conv1D` (in, out) as Haiku's is;
+# norms of files that came from TensorFlow say gamma and beta.
+LAYERS = {
+    "embedding": ((".weight", "/embeddings", "same"),),
+    "linear": ((".weight", "/w", "transpose"), (".bias", "/b", "same")),
+    "conv1d": ((".weight", "/w", "same"), (".bias", "/b", "same")),
+    "norm": (
+        *((".weight", "/scale", "same"), (".bias", "/offset", "same")),
+        *((".gamma", "/scale", "same"), (".beta", "/offset", "same")),
+    ),
+}
 
 
-def conv1d_rules(pattern: str, target: str) -> tuple[Rule, ...]:
-    """Rules for Hugging Face's `Conv1D`, whose weight is (in, out) as Haiku's is."""
-    return (
-        Rule(f"{pattern}.weight", f"{target}/w"),
-        Rule(f"{pattern}.bias", f"{target}/b"),
-    )
+def layer_rules(table: str) -> tuple[Rule, ...]:
+    """Rename rules of layers, one a line: kind, Hugging Face's name, path.
 
-
-def norm_rules(pattern: str, target: str) -> tuple[Rule, ...]:
-    """Rules for `nn.LayerNorm`; files that came from TensorFlow say gamma and beta."""
-    return (
-        Rule(f"{pattern}.weight", f"{target}/scale"),
-        Rule(f"{pattern}.bias", f"{target}/offset"),
-        Rule(f"{pattern}.gamma", f"{target}/scale"),
-        Rule(f"{pattern}.beta", f"{target}/offset"),
-    )
+    `skip` is for tensors that are not parameters; a kind with `?` for optional layers.
+    """
+    rules: list[Rule] = []
+    for kind, name, *path in map(str.split, table.strip().splitlines()):
+        if kind == "skip":
+            rules.append(Rule(name, None))
+            continue
+        for ending, leaf, transform in LAYERS[kind.removesuffix("?")]:
+            optional = kind.endswith("?")
+            rules.append(Rule(name + ending, path[0] + leaf, transform, optional))
+    return tuple(rules)

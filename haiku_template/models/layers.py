@@ -1,25 +1,40 @@
-"""Layers that the transformers share: GPT-2's initialization, float32 embeddings."""
+"""Layers that the transformers share: GPT-2's initialization, float32 embeddings.
+
+Shapes: B examples, T tokens, D width.
+"""
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 DEVIATION = 0.02  # Of the initial parameters.
+Initializer = hk.initializers.Initializer
 
 
-def linear(
-    width: int, name: str, w_init: hk.initializers.Initializer | None = None
-) -> hk.Linear:
+def linear(width: int, name: str, w_init: Initializer | None = None) -> hk.Linear:
     """Linear layer with bias: `w` [inputs, width], `b` [width]."""
     w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
     return hk.Linear(width, w_init=w_init, name=name)
 
 
-def norm(name: str) -> hk.LayerNorm:
+def feed_forward(
+    x: jax.Array, hidden: int, approximate: bool, w_init: Initializer | None = None
+) -> jax.Array:
+    """MLP of one hidden layer with GELU: [B, T, D] to the same.
+
+    Args:
+      hidden: width of the hidden layer.
+      approximate: True for GELU's tanh form.
+      w_init: of the second layer.
+    """
+    with hk.name_scope("mlp"):
+        y = jax.nn.gelu(linear(hidden, "up")(x), approximate=approximate)
+        return linear(x.shape[-1], "down", w_init)(y)
+
+
+def norm(name: str, eps: float = 1e-5) -> hk.LayerNorm:
     """Layer normalization of each token: `scale` and `offset` [D]."""
-    return hk.LayerNorm(
-        axis=-1, create_scale=True, create_offset=True, eps=1e-5, name=name
-    )
+    return hk.LayerNorm(-1, create_scale=True, create_offset=True, eps=eps, name=name)
 
 
 def table(rows: int, width: int, name: str) -> jax.Array:

@@ -3,6 +3,7 @@
 Shapes: B examples, T tokens, D width, V vocabulary.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +11,13 @@ import jax.numpy as jnp
 
 
 class LazyLogits(NamedTuple):
-    """The two factors of a language model's logits.
+    """The two factors of a language model's logits, in the compute dtype.
 
     float32 logits of 8 x 1,024 tokens of GPT-2 take 1.5 GiB, their factors 90 MiB.
-
-    Attributes:
-      hidden: activations of the last layer: [B, T, D], in the compute dtype.
-      embedding: of the vocabulary: [V, D], in the compute dtype.
     """
 
-    hidden: jax.Array
-    embedding: jax.Array
+    hidden: jax.Array  # Activations of the last layer: [B, T, D].
+    embedding: jax.Array  # Of the vocabulary: [V, D].
 
     def multiply_out(self) -> jax.Array:
         """Multiplies out the logits: float32 [B, T, V]."""
@@ -39,18 +36,13 @@ def plain_outputs(outputs: Any) -> Any:
     )
 
 
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 @jax.custom_vjp
 def _product(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
     """Product of [B, T, D] and [V, D], accumulated in float32: [B, T, V]."""
-    return jnp.einsum(
-        "btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32
-    )
-
-
-def _forward(
-    hidden: jax.Array, embedding: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(hidden, embedding), (hidden, embedding)
+    return _einsum("btd,vd->btv", hidden, embedding)
 
 
 def _backward(
@@ -59,10 +51,9 @@ def _backward(
     # JAX's own rule would multiply in float32, because the logits' gradients are.
     hidden, embedding = factors
     grads = grads.astype(hidden.dtype)
-    options = {"preferred_element_type": jnp.float32}
-    for_hidden = jnp.einsum("btv,vd->btd", grads, embedding, **options)
-    for_embedding = jnp.einsum("btv,btd->vd", grads, hidden, **options)
+    for_hidden = _einsum("btv,vd->btd", grads, embedding)
+    for_embedding = _einsum("btv,btd->vd", grads, hidden)
     return for_hidden.astype(hidden.dtype), for_embedding.astype(embedding.dtype)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda *factors: (_product(*factors), factors), _backward)

@@ -1,7 +1,4 @@
-"""Multi-layer perceptron.
-
-Shapes: B examples, K outputs.
-"""
+"""Multi-layer perceptron."""
 
 import haiku as hk
 import jax
@@ -15,10 +12,9 @@ def mlp(
     num_layers: int = 2,
     dropout: float = 0.0,
 ) -> hk.Transformed:
-    """An MLP over flattened inputs: [B, ...] to [B, K].
+    """An MLP over flattened inputs: B examples to [B, num_outputs].
 
     Args:
-      num_outputs: K.
       axis_name: not used; an MLP keeps no statistics of the batch.
       width: units of each of the hidden layers.
       num_layers: hidden layers, 0 or more.

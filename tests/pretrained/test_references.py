@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from haiku_template.models import bert, gpt
-from haiku_template.models.bert.model import Sizes, encode, first
+from haiku_template.models.bert import Sizes, encode, pool
 from haiku_template.params import flatten
 from haiku_template.pretrained import describe, restore
 
@@ -41,12 +41,12 @@ def load(folder, devices, inputs, num_outputs=3, fresh=(), **kwargs):
 
 def encoder(arguments):
     """Hidden states and pooled output, under the names that `bert` gives."""
-    sizes = Sizes(**{k: v for k, v in arguments.items() if k != "dropout"})
+    sizes = Sizes(*(arguments[name] for name in Sizes._fields))
 
     def forward(inputs):
         with hk.name_scope("bert"):
-            hidden = encode(inputs, sizes)
-            return hidden, first(hidden, inputs["mask"])
+            hidden = encode(inputs, sizes, arguments["norm_eps"])
+            return hidden, pool(hidden, inputs["mask"], "cls")
 
     return jax.jit(hk.transform(forward).apply)
 

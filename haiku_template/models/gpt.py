@@ -1,12 +1,12 @@
 """GPT-2 (Radford et al. 2019), with the names and shapes of its published parameters.
 
 Pre-normalization, learned positions, tied embeddings. Each parameter is one of Hugging
-Face's tensors in its shape: `gpt/block_0/attention/qkv` is `h.0.attn.c_attn`, and so
-on.
+Face's tensors in its shape: `gpt/block_0/attention/qkv` is `h.0.attn.c_attn`.
 
 Shapes: B examples, T tokens, D width, H heads, S tokens of the context, V vocabulary.
 """
 
+import functools
 import re
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
-from haiku_template.models.attention import IMPLEMENTATIONS
-from haiku_template.models.gpt import blocks
-from haiku_template.models.layers import drop, look_up, norm, table
+from haiku_template.models import layers
+from haiku_template.models.attention import IMPLEMENTATIONS, attend
+from haiku_template.models.family import Family, Keyword, layer_rules
 from haiku_template.models.logits import LazyLogits
+
+KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] each.
 
 
 class Size(NamedTuple):
@@ -47,7 +49,7 @@ class Cache(NamedTuple):
         before they are read.
     """
 
-    blocks: tuple[blocks.KeysValues, ...]
+    blocks: tuple[KeysValues, ...]
     lengths: jax.Array
 
 
@@ -97,21 +99,18 @@ def gpt(
         is_training: bool,
         cache: Cache | Literal["new"] | None = None,
     ) -> LazyLogits | tuple[LazyLogits, Cache]:
-        _check_length(tokens.shape[1], size.context)
-        rate = dropout if is_training else 0.0
+        rate, after = dropout if is_training else 0.0, []
+        block = functools.partial(_block, size, rate, attention)
+        block = hk.remat(block) if remat else block
         with hk.name_scope("gpt"):
             x, vocabulary, cache = _embed(tokens, num_outputs, size, cache)
-            x = drop(rate, x)  # [B, T, D]
-            after = []
+            x = layers.drop(rate, x)  # [B, T, D]
             for i in range(size.num_layers):
-                block = blocks.Block(
-                    size.num_heads, size.num_layers, rate, attention, name=f"block_{i}"
-                )
-                block = hk.remat(block) if remat else block
                 before = () if cache is None else (cache.blocks[i], cache.lengths)
-                x, new = block(x, *before)
+                with hk.name_scope(f"block_{i}"):
+                    x, new = block(x, *before)
                 after.append(new)
-            logits = LazyLogits(norm("norm")(x), vocabulary)
+            logits = LazyLogits(layers.norm("norm")(x), vocabulary)
         if cache is None:
             return logits
         return logits, Cache(tuple(after), cache.lengths + tokens.shape[1])
@@ -119,32 +118,70 @@ def gpt(
     return hk.transform(forward)
 
 
-def _check_length(num_tokens: int, context: int) -> None:
-    if num_tokens > context:
-        raise ConfigError(
-            f"the model sees {context} tokens at once and was given {num_tokens}; give "
-            f"it fewer, with config.data.context={context}, or a longer "
-            "config.model.context"
-        )
-
-
 def _embed(
     tokens: jax.Array, num_outputs: int, size: Size, cache: Cache | str | None
 ) -> tuple[jax.Array, jax.Array, Cache | None]:
     """Embeddings of the tokens [B, T, D], the vocabulary [V, D], and a KV cache."""
     rows, num_tokens = tokens.shape
-    vocabulary = table(num_outputs, size.width, "embed")
-    positions = table(size.context, size.width, "positions")
+    if num_tokens > size.context:
+        raise ConfigError(
+            f"the model sees {size.context} tokens at once and was given {num_tokens}; "
+            f"give it fewer, with config.data.context={size.context}, or a longer "
+            "config.model.context"
+        )
+    vocabulary = layers.table(num_outputs, size.width, "embed")
+    positions = layers.table(size.context, size.width, "positions")
     if cache == "new":
         shape = (rows, size.context, size.num_heads, size.width // size.num_heads)
         zeros = jnp.zeros(shape, vocabulary.dtype)
         empty = ((zeros, zeros),) * size.num_layers
         cache = Cache(empty, jnp.zeros(rows, jnp.int32))
-    x = look_up(vocabulary, tokens)
+    x = layers.look_up(vocabulary, tokens)
     if cache is None:
         return x + positions[None, :num_tokens], vocabulary, None
-    places = blocks.places(cache.lengths, num_tokens)
-    return x + look_up(positions, places), vocabulary, cache
+    places = _places(cache.lengths, num_tokens)
+    return x + layers.look_up(positions, places), vocabulary, cache
+
+
+def _block(
+    size: Size,
+    rate: float,
+    attention: str,
+    x: jax.Array,
+    cache: KeysValues | None = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, KeysValues | None]:
+    """Attention and an MLP with residuals: [B, T, D]; appends to a given KV cache."""
+    # The more layers, the smaller the initial residuals.
+    deviation = layers.DEVIATION / (2 * size.num_layers) ** 0.5
+    residual = hk.initializers.RandomNormal(deviation)
+    heads = (*x.shape[:2], size.num_heads, size.width // size.num_heads)
+    y = layers.norm("norm_1")(x)
+    with hk.name_scope("attention"):
+        projected = jnp.split(layers.linear(3 * size.width, "qkv")(y), 3, axis=-1)
+        query, key, value = (part.reshape(heads) for part in projected)
+        if cache is None:
+            # First parameters come from shapes alone, and are traced in float32.
+            y = attend("xla" if hk.running_init() else attention, query, key, value)
+        else:
+            cache = _append(cache[0], key, lengths), _append(cache[1], value, lengths)
+            here = _places(lengths, x.shape[1])[:, None, :, None]
+            y = attend(attention, query, *cache, jnp.arange(size.context) <= here)
+        y = layers.linear(size.width, "projection", residual)(y.reshape(x.shape))
+    x = x + layers.drop(rate, y)
+    y = layers.feed_forward(layers.norm("norm_2")(x), 4 * size.width, True, residual)
+    return x + layers.drop(rate, y), cache
+
+
+def _places(lengths: jax.Array, num_tokens: int) -> jax.Array:
+    """Positions [B, T] of T tokens that follow `lengths` [B] others."""
+    return lengths[:, None] + jnp.arange(num_tokens)
+
+
+def _append(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Writes [B, T, H, D / H] behind the first `lengths` of [B, S, H, D / H]."""
+    write = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
+    return write(cache, new.astype(cache.dtype), lengths, 0)
 
 
 def gpt_flops_per_token(
@@ -175,8 +212,7 @@ def gpt_flops_per_token(
     Raises:
       ValueError: a value out of its range.
     """
-    names = ("preset", *Size._fields)
-    size = _size(**{name: model.get(name) for name in names})
+    size = _size(*map(model.get, ("preset", *Size._fields)))
     width = size.width
     block = 12 * width**2 + 13 * width  # Four matrices, their biases, two norms.
     params = num_outputs * width + size.num_layers * block + 2 * width
@@ -184,38 +220,33 @@ def gpt_flops_per_token(
     if trained is None:
         return 6.0 * params + 12.0 * size.num_layers * attention
     added = added or {}
-    learning = [path for path in trained | added if "/positions/" not in path]
-    first = min((_depth(path, size.num_layers) for path in learning), default=None)
-    below = size.num_layers if first is None else first
-    above = size.num_layers - below
-    forward = 2.0 * params + 4.0 * size.num_layers * attention
-    through = 0.0
-    if first is not None:
-        through = 2.0 * (params - below * block) + 8.0 * above * attention
-    weights = sum((trained | added)[path] for path in learning)
-    return forward + through + 2.0 * weights + 4.0 * sum(added.values())
+    flops = 2.0 * params + 4.0 * size.num_layers * attention + 4.0 * sum(added.values())
+    learning = {k: n for k, n in (trained | added).items() if "/positions/" not in k}
+    if not learning:
+        return flops
+    below = min(_depth(path, size.num_layers) for path in learning)
+    through = 2.0 * (params - below * block)
+    through += 8.0 * (size.num_layers - below) * attention
+    return flops + through + 2.0 * sum(learning.values())
 
 
 def _depth(path: str, num_layers: int) -> int:
     """Number of blocks below a parameter."""
     block = re.search(r"/block_(\d+)/", path)
-    if block:
-        return int(block[1])
-    return num_layers if "/norm/" in path else 0
+    return int(block[1]) if block else num_layers * ("/norm/" in path)
 
 
 def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Completes keyword arguments of `gpt`: None or absent ones from the preset."""
-    sizes = PRESETS[arguments.get("preset") or "124M"]._asdict()
-    return sizes | {k: v for k, v in arguments.items() if v is not None}
+    size = _size(*map(arguments.get, ("preset", *Size._fields)))
+    return arguments | size._asdict()
 
 
-def _size(preset: str | None, *args: int | None, **kwargs: int | None) -> Size:
+def _size(preset: str | None, *given: int | None) -> Size:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset={preset!r}; possible are {', '.join(PRESETS)}")
-    given = dict(zip(Size._fields, args, strict=False)) | kwargs
-    given = {name: value for name, value in given.items() if value is not None}
-    size = PRESETS[preset or "124M"]._replace(**given)
+    pairs = zip(given, PRESETS[preset or "124M"], strict=True)
+    size = Size(*(known if own is None else own for own, known in pairs))
     if min(size) < 1 or size.width % size.num_heads:
         raise ValueError(
             f"num_layers={size.num_layers}, width={size.width}, num_heads="
@@ -223,3 +254,44 @@ def _size(preset: str | None, *args: int | None, **kwargs: int | None) -> Size:
             "is 1 or more, and width a multiple of num_heads"
         )
     return size
+
+
+gpt.family = Family(
+    model_type="gpt2",
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    keywords=(
+        Keyword("num_outputs", "vocab_size", 50257),
+        Keyword("context", "n_positions", 1024),
+        Keyword("width", "n_embd", 768),
+        Keyword("num_layers", "n_layer", 12),
+        Keyword("num_heads", "n_head", 12),
+        Keyword("dropout", "resid_pdrop", 0.1),
+    ),
+    fixed=lambda config: {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "n_inner": (None, 4 * config.get("n_embd", 768)),
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    # The causal mask of old files is skipped; it is computed here.
+    rules=layer_rules("""
+        embedding  [transformer.]wte                 gpt/embed
+        embedding  lm_head                           gpt/embed
+        embedding  [transformer.]wpe                 gpt/positions
+        norm       [transformer.]h.{}.ln_1           gpt/block_{}/norm_1
+        conv1d     [transformer.]h.{}.attn.c_attn    gpt/block_{}/attention/qkv
+        conv1d     [transformer.]h.{}.attn.c_proj    gpt/block_{}/attention/projection
+        norm       [transformer.]h.{}.ln_2           gpt/block_{}/norm_2
+        conv1d     [transformer.]h.{}.mlp.c_fc       gpt/block_{}/mlp/up
+        conv1d     [transformer.]h.{}.mlp.c_proj     gpt/block_{}/mlp/down
+        norm       [transformer.]ln_f                gpt/norm
+        skip       [transformer.]h.{}.attn.bias
+        skip       [transformer.]h.{}.attn.masked_bias
+    """),
+    sizes=complete_sizes,
+    flops_per_token=gpt_flops_per_token,
+    tables=("gpt/embed/embeddings", "gpt/positions/embeddings"),
+)

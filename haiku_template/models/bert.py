@@ -6,7 +6,6 @@ of it are BERT encoders of other sizes.
 Shapes: B texts, T tokens, D width, K outputs.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import haiku as hk
@@ -14,8 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
+from haiku_template.models import layers
 from haiku_template.models.attention import attend
-from haiku_template.models.layers import drop, linear, look_up, table
+from haiku_template.models.family import Family, Keyword, layer_rules
+
+POOLINGS = ("cls", "mean")
 
 
 class Sizes(NamedTuple):
@@ -28,7 +30,6 @@ class Sizes(NamedTuple):
     num_heads: int
     mlp_width: int
     token_types: int
-    norm_eps: float
 
 
 def bert(
@@ -50,17 +51,14 @@ def bert(
     """A text classifier, or a sentence encoder: texts to [B, K] or to [B, D].
 
     Inputs are a dictionary of `tokens` (int [B, T]), `mask` (int or bool [B, T], 0 for
-    padding) and, optionally, `token_types` (int [B, T]; 0 without).
+    padding) and, optionally, `token_types` (int [B, T]; 0 without). The model keeps no
+    statistics of the batch, so `axis_name` is not used.
 
     Args:
       num_outputs: K; None gives the pooled texts themselves, each of length 1.
-      axis_name: not used; the model keeps no statistics of the batch.
       pooling: `cls` for the first token, through the pooler; `mean` over the tokens.
-      vocab_size: number of tokens.
       context: longest text, in tokens.
-      width: D.
-      num_layers: blocks of attention and MLP.
-      num_heads: attention heads of each block; they divide the width.
+      width: D, a multiple of `num_heads`.
       mlp_width: units of the hidden layer of each MLP.
       token_types: number of token types (segments).
       dropout: share of units dropped in training, in [0, 1); none of the attention's.
@@ -73,20 +71,13 @@ def bert(
     """
     del axis_name
     sizes = Sizes(
-        vocab_size,
-        context,
-        width,
-        num_layers,
-        num_heads,
-        mlp_width,
-        token_types,
-        norm_eps,
+        vocab_size, context, width, num_layers, num_heads, mlp_width, token_types
     )
     if pooling not in POOLINGS:
         raise ValueError(
             f"pooling={pooling!r} is not known; possible are {', '.join(POOLINGS)}"
         )
-    if min(sizes[:7]) < 1 or width % num_heads or not 0 <= dropout < 1:
+    if min(sizes) < 1 or width % num_heads or not 0 <= dropout < 1:
         raise ValueError(
             f"{sizes} and dropout={dropout} are not all possible: sizes are 1 or more, "
             "num_heads divides width, and dropout is in [0, 1)"
@@ -95,23 +86,23 @@ def bert(
     def forward(inputs: dict[str, jax.Array], is_training: bool) -> jax.Array:
         with hk.name_scope("bert"):
             rate = dropout if is_training else 0.0
-            hidden = encode(inputs, sizes, rate, remat)
-            pooled = POOLINGS[pooling](hidden, inputs["mask"])
+            hidden = encode(inputs, sizes, norm_eps, rate, remat)
+            pooled = pool(hidden, inputs["mask"], pooling)
             if num_outputs is None:
                 return _normalized(pooled)
-            return linear(num_outputs, "head")(drop(rate, pooled))
+            return layers.linear(num_outputs, "head")(layers.drop(rate, pooled))
 
     return hk.transform(forward)
 
 
 def encode(
-    inputs: dict[str, jax.Array], sizes: Sizes, rate: float = 0.0, remat: bool = False
+    inputs: dict[str, jax.Array],
+    sizes: Sizes,
+    norm_eps: float,
+    rate: float = 0.0,
+    remat: bool = False,
 ) -> jax.Array:
-    """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing.
-
-    Raises:
-      ConfigError: a text of more tokens than `context`.
-    """
+    """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing."""
     tokens = inputs["tokens"]
     length = tokens.shape[1]
     if length > sizes.context:
@@ -121,15 +112,17 @@ def encode(
             f"with data.context={sizes.context} and data.truncate=True"
         )
     types = inputs.get("token_types", jnp.zeros_like(tokens))
-    x = look_up(table(sizes.vocab_size, sizes.width, "embed"), tokens)
-    x += look_up(table(sizes.token_types, sizes.width, "token_types"), types)
-    x += table(sizes.context, sizes.width, "positions")[None, :length]
-    x = drop(rate, _norm(sizes, "norm")(x))
+    x = layers.look_up(layers.table(sizes.vocab_size, sizes.width, "embed"), tokens)
+    segments = layers.table(sizes.token_types, sizes.width, "token_types")
+    x += layers.look_up(segments, types)
+    x += layers.table(sizes.context, sizes.width, "positions")[None, :length]
+    x = layers.drop(rate, layers.norm("norm", norm_eps)(x))
 
     def block(x: jax.Array, mask: jax.Array) -> jax.Array:
-        change = drop(rate, _attention(x, mask, sizes))
-        x = _norm(sizes, "norm_1")(x + change)
-        return _norm(sizes, "norm_2")(x + drop(rate, _mlp(x, sizes)))
+        y = layers.drop(rate, _attention(x, mask, sizes))
+        x = layers.norm("norm_1", norm_eps)(x + y)
+        y = layers.feed_forward(x, sizes.mlp_width, approximate=False)
+        return layers.norm("norm_2", norm_eps)(x + layers.drop(rate, y))
 
     block = hk.remat(block) if remat else block
     for i in range(sizes.num_layers):
@@ -138,23 +131,13 @@ def encode(
     return x
 
 
-def first(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """Pools the first token's state, through the pooler: [B, T, D] to [B, D]."""
-    del mask
-    return jnp.tanh(linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
-
-
-def mean(hidden: jax.Array, mask: jax.Array) -> jax.Array:
-    """Averages the tokens that are no padding: [B, T, D] to [B, D]."""
+def pool(hidden: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
+    """Pools as `bert` is asked to: [B, T, D] to [B, D]."""
+    if pooling == "cls":
+        return jnp.tanh(layers.linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
     weights = mask[:, :, None].astype(jnp.float32)  # bfloat16 counts to 256.
     count = jnp.maximum(jnp.sum(weights, axis=1), 1)  # A row may be all padding.
     return (jnp.sum(hidden * weights, axis=1) / count).astype(hidden.dtype)
-
-
-POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "cls": first,
-    "mean": mean,
-}
 
 
 def _normalized(x: jax.Array) -> jax.Array:
@@ -169,19 +152,58 @@ def _attention(x: jax.Array, mask: jax.Array, sizes: Sizes) -> jax.Array:
     heads = (*x.shape[:2], sizes.num_heads, sizes.width // sizes.num_heads)
     with hk.name_scope("attention"):
         query, key, value = (
-            linear(sizes.width, name)(x).reshape(heads)
+            layers.linear(sizes.width, name)(x).reshape(heads)
             for name in ("query", "key", "value")
         )
         mask = mask[:, None, None, :].astype(bool)
         y = attend("xla", query, key, value, mask)
-        return linear(sizes.width, "projection")(y.reshape(x.shape))
+        return layers.linear(sizes.width, "projection")(y.reshape(x.shape))
 
 
-def _mlp(x: jax.Array, sizes: Sizes) -> jax.Array:
-    with hk.name_scope("mlp"):
-        x = jax.nn.gelu(linear(sizes.mlp_width, "up")(x), approximate=False)
-        return linear(sizes.width, "down")(x)
-
-
-def _norm(sizes: Sizes, name: str) -> hk.LayerNorm:
-    return hk.LayerNorm(-1, True, True, eps=sizes.norm_eps, name=name)
+_LAYER, _BLOCK = "[bert.]encoder.layer.{}.", "bert/block_{}/"
+bert.family = Family(
+    model_type="bert",
+    architectures=(
+        "BertModel",
+        "BertForSequenceClassification",
+        "BertForMaskedLM",
+        "BertForPreTraining",
+        "BertForNextSentencePrediction",
+    ),
+    keywords=(
+        Keyword("vocab_size", "vocab_size", 30522),
+        Keyword("context", "max_position_embeddings", 512),
+        Keyword("width", "hidden_size", 768),
+        Keyword("num_layers", "num_hidden_layers", 12),
+        Keyword("num_heads", "num_attention_heads", 12),
+        Keyword("mlp_width", "intermediate_size", 3072),
+        Keyword("token_types", "type_vocab_size", 2),
+        Keyword("dropout", "hidden_dropout_prob", 0.1),
+        Keyword("norm_eps", "layer_norm_eps", 1e-12),
+    ),
+    fixed=lambda config: {
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    # Skipped are positions that count from 0, and the heads of pretraining.
+    rules=layer_rules(f"""
+        embedding  [bert.]embeddings.word_embeddings        bert/embed
+        embedding  [bert.]embeddings.position_embeddings    bert/positions
+        embedding  [bert.]embeddings.token_type_embeddings  bert/token_types
+        norm       [bert.]embeddings.LayerNorm              bert/norm
+        linear     {_LAYER}attention.self.query             {_BLOCK}attention/query
+        linear     {_LAYER}attention.self.key               {_BLOCK}attention/key
+        linear     {_LAYER}attention.self.value             {_BLOCK}attention/value
+        linear     {_LAYER}attention.output.dense           {_BLOCK}attention/projection
+        norm       {_LAYER}attention.output.LayerNorm       {_BLOCK}norm_1
+        linear     {_LAYER}intermediate.dense               {_BLOCK}mlp/up
+        linear     {_LAYER}output.dense                     {_BLOCK}mlp/down
+        norm       {_LAYER}output.LayerNorm                 {_BLOCK}norm_2
+        linear?    [bert.]pooler.dense                      bert/pooler
+        linear?    classifier                               bert/head
+        skip       [bert.]embeddings.position_ids
+        skip       cls.*
+    """),
+)
