@@ -18,25 +18,23 @@ from absl import flags
 
 from haiku_template import cli
 
-_FORMAT = flags.DEFINE_enum(
-    "format", None, ["safetensors", "stablehlo", "adapters"], "What to write."
-)
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.")
-flags.mark_flags_as_required(["format", "output"])
+FORMATS = ["safetensors", "stablehlo", "adapters"]
+flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
+flags.DEFINE_string("output", None, "The new folder to write.", required=True)
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
     """Restores the checkpoint and writes it."""
-    run, output = cli.open_run(), Path(_OUTPUT.value)
+    run, output = cli.open_run(), Path(flags.FLAGS.output)
     from haiku_template import runs
 
     write = {
         "safetensors": runs.export_safetensors,
         "stablehlo": runs.export_stablehlo,
         "adapters": runs.export_adapters,
-    }[_FORMAT.value]
+    }[flags.FLAGS.format]
     print(f"{output}: step {write(run, output)} of {run.workdir}")
 
 

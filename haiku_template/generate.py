@@ -24,22 +24,17 @@ if TYPE_CHECKING:
 
 DASHES = "-" * 16
 
-_PROMPT = flags.DEFINE_string("prompt", "\n", "The text to continue.")
-_PROMPT_FILE = flags.DEFINE_string(
-    "prompt_file", None, "A file with a prompt a line, continued side by side."
-)
-_NUM_TOKENS = flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")
-_TEMPERATURE = flags.DEFINE_float(
+FLAGS = flags.FLAGS
+flags.DEFINE_string("prompt", "\n", "The text to continue.")
+flags.DEFINE_string("prompt_file", None, "A prompt a line, continued side by side.")
+flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")
+flags.DEFINE_float(
     "temperature", 0.8, "Above 1 bolder, below 1 safer; 0 takes the likeliest token."
 )
-_TOP_K = flags.DEFINE_integer(
-    "top_k", None, "Choose among so many of the likeliest tokens; all by default."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the choice: the same gives the same text.")
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer",
-    None,
-    "bytes, or a tokenizer.json; by default what the run's data set says.",
+flags.DEFINE_integer("top_k", None, "Choose among so many of the likeliest; or all.")
+flags.DEFINE_integer("seed", 0, "Of the choice: the same gives the same text.")
+flags.DEFINE_string(
+    "tokenizer", None, "bytes, or a tokenizer.json; else what the run's data set says."
 )
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
@@ -48,20 +43,17 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Reads prompts, restores the parameters, and prints the text."""
     prompts = read_prompts()
-    if _NUM_TOKENS.value < 1:
-        raise ConfigError(f"--num_tokens={_NUM_TOKENS.value}; possible is 1 or more")
+    if FLAGS.num_tokens < 1:
+        raise ConfigError(f"--num_tokens={FLAGS.num_tokens}; possible is 1 or more")
     run = cli.open_run(num_devices=1)
     from haiku_template import generation
     from haiku_template.data.text import Tokenizer
 
-    tokenizer = Tokenizer(_TOKENIZER.value or _tokenizer_of(run))
+    tokenizer = Tokenizer(FLAGS.tokenizer or _tokenizer_of(run))
     tokens = tokenizer.encode(prompts)
     model = generation.load(run)
     sampling = generation.Sampling(
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        vocabulary=tokenizer.size,
-        seed=_SEED.value,
+        FLAGS.temperature, FLAGS.top_k, tokenizer.size, FLAGS.seed
     )
     generate = generation.make_generate(run.devices, model, sampling)
     streams = [tokenizer.stream() for _ in prompts]
@@ -71,15 +63,15 @@ def main() -> None:
     with run.devices.explicit_transfers():
         pieces = (
             [stream(token) for stream, token in zip(streams, row.tolist(), strict=True)]
-            for row in generate(tokens, _NUM_TOKENS.value)
+            for row in generate(tokens, FLAGS.num_tokens)
         )
         _show(prompts, pieces)
 
 
 def read_prompts() -> list[str]:
     """Reads --prompt or --prompt_file, or raises `ConfigError` if it cannot."""
-    path, prompts = _PROMPT_FILE.value, [_PROMPT.value]
-    if path is not None and _PROMPT.present:
+    path, prompts = FLAGS.prompt_file, [FLAGS.prompt]
+    if path is not None and FLAGS["prompt"].present:
         raise ConfigError("--prompt and --prompt_file were given; give one of the two")
     if path is not None:
         try:
@@ -99,17 +91,13 @@ def read_prompts() -> list[str]:
 
 def _tokenizer_of(run: "Run") -> str:
     """Names the tokenizer of a run's data set."""
-    choices = "--tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
     try:
-        text = run.tokenizer()
+        return run.tokenizer()
     except ConfigError as error:
-        raise ConfigError(f"{error}; without the data, give {choices}") from error
-    if text is None:
         raise ConfigError(
-            f"the data set {run.config.data.name} of the run does not say what its "
-            f"tokens stand for; give {choices}"
-        )
-    return text
+            f"{error}; without the data, give --tokenizer=bytes, or --tokenizer=PATH "
+            "of a tokenizer.json"
+        ) from error
 
 
 def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:

@@ -15,17 +15,16 @@ from absl import flags
 
 from haiku_template import cli
 
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "The file to write, .npz or .jsonl; it must not exist."
+flags.DEFINE_string(
+    "output", None, "The new file to write, .npz or .jsonl.", required=True
 )
-flags.mark_flag_as_required("output")
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
     """Restores the checkpoint and writes its outputs."""
-    run, output = cli.open_run(), Path(_OUTPUT.value)
+    run, output = cli.open_run(), Path(flags.FLAGS.output)
     from haiku_template.runs import write_predictions
 
     examples = write_predictions(run, output)

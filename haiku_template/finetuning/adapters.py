@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import haiku as hk
 import numpy as np
@@ -27,22 +27,11 @@ from haiku_template.storage.workdir import BASE, has_checkpoints, write_json
 logger = logging.getLogger(__name__)
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
-
-
-class Facts(NamedTuple):
-    """Metadata of an adapter file; `base_sha256` is of the frozen parameters."""
-
-    rank: int
-    alpha: float
-    base_sha256: str
-    step: int
+FACTS = {"rank": int, "alpha": float, "base_sha256": str, "step": int}  # Metadata.
 
 
 def fingerprint(devices: DeviceManager, frozen: hk.Params) -> str:
-    """SHA-256 of the paths, dtypes, shapes and bytes of a tree, sorted by path.
-
-    Host memory holds one leaf at a time.
-    """
+    """SHA-256 of the paths, dtypes, shapes and bytes of a tree, a leaf at a time."""
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten(frozen).items()):
         digest.update(f"{path} {leaf.dtype}{list(leaf.shape)}\n".encode())
@@ -60,29 +49,24 @@ def save_adapters(
     *,
     step: int,
 ) -> None:
-    """Writes trainable parameters to a new file, whole or not at all.
-
-    Raises:
-      ConfigError: `file` exists.
-      StorageError: it cannot be written.
-    """
+    """Writes trainable parameters to a new file; raises as `new_file`."""
     with new_file(Path(file)) as partial:
-        facts = Facts(lora.rank, lora.alpha, fingerprint(devices, frozen), step)
-        metadata = {key: str(value) for key, value in facts._asdict().items()}
+        facts = lora.rank, lora.alpha, fingerprint(devices, frozen), step
+        metadata = dict(zip(FACTS, map(str, facts), strict=True))
         tensors = devices.fetch(flatten(params))
         tensors = {path: np.asarray(x, order="C") for path, x in tensors.items()}
         save_tensors(partial, tensors, metadata)
 
 
-def read_facts(file: Path) -> Facts:
-    """Reads an adapter file's metadata, or raises `ConfigError`."""
+def read_facts(file: Path) -> dict[str, Any]:
+    """Reads an adapter file's `FACTS`, or raises `ConfigError`."""
     read_headers(file)  # Raises one sentence if damaged.
-    found, types = read_metadata(file), Facts.__annotations__
+    found = read_metadata(file)
     try:
-        return Facts(*(convert(found[key]) for key, convert in types.items()))
+        return {key: convert(found[key]) for key, convert in FACTS.items()}
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"{file} holds no adapters: its metadata do not give {', '.join(types)}"
+            f"{file} holds no adapters: its metadata do not give {', '.join(FACTS)}"
         ) from error
 
 
@@ -109,23 +93,19 @@ def load_adapters(
         )
     found = read_facts(file)
     for key in ("rank", "alpha"):
-        there, here = getattr(found, key), getattr(lora, key)
+        there, here = found[key], getattr(lora, key)
         if there != here:
             raise ConfigError(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
-    check_frozen(found.base_sha256, devices, frozen, f"the adapters in {file}")
+    check_frozen(found["base_sha256"], devices, frozen, f"the adapters in {file}")
     return unflatten(read(file, skeleton, same_names(skeleton), devices))
 
 
 def check_frozen(
     expected: str, devices: DeviceManager, frozen: hk.Params, whose: str
 ) -> None:
-    """Asserts that frozen parameters have the hash that `whose` names expects.
-
-    Raises:
-      ConfigError: they have another.
-    """
+    """Raises `ConfigError` if the hash is another; `whose` names what expects it."""
     found = fingerprint(devices, frozen)
     if found != expected:
         raise ConfigError(
@@ -136,11 +116,7 @@ def check_frozen(
 
 
 def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) -> None:
-    """Asserts that a resumed run has its frozen parameters; saves a new run's hash.
-
-    Raises:
-      ConfigError: the parameters changed.
-    """
+    """Saves a new run's hash; raises `ConfigError` if a resumed run's is another."""
     file = workdir / BASE
     if not frozen:
         return

@@ -17,21 +17,14 @@ A, B = "_lora_a", "_lora_b"  # Behind the name of W.
 
 
 class Lora(NamedTuple):
-    """Configuration of LoRA adapters.
+    """Configuration of LoRA adapters."""
 
-    Attributes:
-      rank: R; 0 makes none.
-      alpha: the LoRA scale times R.
-      dropout: share of the rows of A that a step drops, in [0, 1), the same for all
-        examples of a device's batch. (LoRA's own dropout draws for each example, which
-        a tree of parameters cannot.)
-      patterns: of matrices to adapt, by path.
-    """
-
-    rank: int
-    alpha: float = 16.0
+    rank: int  # R; 0 makes none.
+    alpha: float = 16.0  # The LoRA scale times R.
+    # Share of the rows of A that a step drops, in [0, 1), the same ones for all of a
+    # device's examples: LoRA's own draws for each example, which a tree cannot.
     dropout: float = 0.0
-    patterns: tuple[str, ...] = ("*/w",)
+    patterns: tuple[str, ...] = ("*/w",)  # Of matrices to adapt, by path.
 
 
 def init_adapters(

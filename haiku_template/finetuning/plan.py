@@ -25,42 +25,25 @@ Multipliers = Sequence[tuple[str, float]]
 
 
 class Finetuning(NamedTuple):
-    """Fine-tuning in a user's patterns; by default all parameters train.
+    """Fine-tuning in a user's patterns of parameters; by default all train."""
 
-    Attributes:
-      train: parameters that train whole; none means all, or with `lora` none.
-      lora: adapters of frozen parameters; None for none.
-      fresh: parameters that start from the seed although others are read.
-      base_dtype: of frozen parameters: `float32` or `bfloat16`.
-      multipliers: of the learning rate: (pattern, factor) each.
-      adapters: a file or folder of adapters to start from; None for none.
-    """
-
-    train: tuple[str, ...] = ()
-    lora: Lora | None = None
-    fresh: tuple[str, ...] = ()
-    base_dtype: str = "float32"
-    multipliers: Multipliers = ()
-    adapters: str | None = None
+    train: tuple[str, ...] = ()  # Train whole; none means all, or with `lora` none.
+    lora: Lora | None = None  # Adapters of frozen parameters.
+    fresh: tuple[str, ...] = ()  # Start from the seed although others are read.
+    base_dtype: str = "float32"  # Of frozen parameters; or bfloat16.
+    multipliers: Multipliers = ()  # Of the learning rate: (pattern, factor) each.
+    adapters: str | None = None  # A file or folder of adapters to start from.
 
 
 class Plan(NamedTuple):
-    """Split of one model's parameters by path, made by `make_plan`.
+    """Split of one model's parameters by path, made by `make_plan`."""
 
-    Attributes:
-      trained: parameters that train whole.
-      adapted: frozen parameters that have an adapter.
-      frozen: all frozen parameters.
-      fresh: parameters that are not read.
-      dtype: of frozen floating-point parameters.
-    """
-
-    trained: frozenset[str]
-    adapted: frozenset[str]
+    trained: frozenset[str]  # Train whole.
+    adapted: frozenset[str]  # Frozen, with an adapter.
     frozen: frozenset[str]
-    fresh: frozenset[str]
+    fresh: frozenset[str]  # Are not read.
     lora: Lora
-    dtype: Any
+    dtype: Any  # Of frozen floating-point parameters.
 
     def split(self, whole: hk.Params) -> tuple[hk.Params, hk.Params]:
         """Splits parameters: those that train whole, and frozen ones in their dtype."""
@@ -72,10 +55,7 @@ class Plan(NamedTuple):
         )
 
     def init_params(self, whole: hk.Params, rng: jax.Array) -> hk.Params:
-        """Makes the trainable parameters before step 0, adapters among them.
-
-        `whole` are all of the model's; of frozen ones only the shape counts.
-        """
+        """Makes the trainable parameters before step 0, adapters among them."""
         shapes = {k: x.shape for k, x in flatten(whole).items() if k in self.adapted}
         adapters = unflatten(init_adapters(self.lora, shapes, rng))
         return hk.data_structures.merge(self.split(whole)[0], adapters)

@@ -13,7 +13,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.generation.sampling import Sampling, make_steps
 from haiku_template.params import flatten
 from haiku_template.runs import Run
-from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.training import experiment
 from haiku_template.training.precision import Precision
 
@@ -23,21 +23,14 @@ SHORTEST = 16  # Least tokens of a padded prompt.
 
 
 class LanguageModel(NamedTuple):
-    """A trained model on its device.
-
-    Attributes:
-      params: in the compute dtype; averaged if the run averages them.
-      model: `forward(tokens, is_training, cache)`, as `models.gpt`.
-      vocabulary: number of tokens.
-      context: largest number of tokens in a forward pass.
-    """
+    """A trained model on its device."""
 
     step: int
-    params: hk.Params
-    model: hk.Transformed
+    params: hk.Params  # In the compute dtype; averaged if the run averages them.
+    model: hk.Transformed  # `forward(tokens, is_training, cache)`, as `models.gpt`.
     precision: Precision
-    vocabulary: int
-    context: int
+    vocabulary: int  # Number of tokens.
+    context: int  # Largest number of tokens in a forward pass.
 
 
 def load(run: Run) -> LanguageModel:
@@ -76,7 +69,7 @@ def load(run: Run) -> LanguageModel:
     if config.finetuning.train or config.finetuning.lora.rank is not None:
         step, params = run.step, run.model()[0]
     else:
-        step, params = run.restore(read)
+        step, params = restore(run.workdir, run.which, read)
     vocabulary, context = sizes(params)
     precision = Precision.create(config.precision, devices.platform)
     params = devices.init(precision.policy.cast_to_compute, params)

@@ -15,19 +15,12 @@ from haiku_template.training.precision import Precision
 
 
 class Sampling(NamedTuple):
-    """Sampling of the next token.
+    """Sampling of the next token."""
 
-    Attributes:
-      temperature: divides the logits; 0 takes the most probable token.
-      top_k: number of most probable tokens to choose among; None means all.
-      vocabulary: number of first tokens to choose among; None means all.
-      seed: with the row and the number of the token, the source of randomness.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    vocabulary: int | None = None
-    seed: int = 0
+    temperature: float = 1.0  # Divides the logits; 0 takes the most probable token.
+    top_k: int | None = None  # Most probable tokens to choose among; None means all.
+    vocabulary: int | None = None  # First tokens to choose among; None means all.
+    seed: int = 0  # With the row and the number of the token, the source of randomness.
 
 
 class Written(NamedTuple):

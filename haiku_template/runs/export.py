@@ -35,8 +35,7 @@ def export_safetensors(run: Run, output: Path) -> int:
     files of the folder that they started from. Others get Haiku's names, `module/name`,
     and state.safetensors for network state.
 
-    Returns:
-      The step of the checkpoint.
+    Returns the step of the checkpoint.
 
     Raises:
       ConfigError: `output` exists, there is no such checkpoint, its frozen parameters
@@ -68,10 +67,8 @@ def export_adapters(run: Run, output: Path) -> int:
 
     The folder is a workdir for evaluation, generation and export, and
     `config.finetuning.adapters` for training. Frozen parameters are read from init_from
-    in its config.json. Returns and raises as `export_safetensors`, and besides:
-
-    Raises:
-      ConfigError: the run has network state, or no frozen parameters that were read.
+    in its config.json. Returns and raises as `export_safetensors`, and `ConfigError` if
+    the run has network state, or no frozen parameters that were read.
     """
     check_new(output)
     plan, state = run.trainer.plan, run.state

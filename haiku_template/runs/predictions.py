@@ -15,13 +15,15 @@ from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
 from haiku_template.training import Trainer
+from haiku_template.training.evaluation import num_rows
 from haiku_template.training.state import TrainState
 
 
 def write_predictions(run: Run, output: Path) -> int:
     """Writes outputs and labels, if any, of a run's evaluation set, in its order.
 
-    `output` ends in `.npz`, which needs all of it in memory, or in `.jsonl`.
+    `output` ends in `.npz`, for arrays [N, ...] named `outputs`, or `outputs/NAME`, and
+    `labels`, which memory must hold; or in `.jsonl`, for an object with both a line.
 
     Returns:
       The number of examples.
@@ -31,16 +33,26 @@ def write_predictions(run: Run, output: Path) -> int:
         predict.
       StorageError: the checkpoint is damaged, or `output` cannot be written.
     """
-    writers = {".npz": _write_npz, ".jsonl": _write_jsonl}
-    if output.suffix not in writers:
+    if output.suffix not in (".npz", ".jsonl"):
         raise ConfigError(
             f"--output={output} ends in neither .npz (arrays) nor .jsonl (one JSON "
             "object an example)"
         )
     check_new(output)
-    dataset, state = run.evaluation_set(), run.state
+    dataset, state, count = run.evaluation_set(), run.state, 0
     with new_file(output) as file, run.devices.explicit_transfers():
-        return writers[output.suffix](file, _predict(run.trainer, state, dataset))
+        batches = _predict(run.trainer, state, dataset)
+        if output.suffix == ".npz":
+            joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+            np.savez(file, **flatten(joined))
+            return num_rows(joined)
+        with file.open("w") as lines:
+            for batch in batches:
+                for i in range(num_rows(batch)):
+                    example = jax.tree.map(lambda x, i=i: x[i].tolist(), batch)
+                    lines.write(json.dumps(example) + "\n")
+                count += num_rows(batch)
+    return count
 
 
 def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:
@@ -55,22 +67,3 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
     read = types.SimpleNamespace(num_batches=dataset.num_batches, batch=batch)
     for outputs in trainer.predict(state, read):
         yield {"outputs": outputs} | labels.popleft()
-
-
-def _write_npz(file: Path, batches: Iterator[Any]) -> int:
-    """Writes arrays [N, ...] named `outputs` and `labels`, or `outputs/NAME`."""
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    np.savez(file, **flatten(joined))
-    return len(jax.tree.leaves(joined)[0])
-
-
-def _write_jsonl(file: Path, batches: Iterator[Any]) -> int:
-    """Writes an object with `outputs` and `labels` for each example."""
-    count = 0
-    with file.open("w") as lines:
-        for batch in batches:
-            for row in range(len(jax.tree.leaves(batch)[0])):
-                example = jax.tree.map(lambda x, row=row: x[row].tolist(), batch)
-                lines.write(json.dumps(example) + "\n")
-                count += 1
-    return count

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
 from haiku_template.reporting import plots
-from haiku_template.storage.checkpoint import Checkpoints, restore
+from haiku_template.storage.checkpoint import restore
 from haiku_template.training import Experiment, Trainer
 from haiku_template.training.experiment import make_data
 from haiku_template.training.state import TrainState
@@ -22,17 +21,12 @@ from haiku_template.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One checkpoint of a run, on any devices; each part is read when asked for.
+    """One checkpoint of a run, on any devices; each part is read when asked for."""
 
-    Attributes:
-      workdir: of the run, or a folder of exported adapters.
-      which: `latest`, `best`, or a step.
-    """
-
-    workdir: Path
+    workdir: Path  # Of the run, or a folder of exported adapters.
     config: config_dict.ConfigDict
     devices: DeviceManager
-    which: str
+    which: str  # `latest`, `best`, or a step.
 
     @classmethod
     def open(cls, workdir: str | Path, devices: DeviceManager, which: str) -> "Run":
@@ -57,28 +51,25 @@ class Run:
     def checkpoint(self) -> tuple[int, TrainState]:
         """The step and the train state, on the devices.
 
-        Raises:
-          ConfigError: no such checkpoint, or the frozen parameters changed.
-          StorageError: the checkpoint is damaged.
+        Raises `ConfigError` if there is none or the frozen parameters changed,
+        `StorageError` if it is damaged.
         """
         trainer, abstract = self.trainer, self.trainer.abstract.saved()
         if self._holds_adapters:
-            step = read_facts(self.workdir / ADAPTERS).step
+            step = read_facts(self.workdir / ADAPTERS)["step"]
             if self.which not in ("latest", str(step)):
                 raise ConfigError(
                     f"--checkpoint={self.which} is not in {self.workdir}; its adapters "
                     f"are of step {step}"
                 )
             return step, trainer.init()
-        step, saved = self.restore(lambda files, step: files.restore(step, abstract))
+        step, saved = restore(
+            self.workdir, self.which, lambda files, step: files.restore(step, abstract)
+        )
         state = TrainState(**saved, frozen=trainer.frozen())
         if trainer.experiment.init_from is not None:
             check_same_frozen(self.devices, state.frozen, self.workdir)
         return step, state
-
-    def restore(self, read: Callable[[Checkpoints, int], Any]) -> tuple[int, Any]:
-        """Reads from the checkpoint; returns its step and `read(checkpoints, step)`."""
-        return restore(self.workdir, self.which, read)
 
     @property
     def step(self) -> int:
@@ -98,9 +89,15 @@ class Run:
         """Parameters and network state: averages if there are any, adapters merged."""
         return self.trainer.merged(self.state)
 
-    def tokenizer(self) -> str | None:
-        """Tokenizer that the data set names: `bytes`, a file, or None."""
-        return make_data(self.config).text
+    def tokenizer(self) -> str:
+        """Tokenizer that the data set names, or `ConfigError`: `bytes`, or a file."""
+        text = make_data(self.config).text
+        if text is None:
+            raise ConfigError(
+                f"the data set {self.config.data.name} of the run does not say what "
+                "its tokens stand for"
+            )
+        return text
 
     def evaluation_set(self) -> Any:
         """The data to evaluate on; raises `ConfigError` if there are none."""
@@ -113,11 +110,7 @@ class Run:
         return dataset
 
     def evaluate(self) -> dict[str, float]:
-        """Computes the metrics of the evaluation set; classes also give confusion.png.
-
-        Raises:
-          ConfigError: the data set has no evaluation set.
-        """
+        """Metrics of the evaluation set; those of classes also give confusion.png."""
         data, dataset = self.trainer.experiment.data, self.evaluation_set()
         with self.devices.explicit_transfers():
             metrics, counts = self.trainer.measure(self.state, dataset)

@@ -32,10 +32,8 @@ def export_stablehlo(run: Run, output: Path) -> int:
     `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` returns the
     outputs, on a CPU or an NVIDIA GPU, for a batch of any size. forward.json describes
     the inputs: the data set's, in their largest shape. Returns and raises as
-    `export_safetensors`, and besides:
-
-    Raises:
-      ConfigError: the model is too large, or needs a batch of one size.
+    `export_safetensors`, and `ConfigError` if the model is too large, or needs a batch
+    of one size.
     """
     check_new(output)
     if importlib.util.find_spec("flatbuffers") is None:
@@ -84,10 +82,9 @@ def export_stablehlo(run: Run, output: Path) -> int:
 def export_forward(
     forward: Callable[[Any], Any], inputs: Any
 ) -> tuple[jax.export.Exported, bytearray]:
-    """Lowers a function of inputs [B, ...] for any B; returns it with its bytes.
+    """Lowers a function of inputs [B, ...] for any B, and serializes it.
 
-    Raises:
-      ConfigError: JAX cannot, and why.
+    Raises `ConfigError` with JAX's reason.
     """
     (batch,) = jax.export.symbolic_shape("b")
 
