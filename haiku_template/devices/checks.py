@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from rich.text import Text
 
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
+
+if TYPE_CHECKING:
+    from haiku_template.devices.manager import DeviceManager
 
 DELETED = (
     "deleted: a compiled step has taken over its memory, or that of the array that it "
@@ -80,9 +83,9 @@ class Placement(NamedTuple):
     verdict: str
 
 
-def audit(tree: Any, devices: Sequence[jax.Device]) -> list[Placement]:
-    """Lists each leaf's placement in a tree that should be replicated on `devices`."""
-    return [_placement(*item, devices) for item in leaves_by_path(tree).items()]
+def audit(devices: "DeviceManager", tree: Any) -> list[Placement]:
+    """Placement of each leaf of a state, with a verdict for each that is astray."""
+    return [_placement(*item, devices.devices) for item in leaves_by_path(tree).items()]
 
 
 def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
@@ -132,12 +135,12 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
     return "on devices that this run does not use: use devices.replicate"
 
 
-def check(tree: Any, devices: Sequence[jax.Device]) -> None:
-    """Raises `PlacementError` for leaves that are not replicated on the devices."""
-    faults = [leaf for leaf in audit(tree, devices) if leaf.verdict]
+def check(devices: "DeviceManager", tree: Any) -> None:
+    """Raises `PlacementError` unless every leaf is replicated on the devices."""
+    faults = [row for row in audit(devices, tree) if row.verdict]
     if faults:
         first, *others = faults
-        more = f"; so are {', '.join(leaf.path for leaf in others[:3])}" * bool(others)
+        more = f"; so are {', '.join(row.path for row in others[:3])}" * bool(others)
         more += f" and {len(others) - 3} more" * (len(others) > 3)
         raise PlacementError(
             f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
@@ -205,31 +208,26 @@ def audit_table(rows: Sequence[Placement]) -> Group:
     """
     alike: dict[Any, list[Placement]] = {}
     for row in rows:
-        key = (row.verdict, row.where, row.committed, row.memory_kind)
-        alike.setdefault(key, []).append(row)
-    groups = sorted(alike.values(), key=lambda group: bool(group[0].verdict))
-    parts = [part for group in groups for part in ("", *_tables(group))]
+        alike.setdefault(row[-4:], []).append(row)
+    parts: list[Any] = []
+    for facts, group in sorted(alike.items(), key=lambda item: bool(item[0][-1])):
+        where, committed, kind, verdict = facts
+        if kind:
+            where += f"; {'un' * (not committed)}committed; memory kind {kind}"
+        shared = Table.grid(padding=(0, 1))
+        shared.add_row("where", where)
+        shared.add_row("verdict", verdict or "ok", style="bold" * bool(verdict))
+        leaves = Table(box=None, padding=(0, 0, 0, 2))
+        leaves.add_column("path", overflow="fold")
+        leaves.add_column("shape", no_wrap=True)
+        leaves.add_column("dtype", no_wrap=True)
+        leaves.add_column("bytes", no_wrap=True, justify="right")
+        for row in group:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            # As Text: brackets in a path are no markup.
+            leaves.add_row(Text(row.path), shape, row.dtype, f"{row.bytes:,}")
+        parts += ["", shared, leaves]
     return Group(*parts[1:])
-
-
-def _tables(group: list[Placement]) -> tuple[Table, Table]:
-    """Tables of the facts that the rows share, and of the leaves."""
-    *_, where, committed, kind, verdict = group[0]
-    if kind:
-        where += f"; {'un' * (not committed)}committed; memory kind {kind}"
-    shared = Table.grid(padding=(0, 1))
-    shared.add_row("where", where)
-    shared.add_row("verdict", verdict or "ok", style="bold" * bool(verdict))
-    leaves = Table(box=None, padding=(0, 0, 0, 2))
-    leaves.add_column("path", overflow="fold")
-    leaves.add_column("shape", no_wrap=True)
-    leaves.add_column("dtype", no_wrap=True)
-    leaves.add_column("bytes", no_wrap=True, justify="right")
-    for row in group:
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        # As Text: brackets in a path are no markup.
-        leaves.add_row(Text(row.path), shape, row.dtype, f"{row.bytes:,}")
-    return shared, leaves
 
 
 REMEDY = (

@@ -10,14 +10,8 @@ import numpy as np
 from haiku.data_structures import tree_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from haiku_template.devices import checks, selection, transfer
+from haiku_template.devices import checks, selection, step, transfer
 from haiku_template.devices.replicas import check_replicas
-from haiku_template.devices.step import (
-    CompiledStep,
-    compile_step,
-    map_batches,
-    with_axis,
-)
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
 # For programs that run once, on CPUs: a fraction of the time, the same values.
@@ -50,17 +44,16 @@ class DeviceManager(NamedTuple):
         Args:
           spec: `auto` (a GPU or TPU when there is one, else the CPU), `cpu`, `gpu`,
             `tpu`, or chosen devices: `gpu:1`, `gpu:0,2`.
-          num_devices: use the first so many; None means all.
-          simulate_devices: make the CPU appear as so many devices.
+          num_devices: the first so many; None means all.
+          simulate_devices: makes the CPU appear as so many devices.
           fallback: `error`, or `cpu` to run there when `spec` cannot be had.
           gpu_memory_fraction: share of a card's memory that JAX may take, in (0, 1].
-          gpu_preallocate: reserve that memory at the start; None leaves it to JAX.
+          gpu_preallocate: reserves that memory at the start; None leaves it to JAX.
 
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
         """
-        memory = gpu_memory_fraction, gpu_preallocate
-        options = num_devices, simulate_devices, *memory
+        options = num_devices, simulate_devices, gpu_memory_fraction, gpu_preallocate
         devices, reason = selection.choose(spec, fallback, *options)
         return cls(tuple(devices), reason, Ledger())
 
@@ -115,7 +108,7 @@ class DeviceManager(NamedTuple):
 
     def _once(self, fn: Callable[..., Any]) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
-        fn = with_axis(fn, self.axis_name)
+        fn = step.with_axis(fn, self.axis_name)
         return jax.jit(fn, out_shardings=self.replicated, compiler_options=options)
 
     def replicate(self, tree: Any) -> Any:
@@ -133,6 +126,13 @@ class DeviceManager(NamedTuple):
             jax.block_until_ready(placed)
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
         return placed
+
+    # A step is `jax.jit` on one device, on several `jax.pmap` over the batch with the
+    # state replicated.
+    compile = step.compile_step
+    map_batches = step.map_batches
+    audit = checks.audit
+    check = checks.check
 
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """Rows of a device's share; raises `PlacementError` for an uneven batch."""
@@ -167,47 +167,6 @@ class DeviceManager(NamedTuple):
         sharding = NamedSharding(self.replicated.mesh, PartitionSpec(AXIS_NAME))
         return transfer.canonical_shapes(batch, sharding)
 
-    def compile(
-        self,
-        step: Callable[..., Any],
-        donate_argnums: int | tuple = 0,
-        replicated: int = 1,
-        out: str = "whole",
-    ) -> CompiledStep:
-        """Compiles `step(state, ..., batch)`, for one device's share of the batch.
-
-        `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in
-        and out replicated; the batch comes from `shard`. Results must be the same on
-        every device: average them with `mean_over`; `fetch` checks that they are. A
-        call waits until fewer than `steps_in_flight` steps are unfinished.
-
-        Args:
-          step: pure function of `replicated` trees, the state first, and of the batch.
-          donate_argnums: arguments whose memory the results may take over.
-          replicated: number of arguments before the batch.
-          out: `whole`; or `split` for results of each example: one entry for each row
-            of a share, joined to arrays [B, ...] in the order of the batch.
-
-        Raises:
-          PlacementError: another `out`.
-        """
-        return compile_step(self, step, donate_argnums, replicated, out)
-
-    def map_batches(
-        self, step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any]
-    ) -> Iterator[Any]:
-        """Maps `step` over host batches: per-example results on the host, in order.
-
-        `step` is from `compile(..., donate_argnums=(), out="split")`; batches and
-        results are pytrees of NumPy arrays [B, ...]. A batch that does not split over
-        the devices, or has fewer rows than another before, is padded with rows of
-        zeros, whose results are left out.
-
-        Raises:
-          PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
-        """
-        return map_batches(self, step, state, batches)
-
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
         with self.ledger.timed("compute"):
@@ -220,9 +179,7 @@ class DeviceManager(NamedTuple):
           PlacementError: the replicas of a leaf differ, or it was deleted; names it.
         """
         checks.check_alive(tree)
-        copies = jax.tree.map(
-            lambda x: x.addressable_data(0) if _is_whole(x) else x, tree
-        )
+        copies = jax.tree.map(transfer.first_copy, tree)
         self.wait(copies)
         check_replicas(tree)
         with self.ledger.timed("from_devices"):
@@ -238,14 +195,6 @@ class DeviceManager(NamedTuple):
             if len(running) >= self.steps_in_flight:
                 yield self.fetch(running.popleft())
         yield from map(self.fetch, running)
-
-    def audit(self, tree: Any) -> list[checks.Placement]:
-        """Placement of each leaf of a state, with a verdict for each that is astray."""
-        return checks.audit(tree, self.devices)
-
-    def check(self, tree: Any) -> None:
-        """Raises `PlacementError` unless every leaf is replicated on the devices."""
-        checks.check(tree, self.devices)
 
     def on_host(self) -> AbstractContextManager:
         """Lets `jax.numpy` calls of others make arrays in host memory, uncommitted."""
@@ -276,7 +225,3 @@ class DeviceManager(NamedTuple):
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"
-
-
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_fully_replicated

@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
 
 def choose(spec: str, fallback: str, *options: Any) -> tuple[list[jax.Device], str]:
-    """Chooses devices for `parse(spec, *options)`, with the reason; starts JAX."""
+    """Starts JAX on the devices of `parse(spec, *options)`; says why these."""
     if fallback not in ("error", "cpu"):
         raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
     request = parse(spec, *options)
@@ -56,12 +56,7 @@ def parse(
     memory_fraction: float | None = None,
     preallocate: bool | None = None,
 ) -> Request:
-    """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`.
-
-    Raises:
-      DeviceError: the spec is not one of these, or contradicts the counts; or an option
-        is out of its range, or comes too late.
-    """
+    """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`; checks the options."""
     match = SPEC.fullmatch(spec)
     if not match:
         raise DeviceError(
@@ -73,9 +68,9 @@ def parse(
     if len(set(indices)) != len(indices):
         raise DeviceError(f"--device={spec} names a device twice; name each once")
     counts = {"num_devices": num_devices, "simulate_devices": simulate_devices}
-    for flag, value in counts.items():
-        if value is not None and value < 1:
-            raise DeviceError(f"--{flag}={value} asks for no device; 1 is the least")
+    for flag, count in counts.items():
+        if count is not None and count < 1:
+            raise DeviceError(f"--{flag}={count} asks for no device; 1 is the least")
     if indices and num_devices not in (None, len(indices)):
         raise DeviceError(
             f"--device={spec} names {len(indices)} devices and "
@@ -104,8 +99,8 @@ def parse(
             "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
         )
     platform = "cpu" if simulate_devices else platform
-    memory = memory_fraction, preallocate
-    return Request(spec, platform, indices, num_devices, simulate_devices, *memory)
+    counts = num_devices, simulate_devices
+    return Request(spec, platform, indices, *counts, memory_fraction, preallocate)
 
 
 def backend_started() -> bool:
@@ -131,17 +126,28 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
 
 def _configure(request: Request) -> None:
     """Configures JAX before its backend starts: platforms, devices, GPU memory."""
-    platforms = {"cpu": "cpu", "tpu": "tpu,cpu"}.get(request.platform)
+    # The CPU stays available beside the others, for `DeviceManager.on_host`.
+    platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+    platforms = platforms.get(request.platform)
     if request.platform == "gpu":
-        platforms = _gpu_platforms(request)
+        machine = Machine.here()
+        # From files and variables alone, in milliseconds; the driver is asked once JAX
+        # has failed.
+        found = [f for f in diagnose(machine) if f.severity == "error"]
+        if found:
+            raise DeviceError(
+                f"--device={request.spec} was asked for and no GPU can be used: "
+                f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
+            )
+        platforms = "rocm,cpu" if machine.is_amd() else platforms
     if platforms:
         jax.config.update("jax_platforms", platforms)
     wanted = request.indices or range(request.num_devices or 0)
     # JAX reserves memory on every GPU it sees. Indices and counts are among the devices
     # that the user's own JAX_CUDA_VISIBLE_DEVICES leaves.
     for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
-        used = platforms != "cpu" and jax.config.values.get(option) == "all"
-        if wanted and used:
+        shown = jax.config.values.get(option)
+        if wanted and shown == "all" and request.platform != "cpu":
             jax.config.update(option, ",".join(str(i) for i in sorted(wanted)))
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
@@ -150,22 +156,8 @@ def _configure(request: Request) -> None:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(request.memory_fraction)
     if request.preallocate is not None:
-        value = str(request.preallocate).lower()
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
-
-
-def _gpu_platforms(request: Request) -> str:
-    machine = Machine.here()
-    # From files and variables alone, in milliseconds; the driver is asked once JAX has
-    # failed.
-    found = [f for f in diagnose(machine) if f.severity == "error"]
-    if found:
-        raise DeviceError(
-            f"--device={request.spec} was asked for and no GPU can be used: "
-            f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
-        )
-    # The CPU stays available beside the GPU, for `DeviceManager.on_host`.
-    return "rocm,cpu" if machine.is_amd() else "cuda,cpu"
+        preallocate = str(request.preallocate).lower()
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
 
 
 def _select(request: Request) -> tuple[list[jax.Device], str]:
@@ -225,7 +217,10 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
     if platform != "cpu":
         return f"--device=auto, and JAX found {platform} ({share} of them used)"
     variable = os.environ.get("JAX_PLATFORMS", "")
-    unused = _unused_card()
+    unused = why_no_gpu() if Machine.here().has_card() else ""
+    if unused:
+        words = "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s"
+        logger.warning(words, unused)
     if variable.split(",")[0].strip() == "cpu":
         return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
     if only_cpu():
@@ -234,15 +229,6 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
         return f"--device=auto, and this machine's GPU is not used: {unused}"
     fell = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
     return f"--device=auto, and no accelerator was found{fell}"
-
-
-def _unused_card() -> str:
-    """Warns that a run is on the CPU beside a GPU; returns why, or ""."""
-    if not Machine.here().has_card():
-        return ""
-    why = why_no_gpu()
-    logger.warning("THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", why)
-    return why
 
 
 def available() -> dict[str, list[jax.Device]]:

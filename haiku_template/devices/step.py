@@ -81,11 +81,27 @@ class CompiledStep:
 def compile_step(
     devices: "DeviceManager",
     step: Callable[..., Any],
-    donate_argnums: int | tuple,
-    replicated: int,
-    out: str,
+    donate_argnums: int | tuple = 0,
+    replicated: int = 1,
+    out: str = "whole",
 ) -> CompiledStep:
-    """Compiles a step as `DeviceManager.compile` does."""
+    """Compiles `step(state, ..., batch)`, for one device's share of the batch.
+
+    `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in and
+    out replicated; the batch comes from `shard`. Results must be the same on every
+    device: average them with `mean_over`; `fetch` checks that they are. A call waits
+    until fewer than `steps_in_flight` steps are unfinished.
+
+    Args:
+      step: pure function of `replicated` trees, the state first, and of the batch.
+      donate_argnums: arguments whose memory the results may take over.
+      replicated: number of arguments before the batch.
+      out: `whole`; or `split` for results of each example: one entry for each row of a
+        share, joined to arrays [B, ...] in the order of the batch.
+
+    Raises:
+      PlacementError: another `out`.
+    """
     if out not in ("whole", "split"):
         raise PlacementError(f"out={out!r}; possible are whole and split")
 
@@ -135,7 +151,16 @@ def _check_per_row(results: Any, rows: int) -> None:
 def map_batches(
     devices: "DeviceManager", step: Callable, state: Any, batches: Iterable[Any]
 ) -> Iterator[Any]:
-    """Maps a step over host batches as `DeviceManager.map_batches` does."""
+    """Maps `step` over host batches: per-example results on the host, in order.
+
+    `step` is from `compile(..., donate_argnums=(), out="split")`; batches and results
+    are pytrees of NumPy arrays [B, ...]. A batch that does not split over the devices,
+    or has fewer rows than one before it, is padded with rows of zeros, whose results
+    are left out.
+
+    Raises:
+      PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
+    """
     rows: deque[int] = deque()
 
     def dispatched() -> Iterator[Any]:

@@ -86,27 +86,29 @@ def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
 def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
     # As JAX sees them: int64 is int32 unless jax_enable_x64 is set, and a Python number
     # is of a weak type, which gives way to others.
-    types = [jax.typeof(leaf) for leaf in leaves]
-    weak = [" of a weak type" * x.weak_type for x in types]
-    names = [f"{x.dtype}{list(x.shape)}{w}" for x, w in zip(types, weak, strict=True)]
-    for i, name in enumerate(names):
-        if name != names[0]:
+    first = jax.typeof(leaves[0])
+    for i, found in enumerate(map(jax.typeof, leaves)):
+        if _named(found) != _named(first):
             raise PlacementError(
-                f"the shards differ at leaf {path or 'root'}: shard 0 has {names[0]}, "
-                f"shard {i} has {name}"
+                f"the shards differ at leaf {path or 'root'}: shard 0 has "
+                f"{_named(first)}, shard {i} has {_named(found)}"
             )
     mesh = Mesh(np.array(devices), AXIS_NAME)
     sharding = NamedSharding(mesh, PartitionSpec(AXIS_NAME))
-    if weak[0]:
+    if first.weak_type:
         # Only numbers are: joining arrays of single devices would make the type strong.
         numbers = jax.device_put(list(leaves), devices[0])
         return jax.device_put(jnp.stack(numbers), sharding)
     # NumPy gains its new axis as a view; a JAX array only once on its own device.
     arrays = [x if isinstance(x, jax.Array) else np.asarray(x)[None] for x in leaves]
     shards = jax.device_put(arrays, devices)
-    shards = [x if x.ndim > types[0].ndim else x[None] for x in shards]
-    shape = (len(devices), *types[0].shape)
+    shards = [x if x.ndim > first.ndim else x[None] for x in shards]
+    shape = (len(devices), *first.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _named(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}{' of a weak type' * x.weak_type}"
 
 
 CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
@@ -123,9 +125,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def check_batch_size(
-    batch_size: int, num_devices: int, accumulate_steps: int = 1
-) -> int:
+def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> int:
     """Rows of one device's share; `PlacementError` names the nearest even sizes."""
     parts = num_devices * accumulate_steps
     if batch_size % parts == 0 and batch_size > 0:
@@ -230,6 +230,12 @@ def distinct(tree: Any) -> Any:
     return jax.tree.map(once, tree)
 
 
+def first_copy(leaf: Any) -> Any:
+    """A replicated leaf's copy on its first device; other leaves as they are."""
+    whole = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
+    return leaf.addressable_data(0) if whole else leaf
+
+
 def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32."""
 
@@ -243,16 +249,11 @@ def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -
 class Ledger:
     """Ledger: adds up amounts by name, from any thread.
 
-    The device manager enters:
-
     * `bytes_to_devices`, `bytes_from_devices`: of explicit copies; replicating an array
       on four devices counts it four times.
-    * `to_devices`, `from_devices`: seconds that these copies took.
-    * `dispatch`: seconds in calls of compiled steps, until they returned.
-    * `compute`: seconds waited for the devices to finish.
-
-    The loop enters `data` (seconds to make a batch) and `waiting` (seconds waited for
-    one).
+    * Seconds: `to_devices` and `from_devices` in these copies; `dispatch` in calls of
+      compiled steps; `compute` waited for the devices; and of the loop `data` to make
+      batches, and `waiting` for them.
     """
 
     def __init__(self) -> None:
