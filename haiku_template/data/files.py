@@ -189,7 +189,7 @@ def read_cifar10(directory: Path) -> Split:
     """
 
     def records(file: Path) -> np.ndarray:
-        data = np.fromfile(file, np.uint8)
+        data = np.frombuffer(file.read_bytes(), np.uint8)
         if len(data) == 0 or len(data) % CIFAR_RECORD:
             words = f"are no whole number of {CIFAR_RECORD}-byte records"
             raise ValueError(f"its {len(data)} bytes {words}")

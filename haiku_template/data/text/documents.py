@@ -50,12 +50,10 @@ def byte_text(
     """
     training, held_out = split_text(read_documents(path), validation_fraction)
     train = TokenDataset(_stream(training), context, spec, 256, order)
-    evaluation = None
-    if held_out:
-        evaluation = TokenEvaluationSet(
-            _stream(held_out), context, spec.batch_size, 256, eval_windows
-        )
-    return Data(train, evaluation, 256, widen, BYTES)
+    evaluation = held_out and TokenEvaluationSet(
+        _stream(held_out), context, spec.batch_size, 256, eval_windows
+    )
+    return Data(train, evaluation or None, 256, widen, BYTES)
 
 
 def _stream(documents: list["Document"]) -> TokenStream:
@@ -136,10 +134,8 @@ def _pydoc_topics() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ConfigError(
-            "this Python has no pydoc_data.topics, the help on its topics; some "
-            "distributions package it apart"
-        ) from error
+        words = "the help on its topics; some distributions package it apart"
+        raise ConfigError(f"this Python has no pydoc_data.topics, {words}") from error
     return [Document(name, text.encode()) for name, text in sorted(topics.items())]
 
 

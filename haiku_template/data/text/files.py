@@ -38,9 +38,6 @@ def open_tokens(
       tensor: its name in .safetensors files; None takes the only one that is a line of
         whole numbers.
       random: windows are read in no order: turns the kernel's read-ahead off.
-
-    Raises:
-      ConfigError: a missing, damaged or empty file, or one of no known format.
     """
     layouts: dict[str, Callable[[Path], Layout]] = {
         ".safetensors": lambda file: _safetensors_layout(file, tensor),
@@ -99,10 +96,8 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
     if len(names) != 1:
         found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
         wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
-        raise ConfigError(
-            f"{file} has {wanted}, but {found or 'nothing'}; name the tokens with "
-            "--config.data.tensor"
-        )
+        words = "name the tokens with --config.data.tensor"
+        raise ConfigError(f"{file} has {wanted}, but {found or 'nothing'}; {words}")
     entry = header[names[0]]
     if not _is_line(entry):
         raise ConfigError(
@@ -193,7 +188,5 @@ def write_new(path: Path, contents: bytes) -> None:
 def check_same(path: Path, contents: bytes) -> None:
     """Raises `ConfigError` when there is a tokenizer with other contents."""
     if path.exists() and path.read_bytes() != contents:
-        raise ConfigError(
-            f"{path} is another tokenizer; write to a folder of its own, where the "
-            "tokenizer lies beside its tokens"
-        )
+        words = "write to a folder of its own, where it lies beside its tokens"
+        raise ConfigError(f"{path} is another tokenizer; {words}")

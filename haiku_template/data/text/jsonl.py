@@ -81,10 +81,8 @@ def jsonl(
     coder = Tokenizer(tokenizer)
     size = coder.size if vocab_size is None else vocab_size
     if size < coder.size:
-        raise ConfigError(
-            f"{coder.name} has {coder.size} tokens, and vocab_size={vocab_size}; the "
-            "model must know all of them"
-        )
+        words = f"vocab_size={vocab_size}; the model must know all of them"
+        raise ConfigError(f"{coder.name} has {coder.size} tokens, and {words}")
     cut = context if truncate else None
     if labels == "classes":
         classes = _classes(training)
@@ -121,10 +119,8 @@ def _labels(rows: list[tuple[str, str]], labels: str) -> str:
     if labels in KEYS:
         return labels
     if labels == "numbers":
-        raise ConfigError(
-            f"JSON-lines are for the tasks {' and '.join(TASKS.values())}, and "
-            "config.task.name is regression"
-        )
+        words = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
+        raise ConfigError(f"JSON-lines are for the tasks {words}")
     try:
         return _kind(json.loads(rows[0][1])) or "classes"
     except (ValueError, RecursionError, TypeError):
@@ -144,13 +140,12 @@ def _line(where: str, text: str, labels: str) -> Line:
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
     keys, other = KEYS[labels], _kind(values)
-    if missing := [key for key in keys if key not in values]:
-        hint = f"; it is of the kind for config.task.name={TASKS.get(other)}"
-        raise ConfigError(
-            f"{where} has no {' and no '.join(missing)}, only "
-            f"{', '.join(values) or 'an empty object'}; the task {TASKS[labels]} needs "
-            f"{' and '.join(keys)}{hint if other else ''}"
-        )
+    if missing := " and no ".join(key for key in keys if key not in values):
+        found = ", ".join(values) or "an empty object"
+        words = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
+        if other:
+            words += f"; it is of the kind for config.task.name={TASKS[other]}"
+        raise ConfigError(f"{where} has no {missing}, only {found}; {words}")
     for key, (kinds, words) in keys.items():
         if not isinstance(values[key], kinds) or isinstance(values[key], bool):
             found = json.dumps(values[key])
@@ -166,12 +161,12 @@ def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
 
 
 def _classes(lines: list[Line]) -> dict[Any, int]:
-    first = lines[0]
+    where, _, first = lines[0]
     for line in lines:
-        if type(line.target) is not type(first.target):
+        if type(line.target) is not type(first):
             raise ConfigError(
-                f"{line.where} has the label {line.target!r} and {first.where} the "
-                f"label {first.target!r}; all are text, or all whole numbers"
+                f"{line.where} has the label {line.target!r} and {where} the label "
+                f"{first!r}; all are text, or all whole numbers"
             )
     return {label: i for i, label in enumerate(sorted({x.target for x in lines}))}
 
@@ -179,11 +174,12 @@ def _classes(lines: list[Line]) -> dict[Any, int]:
 def _texts(
     lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
 ) -> Texts:
-    for line in lines:
-        if line.target not in classes:
+    for where, _, label in lines:
+        if label not in classes:
+            possible = ", ".join(map(str, list(classes)[:20]))
             raise ConfigError(
-                f"{line.where} has the label {line.target!r}, which no example to "
-                f"train on has; those have {', '.join(map(str, list(classes)[:20]))}"
+                f"{where} has the label {label!r}, which no example to train on has; "
+                f"those have {possible}"
             )
     tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
     labels = [classes[line.target] for line in lines]
@@ -202,10 +198,9 @@ def _completions(
         prompt = prompt or end  # Of the text before: it tells that this one is empty.
         tokens = prompt + completion + end
         if len(tokens) < 2 or len(tokens) == len(prompt):
-            raise ConfigError(
-                f"{line.where} has nothing to learn from: its prompt has {len(prompt)} "
-                f"tokens and its completion {len(tokens) - len(prompt)}"
-            )
+            sizes = f"{len(prompt)} tokens and its completion {len(completion + end)}"
+            words = f"has nothing to learn from: its prompt has {sizes}"
+            raise ConfigError(f"{line.where} {words}")
         before = max(len(tokens) - (cut + 1), 0) if cut else 0
         kept.append(tokens[before:])
         left.append(max(len(prompt) - before, 0))
@@ -213,12 +208,11 @@ def _completions(
 
 
 def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:
-    if sizes.max(initial=0) > context:
-        index = int(sizes.argmax())
+    if (size := sizes.max(initial=0)) > context:
         raise ConfigError(
-            f"{lines[index].where} is the longest example, with {sizes[index]} tokens "
+            f"{lines[sizes.argmax()].where} is the longest example, with {size} tokens "
             f"for the model to see, and context={context}; cut it, raise context as "
             "far as the model has positions, or set config.data.truncate=True"
         )
-    if len(sizes) and sizes.min() < 1:
-        raise ConfigError(f"{lines[int(sizes.argmin())].where} has a text of no tokens")
+    if sizes.min(initial=1) < 1:
+        raise ConfigError(f"{lines[sizes.argmin()].where} has a text of no tokens")

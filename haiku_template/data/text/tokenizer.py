@@ -143,10 +143,9 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 def _find(path: Path) -> Path:
     path = path / FILE if path.is_dir() else path
     if path.suffix == ".safetensors":
-        raise ConfigError(
-            f"{path} holds parameters and no tokenizer; config.data.tokenizer is a "
-            "tokenizer.json, a folder with one, or None for bytes"
-        )
+        possible = "a tokenizer.json, a folder with one, or None for bytes"
+        words = "holds parameters and no tokenizer; config.data.tokenizer is"
+        raise ConfigError(f"{path} {words} {possible}")
     if not path.is_file():
         raise ConfigError(
             f"the tokenizer {path} does not exist; possible are a tokenizer.json, a "
@@ -162,10 +161,9 @@ def _read_ids(path: Path) -> dict[str, int]:
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
     added = contents.get("added_tokens") or []
-    ids = vocab | {token["content"]: token["id"] for token in added}
-    if not ids:
-        raise ValueError("its vocabulary is empty")
-    return ids
+    if ids := vocab | {token["content"]: token["id"] for token in added}:
+        return ids
+    raise ValueError("its vocabulary is empty")
 
 
 def _tokenizers() -> ModuleType:

@@ -89,9 +89,8 @@ def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) ->
     if tokenizer is None:
         if given is None or given < 1:
             raise ConfigError(
-                f"vocab_size={given}, and no tokenizer.json lies beside {source} to "
-                "say it; give --config.data.vocab_size (GPT-2's tokens, which nanoGPT "
-                "writes, have 50257)"
+                f"vocab_size={given}, and beside {source} lies no tokenizer.json; give "
+                "--config.data.vocab_size (50257 for GPT-2's, which nanoGPT writes)"
             )
         return given
     size = tokenizer.size
@@ -214,10 +213,9 @@ def _count(tokens: TokenStream, context: int, purpose: str = "read") -> int:
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     if len(tokens) <= context:
-        raise ConfigError(
-            f"context={context} needs windows of {context + 1} tokens, and there are "
-            f"{len(tokens)} to {purpose}, from {tokens.locate(0)} on"
-        )
+        found = f"there are {len(tokens)} to {purpose}, from {tokens.locate(0)} on"
+        words = f"context={context} needs windows of {context + 1} tokens"
+        raise ConfigError(f"{words}, and {found}")
     return (len(tokens) - 1) // context
 
 
