@@ -1,5 +1,6 @@
 """The commands as a user runs them: real processes, files, signals and exit codes."""
 
+import functools
 import gzip
 import hashlib
 import json
@@ -139,25 +140,50 @@ def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devi
     assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
 
 
-@pytest.mark.slow(but="simulate_devices")
-@pytest.mark.parametrize("devices", [(), ("--simulate_devices=3",)], ids=str)
-def test_predict_writes_each_example_s_outputs_in_order(finished, tmp_path, devices):
-    """Of 360, in batches of 128: the last is ragged, and none splits over three."""
+@pytest.fixture(scope="module")
+def predicted(finished, tmp_path_factory):
+    """The arrays that `predict` writes to a file of this name, on some devices."""
     workdir, _ = finished
-    files = [tmp_path / "new" / name for name in ("out.npz", "out.jsonl")]
-    for file in files:
+
+    @functools.cache
+    def predict(name, *devices):
+        file = tmp_path_factory.mktemp("predicted") / "new" / name
         flags = (f"--workdir={workdir}", "--checkpoint=best", f"--output={file}")
         done = run("predict", *flags, *devices)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{file}: 360 examples, step 40 of {workdir}\n"
-    assert sorted(files[0].parent.iterdir()) == sorted(files)
-    saved = np.load(files[0])
-    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
-    for name in ("outputs", "labels"):
-        np.testing.assert_array_equal([row[name] for row in rows], saved[name])
+        assert list(file.parent.iterdir()) == [file]
+        if file.suffix == ".npz":
+            return dict(np.load(file))
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return {key: np.array([row[key] for row in rows]) for key in rows[0]}
+
+    return predict
+
+
+DEVICES = [(), ("--simulate_devices=3",)]
+
+
+@pytest.mark.slow(but="npz-3")
+@pytest.mark.parametrize("devices", DEVICES, ids=["1", "3"])
+@pytest.mark.parametrize("name", ["out.npz", "out.jsonl"])
+def test_predict_writes_each_example_s_outputs_in_order(
+    finished, predicted, name, devices
+):
+    """Of 360, in batches of 128: the last is ragged, and none splits over three."""
+    workdir, _ = finished
+    saved = predicted(name, *devices)
     assert saved["outputs"].shape == (360, 10) and len(saved["labels"]) == 360
     accuracy = (saved["outputs"].argmax(axis=1) == saved["labels"]).mean()
     assert accuracy == pytest.approx(numbers(workdir)[-1]["eval/accuracy"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", DEVICES, ids=["1", "3"])
+def test_predict_writes_the_same_in_either_format(predicted, devices):
+    npz, jsonl = (predicted(name, *devices) for name in ("out.npz", "out.jsonl"))
+    for name in ("outputs", "labels"):
+        np.testing.assert_array_equal(npz[name], jsonl[name])
 
 
 def test_predict_refuses_what_it_cannot_write(finished, tmp_path):
@@ -217,6 +243,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_at_once_with_the_cause(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
     """And a misspelled variable is warned of, on the CPU too."""
     flags = ("--dry_run", "--simulate_devices=2")
@@ -259,13 +286,18 @@ LONG = (
 )
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path):
-    """Killed, then told to stop, then interrupted: each time it is resumed."""
+CODES = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+@pytest.mark.slow(but="SIGKILL")
+@pytest.mark.parametrize("signals", [["SIGKILL"], ["SIGTERM", "SIGINT"]], ids=" ".join)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path, uninterrupted, signals
+):
     workdir = tmp_path / "run"
     flags = ("--config=configs/digits.py", f"--workdir={workdir}", *LONG)
-    stops = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}
     saved = 0
-    for number, code in stops.items():
+    for number in (signal.Signals[name] for name in signals):
         process = subprocess.Popen(
             command("train", *flags),
             cwd=ROOT,
@@ -273,10 +305,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_for_step(workdir, saved + 180)
+        wait_for_step(workdir, saved + 230)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == code, errors
+        assert process.returncode == CODES[number], errors
         if number != signal.SIGKILL:
             assert f"{number.name} received" in errors and "is saved" in errors
             assert "Traceback" not in errors
@@ -286,10 +318,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path):
     done = train(workdir, *LONG)
     assert done.returncode == 0, done.stderr
     assert "resumed at step" in done.stdout
-    whole = tmp_path / "whole"
-    done = train(whole, *LONG)
+    assert (digest(workdir), numbers(workdir)) == uninterrupted
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What a run leaves that nothing stopped."""
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = train(workdir, *LONG)
     assert done.returncode == 0, done.stderr
-    assert (digest(workdir), numbers(workdir)) == (digest(whole), numbers(whole))
+    return digest(workdir), numbers(workdir)
 
 
 def wait_for_step(workdir, step):
@@ -549,6 +587,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_python_is_not_read(
     assert_refused(done, 74, "checkpoint of step 40", "damaged")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_exits_70(tmp_path):
     flags = ("--config.optimizer.learning_rate=1e30", "--config.optimizer.name=sgd")
     done = train(tmp_path / "run", *SHORT, *flags, "--config.log_every=5")

@@ -71,7 +71,7 @@ def test_without_a_card_it_says_why_and_writes_nothing():
     assert contents(RESULTS) == before
 
 
-@pytest.mark.slow(but="fast")
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--quick", "--fast"])
 def test_flags_that_make_no_sense_are_refused(flag):
     done = run("-m", "benchmarks.gpu_check", flag)

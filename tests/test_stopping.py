@@ -79,6 +79,7 @@ def test_sigterm_before_the_first_step_ends_the_run_in_a_sentence(tmp_path, wher
     assert errors.startswith("error: SIGTERM received") and errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_whose_reader_goes_away_goes_on_with_its_log(tmp_path):
     """As `train ... 2>&1 | head -1` does."""
     process = start(

@@ -165,6 +165,7 @@ print(devices.fetch(state)[0, 0], devices.fetch(more)[0, 0])
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_over_simulated_devices_ends():
     done = subprocess.run(
         [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, timeout=60

@@ -78,6 +78,7 @@ def test_a_donated_state_takes_with_it_what_shared_its_memory(devices):
             np.asarray(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_init_runs_the_model_unless_it_is_compiled():
     rng = jax.random.key(0)

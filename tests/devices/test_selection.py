@@ -60,12 +60,14 @@ def test_choosing_the_cpu_starts_no_other_backend():
     assert run("import jax.extend\n" + code) == "cpu ['cpu']"
 
 
+@pytest.mark.slow(but="tpu")
 @pytest.mark.parametrize("value", ["cpu", "cpu,cuda", "tpu"])
 def test_a_platform_variable_that_contradicts_the_request_is_named(value):
     words = error_of("DeviceManager.create('gpu')", JAX_PLATFORMS=value)
     assert f"JAX_PLATFORMS={value}" in words and "unset" in words
 
 
+@pytest.mark.slow(but="gpu:0,1")
 @pytest.mark.parametrize("spec", ["gpu", "gpu:0,1"])
 @no_card
 def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
@@ -87,6 +89,7 @@ def test_a_variable_that_leaves_jax_without_a_backend_is_no_assertion_error():
     assert "JAX cannot provide it" in words and "[A40]" in words
 
 
+@pytest.mark.slow(but="auto")
 @pytest.mark.parametrize("spec", ["auto", "tpu"])
 def test_platforms_that_were_changed_too_late_are_named(spec):
     code = (
@@ -101,6 +104,7 @@ def test_platforms_that_were_changed_too_late_are_named(spec):
     assert platform == "cpu"
 
 
+@pytest.mark.slow(but="cuda-True")
 @no_card
 @pytest.mark.parametrize(("value", "named"), [("cuda", True), ("cuda,cpu", False)])
 def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, named):
@@ -113,6 +117,7 @@ def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, n
     assert ("[A46]" in run(code, JAX_PLATFORMS="cpu")) is named
 
 
+@pytest.mark.slow(but="jax.devices")
 @pytest.mark.parametrize("value", ["jax.devices('cpu')[0]", "'cpu'"])
 def test_an_overwritten_default_device_is_named(value):
     code = f"import jax; jax.default_device = {value}\n"
@@ -177,6 +182,7 @@ def test_a_list_of_platforms_that_falls_back_does_not_choose_the_cpu():
     assert "no accelerator was found" in words and "JAX_PLATFORMS=cuda,cpu" in words
 
 
+@pytest.mark.slow(but="auto")
 @pytest.mark.parametrize("spec", ["gpu", "gpu:0", "auto"])
 def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(spec):
     code = (
@@ -190,6 +196,7 @@ def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(spec):
     assert "first" in words or spec == "auto"
 
 
+@pytest.mark.slow(but="error-gpu_memory_fraction")
 @pytest.mark.parametrize("option", ["gpu_memory_fraction=0.5", "gpu_preallocate=False"])
 @pytest.mark.parametrize("fallback", ["error", "cpu"])
 def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
@@ -204,6 +211,7 @@ def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
     assert "given after JAX had started and would be ignored" in words
 
 
+@pytest.mark.slow(but="cpu:1,3")
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [
@@ -223,6 +231,7 @@ print({name: [str(device) for device in found] for name, found in available().it
 """
 
 
+@pytest.mark.slow(but="variables0")
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

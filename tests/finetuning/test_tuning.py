@@ -71,7 +71,7 @@ def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
     assert set(flatten(whole)) == trainer.plan.trained
 
 
-@pytest.mark.slow(but="float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rank_0_is_the_base_bitwise(one_device, dtype):
     options = {"precision": dtype}
@@ -121,6 +121,7 @@ def test_what_is_frozen_does_not_change(one_device, tuning):
     check_replicas(state)
 
 
+@pytest.mark.slow(but="tuning1")
 @pytest.mark.parametrize("tuning", [LORA, BOTH])
 def test_optimizer_state_is_only_of_what_trains(one_device, tuning):
     trainer = made(one_device, tuning)
@@ -158,6 +159,7 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     assert budget.opt_state == float32.opt_state
 
 
+@pytest.mark.slow
 def test_one_device_and_four_agree(one_device, four_devices):
     results = []
     for devices in (one_device, four_devices):
@@ -215,6 +217,7 @@ def test_multipliers_scale_the_updates(one_device):
         assert np.abs(plain).max() > 1e-5
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device):
     tuning = Finetuning(lora=Lora(rank=4, dropout=0.5))
     trainer = made(one_device, tuning)

@@ -69,6 +69,7 @@ def test_the_model_is_that_of_the_checkpoint(trained, model):
     DEVICES.check(model.params)
 
 
+@pytest.mark.slow(but="24-60")
 @pytest.mark.parametrize("num_tokens", [1, 10, 60])
 @pytest.mark.parametrize("length", [1, 10, CONTEXT, CONTEXT + 9])
 def test_greedy_is_the_likeliest_token_each_time(model, length, num_tokens):
@@ -91,6 +92,7 @@ def test_each_of_several_prompts_goes_on_as_it_would_alone(model):
     assert len({tuple(tokens) for tokens in together}) > 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_and_another_does_not(model):
     def bold(seed, prompts=("my",)):
         return written(model, prompts, 30, Sampling(temperature=3.0, seed=seed))

@@ -109,6 +109,7 @@ def test_cudnn_on_a_cpu_is_refused_when_the_step_is_traced(tmp_path, one_device)
         lower(make_gpt(tmp_path, one_device, precision="bfloat16"))
 
 
+@pytest.mark.slow(but="True-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_half_precision_is_computed_on_the_cpu_too(dtype, masked):

@@ -38,6 +38,7 @@ def test_it_is_registered():
     assert MODELS["bert"] is bert
 
 
+@pytest.mark.slow(but="3-cls")
 @pytest.mark.parametrize(("num_outputs", "pooling"), [(3, "cls"), (None, "mean")])
 def test_padding_has_no_influence(num_outputs, pooling):
     params, apply = make(num_outputs, pooling=pooling)

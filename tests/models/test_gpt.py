@@ -75,6 +75,7 @@ def test_names_and_shapes_are_one_for_each_tensor_of_the_published_model():
     assert jax.tree.map(lambda x: x.shape, shapes(small(remat=True))) == expected
 
 
+@pytest.mark.slow
 def test_initial_values_are_gpt_2_s():
     model = gpt(2000, num_layers=2, width=128, num_heads=2, context=500)
     start = jax.jit(lambda: model.init(jax.random.key(0), TOKENS, True))()
@@ -175,6 +176,7 @@ def whole(params):
     )
 
 
+@pytest.mark.slow(but="pieces2")
 @pytest.mark.parametrize("pieces", [(16,), (1,) * 16, (5, 1, 1, 7, 2)])
 def test_with_a_cache_the_outputs_are_the_same(params, pieces):
     cache, done, parts = (), 0, []

@@ -120,6 +120,7 @@ def test_running_statistics_decay_as_asked():
     assert largest_difference(averages(apply(first, STEPS[1])), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_outputs_and_statistics_of_one(one_device, four_devices):
     outputs, net_state = train(one_device, one_device.axis_name)
     outputs_of_four, net_state_of_four = train(four_devices, four_devices.axis_name)
@@ -127,6 +128,7 @@ def test_four_devices_give_the_outputs_and_statistics_of_one(one_device, four_de
     assert largest_difference(net_state_of_four, net_state) < 1e-5
 
 
+@pytest.mark.slow
 def test_without_the_axis_name_four_devices_give_others(one_device, four_devices):
     outputs, net_state = train(one_device, None)
     outputs_of_four, net_state_of_four = train(four_devices, None)

@@ -78,7 +78,7 @@ def test_a_loop_counts_without_what_is_inside(tmp_path):
     assert loops and max(loops) < inside
 
 
-@pytest.mark.slow(but="four devices")
+@pytest.mark.slow
 def test_profiling_changes_no_result(tmp_path, trainer):
     plain = train(trainer, num_steps=6, workdir=tmp_path / "a")
     traced = train(trainer, num_steps=6, workdir=tmp_path / "b", profile=(0, 6))
@@ -86,7 +86,7 @@ def test_profiling_changes_no_result(tmp_path, trainer):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.slow(but="one device")
+@pytest.mark.slow
 def test_a_run_that_is_stopped_inside_can_be_traced_again(tmp_path, trainer):
     class Stops:
         def batch(self, step):

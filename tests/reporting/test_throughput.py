@@ -42,7 +42,7 @@ def config(**model):
     return made
 
 
-@pytest.mark.slow(but="one device")
+@pytest.mark.slow
 def test_a_language_model_reports_tokens_and_utilisation(tmp_path, devices, capsys):
     sizes = {"num_layers": 2, "width": 16, "num_heads": 2, "context": 8}
     trainer = Experiment.from_config(config(**sizes), devices).trainer(devices)

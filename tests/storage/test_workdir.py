@@ -104,6 +104,7 @@ def test_checkpoints_without_the_run_s_id_are_refused(tmp_path):
         run(tmp_path, 8)
 
 
+@pytest.mark.slow(but="steps gone")
 @pytest.mark.parametrize("whole", [True, False], ids=["folder gone", "steps gone"])
 def test_a_run_whose_checkpoints_are_all_gone_does_not_start_from_scratch(
     tmp_path, whole
@@ -213,6 +214,7 @@ def test_a_damaged_base_json_is_told_and_ends_no_run(tmp_path, caplog):
     assert "base.json cannot be read" in caplog.text
 
 
+@pytest.mark.slow(but="host")
 @pytest.mark.parametrize("text", ["", "[]", '{"host": '])
 def test_a_damaged_env_json_does_not_keep_a_run_from_resuming(tmp_path, caplog, text):
     run(tmp_path)
@@ -234,6 +236,7 @@ def test_damaged_lines_of_metrics_are_left_out_and_later_ones_stay(tmp_path, cap
     assert "lines [2, 3, 7, 8] are damaged" in caplog.text
 
 
+@pytest.mark.slow(but="loss")
 @pytest.mark.parametrize("text", ["", '{"eval/loss": 1.'])
 def test_a_cut_metrics_file_of_a_kept_step_is_one_sentence_that_says_what_to_do(
     tmp_path, text
@@ -271,7 +274,7 @@ def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
         run(tmp_path)
 
 
-@pytest.mark.slow(but="95")
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog, error):
     def flock(*_):

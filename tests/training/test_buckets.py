@@ -58,6 +58,7 @@ def trainer(devices, tmp_path, task, batch_size=16, **parts):
     )
 
 
+@pytest.mark.slow
 def test_each_length_is_compiled_once(one_device, tmp_path):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -87,7 +88,7 @@ def test_the_budget_is_that_of_the_longest_batches(one_device, tmp_path):
     assert memory_budget(made).temporaries == max(peaks) > min(peaks)
 
 
-@pytest.mark.slow(but="four devices-language_model")
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "language_model"])
 def test_evaluation_is_that_of_each_example_alone(devices, tmp_path, task):
     made = trainer(devices, tmp_path, task)

@@ -131,6 +131,7 @@ def test_a_state_that_does_not_fit_is_told_at_once(monkeypatch):
         check_budget(trainer, kept - 1)
 
 
+@pytest.mark.slow
 def test_making_the_first_state_is_counted_and_refused_where_it_does_not_fit():
     """SGD of a large layer: its random bits are more than a step's temporaries."""
     trainer = build(digits, batch_size=4, model={"name": "mlp", "width": 2048})

@@ -22,6 +22,7 @@ def example(size, batch_size):
     return Data(train, EvaluationSet(inputs, labels, batch_size), 3)
 
 
+@pytest.mark.slow(but="31-7")
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 @pytest.mark.parametrize(("size", "batch_size"), [(97, 32), (5, 64), (64, 32), (31, 7)])
 def test_every_example_counts_once_whatever_the_sizes(num_devices, size, batch_size):

@@ -144,6 +144,7 @@ def test_an_unedited_script_goes_on_on_other_devices_and_further(tmp_path):
     assert int(run(tmp_path, num_steps=4).state.step) == 4
 
 
+@pytest.mark.slow
 def test_a_script_that_failed_before_it_saved_may_be_edited(tmp_path):
     with pytest.raises(ConfigError):
         run(tmp_path, num_steps=0 - 1)

@@ -69,6 +69,7 @@ def expected():
     return losses(devices, hk.transform(documented))
 
 
+@pytest.mark.slow(but="keyword")
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: getattr(f, "__name__", "p"))
 def test_a_forward_function_may_leave_out_is_training(one_device, forward, expected):
     for make in (hk.transform, hk.transform_with_state):
@@ -81,6 +82,7 @@ def test_a_model_with_state_may_be_without_an_rng(one_device):
     assert losses(one_device, hk.without_apply_rng(model)) == losses(one_device, model)
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_model_that_draws_gets_an_rng_in_training_and_evaluation(devices):
     def forward(inputs):
         noise = jax.random.normal(hk.next_rng_key(), inputs.shape)

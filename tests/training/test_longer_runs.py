@@ -22,6 +22,7 @@ def run(workdir, **changes):
     experiment.run(config, CPU, str(workdir))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_longer_and_says_what_its_schedule_becomes(tmp_path, caplog):
     run(tmp_path)
     run(tmp_path, num_steps=20, log_every=2, eval_every=4, save_every=8, keep_last=3)

@@ -141,7 +141,7 @@ def run_config(module, num_devices, num_steps, workdir, **changes):
     return [row["train/loss"] for row in numbers(workdir) if "train/loss" in row]
 
 
-@pytest.mark.slow(but="digits-")
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("module", "num_steps", "atol"), [(digits, 200, 1e-5), (digits_resnet, 20, 1e-4)]
@@ -350,6 +350,7 @@ def test_evaluation_is_traced_before_step_0(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_in_its_forward_pass_is_evaluated(tmp_path):
     def forward(inputs, is_training):
         x = hk.Flatten()(inputs)
@@ -419,6 +420,7 @@ def test_a_batch_committed_elsewhere_is_an_error_that_names_it(tmp_path, devices
         train(trainer, num_steps=3, workdir=tmp_path)
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_model_that_leaks_a_tracer_is_refused_by_name(tmp_path, devices):
     def forward(inputs, is_training):
         inputs = inputs.reshape(len(inputs), -1)

@@ -94,6 +94,7 @@ def test_unknown_names_and_keys_say_what_is_possible(call, words):
         call()
 
 
+@pytest.mark.slow(but="muon")
 @pytest.mark.parametrize("name", ["muon", "adan", "rmsprop", "lamb", "signum"])
 def test_any_optimizer_of_optax_learns_and_decays_matrices_alone(name):
     params = {"w": jnp.full((4, 4), 2.0), "b": jnp.full(4, 2.0)}

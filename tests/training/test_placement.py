@@ -73,7 +73,7 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
     )
 
 
-@pytest.mark.slow(but="four devices")
+@pytest.mark.slow
 def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
     trainer = placed(made(devices), "device")

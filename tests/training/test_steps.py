@@ -89,6 +89,7 @@ def test_four_devices_equal_one(one_device, four_devices, model):
     assert_close(*results, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_norm_that_forgets_the_axis_is_found(four_devices):
     made = trainer(four_devices, resnet(3, axis_name=None, channels=(4,), blocks=1))
     state, _ = run(made)
@@ -96,6 +97,7 @@ def test_a_norm_that_forgets_the_axis_is_found(four_devices):
         check_replicas(state)
 
 
+@pytest.mark.slow(but="four devices")
 def test_accumulation_leaves_the_result_as_it_is(devices):
     whole, history = run(trainer(devices), 3)
     for parts in (2, 3, 6):
@@ -104,7 +106,7 @@ def test_accumulation_leaves_the_result_as_it_is(devices):
         assert_close(history, parted_history, 1e-5)
 
 
-@pytest.mark.slow(but="2")
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 3])
 def test_batch_norm_with_accumulation_sees_the_same_rows_on_any_number_of_devices(
     one_device, four_devices, parts
@@ -117,6 +119,7 @@ def test_batch_norm_with_accumulation_sees_the_same_rows_on_any_number_of_device
     assert_close(*results, 1e-5)
 
 
+@pytest.mark.slow
 def test_accumulation_needs_less_memory(one_device):
     def temporary_bytes(parts):
         model = resnet(3, channels=(64,), blocks=1)
@@ -128,6 +131,7 @@ def test_accumulation_needs_less_memory(one_device):
     assert temporary_bytes(6) < 0.5 * temporary_bytes(1)
 
 
+@pytest.mark.slow(but="four devices")
 def test_dropout_differs_by_step_and_by_device_and_repeats(devices):
     made = trainer(devices, mlp(3, width=64, dropout=0.5), optimizer=optax.sgd(0.0))
     first = run(made, 3)[1]
@@ -226,7 +230,7 @@ def test_regression_reports_its_errors(devices):
     assert scalars["absolute_error"] == pytest.approx(np.mean(abs(errors)), rel=1e-5)
 
 
-@pytest.mark.slow(but="adamw")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
 def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
     rate = {"adamw": 1e-2, "sgd": 0.3, "lion": 3e-3, "adafactor": 0.1}[name]

@@ -120,6 +120,7 @@ def test_placements_and_devices_agree(tmp_path, token_file, order):
     np.testing.assert_allclose(found["device", 4], found["host", 1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_next_window(
     tmp_path, token_file
 ):
@@ -163,6 +164,7 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
         Experiment.from_config(staged, devices).trainer(devices)
 
 
+@pytest.mark.slow
 def test_the_default_text_trains_and_reports_bits_per_byte(tmp_path):
     config = small(gpt_bytes.get_config())
     trainer = Experiment.from_config(
