@@ -18,7 +18,7 @@ ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
 def _check(element: Any, source: str) -> None:
     is_dict = isinstance(element, Mapping)
     if not is_dict or "inputs" not in element:
-        found = sorted(element) if is_dict else type(element).__name__
+        found = sorted(map(str, element)) if is_dict else type(element).__name__
         raise ConfigError(
             f"each element of {source} must be one batch, a dictionary with inputs and "
             f"labels (these only where the task needs them); one is {found}"

@@ -4,6 +4,7 @@ Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,12 @@ def tokens(
 
 
 def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> int:
-    if count is None and 0 <= fraction < 1:
-        return max(int(len(stream) * fraction), 1) if fraction else 0
-    if count is not None and 0 <= count < len(stream):
+    given = f"tokens={count}"
+    if count is None:
+        given = f"fraction={fraction}"
+        count = math.floor(len(stream) * fraction) or int(fraction > 0)
+    if 0 <= count < len(stream):
         return count
-    given = f"fraction={fraction}" if count is None else f"tokens={count}"
     raise ConfigError(
         f"validation_{given} of the {len(stream)} tokens from {stream.locate(0)} on "
         "leaves none to train on; hold out a smaller part, or 0 for none"

@@ -316,6 +316,12 @@ def test_a_validation_part_that_leaves_nothing_is_refused(tmp_path, keys):
         load(write(tmp_path / "a.npy"), context=8, **keys)
 
 
+def test_a_single_token_is_not_held_out_alone(tmp_path):
+    path = write(tmp_path / "a.npy", TOKENS[:1])
+    with refuses("validation_fraction=0.01 of the 1 tokens", "none to train on"):
+        load(path, context=1)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
