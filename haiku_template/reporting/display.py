@@ -1,17 +1,18 @@
 """Terminal and log of a run: tables first, then a progress bar or plain lines."""
 
 import contextlib
+import datetime
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
-import numpy as np
+from haiku.data_structures import partition, tree_bytes, tree_size
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
@@ -21,14 +22,15 @@ from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
 from haiku_template.reporting.perf import bound_text, rate_text, speed_text
-from haiku_template.storage import workdir as names
 from haiku_template.storage.files import Note
+from haiku_template.storage.workdir import LOG
 
-STATUS = "/proc/self/status"
+MEMORY = "/proc/self/statm"  # Linux alone has it.
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 ROWS = 20  # Of parameters on the screen.
 WIDTH = 120  # Columns of tables in files and pipes.
+NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
 
 
 class _Screen(Console):
@@ -48,13 +50,6 @@ class _Bar(Progress):
         yield Text(self.below, no_wrap=True, overflow="ellipsis")
 
 
-class Tables(NamedTuple):
-    """One table twice: a few rows for the screen, and all for the log."""
-
-    brief: Table
-    whole: Table
-
-
 class Display:
     """Context manager of a run's standard output and log file.
 
@@ -65,15 +60,14 @@ class Display:
 
     def __init__(self, workdir: Path, num_steps: int) -> None:
         self.num_steps = num_steps
-        # In a notebook rich would send both to the cell, the log as well.
-        plain = {"highlight": False, "soft_wrap": True, "force_jupyter": False}
-        plain["markup"] = False  # Brackets in names are no colors.
+        # Brackets in names are no colors, and a notebook would take the log as well.
+        plain = {"highlight": False, "soft_wrap": True, "markup": False}
+        plain["force_jupyter"] = False
         width = None if sys.stdout.isatty() else WIDTH
         self._screen = _Screen(**plain, width=width)
-        self._log_file = Note(workdir / names.LOG)
-        self._log = Console(
-            **plain, file=self._log_file, width=WIDTH, force_terminal=False
-        )
+        self._file = Note(workdir / LOG)
+        log = {"file": self._file, "width": WIDTH, "force_terminal": False}
+        self._log = Console(**plain, **log)
         self._bar = _Bar(
             TextColumn("step {task.completed}/{task.total}", table_column=WHOLE),
             BarColumn(bar_width=None),
@@ -92,13 +86,14 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._show(self._bar.stop)
-        self._log_file.close()
+        self._file.close()
 
     def print(self, *things: Any) -> None:
-        """Prints text or tables on the screen and in the log."""
+        """Prints texts and tables; of a pair one is for the screen, one for the log."""
         for thing in things:
-            self._show(self._screen.print, getattr(thing, "brief", thing))
-            self._log.print(getattr(thing, "whole", thing))
+            brief, whole = thing if isinstance(thing, tuple) else (thing, thing)
+            self._show(self._screen.print, brief)
+            self._log.print(whole)
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Draws on the screen, unless it is lost."""
@@ -116,31 +111,32 @@ class Display:
     def step(self, step: int) -> None:
         """Moves the bar, a few times a second at most; cheap enough for every step."""
         now = time.monotonic()
-        if self._bar.disable or now - self._drawn < REDRAW_SECONDS:
-            return
-        self._drawn = now
-        self._show(self._bar.update, self._task, completed=step, refresh=True)
+        if not self._bar.disable and now - self._drawn >= REDRAW_SECONDS:
+            self._drawn = now
+            self._show(self._bar.update, self._task, completed=step, refresh=True)
 
     def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
         """Reports training metrics: in the bar, or as a line."""
-        left = (self.num_steps - step) / metrics["perf/steps_per_second"]
-        numbers = f"{_numbers(metrics, 'train/')}  {rate_text(metrics)}"
-        time_left, bound = f"ETA {_clock(left)}", bound_text(metrics)
-        line = f"{numbers}  {time_left}  {bound}  memory {memory}"
-        full = f"step {step:>6}/{self.num_steps}  {line}"
+        seconds = (self.num_steps - step) / metrics["perf/steps_per_second"]
+        left = str(datetime.timedelta(seconds=round(seconds)))
+        eta = "ETA " + re.sub("^0:0?", "", left)
+        bound, speed = bound_text(metrics), rate_text(metrics)
+        line = (
+            f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  {speed}  "
+            f"{eta}  {bound}  memory {memory}"
+        )
         if self._bar.disable:
-            self._show(self._screen.print, full)
-        brief = f"loss {metrics['train/loss']:.4g}  {time_left}"
+            self._show(self._screen.print, line)
+        brief = f"loss {metrics['train/loss']:.4g}  {eta}"
         self._bar.below = "  ".join((speed_text(metrics), bound, memory))
         drawn = {"completed": step, "description": brief, "refresh": True}
         self._show(self._bar.update, self._task, **drawn)
-        self._log.print(full)
+        self._log.print(line)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports evaluation metrics as a line."""
-        self.print(
-            f"step {step:>6}/{self.num_steps}  eval {_numbers(metrics, 'eval/')}"
-        )
+        numbers = _numbers(metrics, "eval/")
+        self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
 def first_lines(
@@ -154,24 +150,24 @@ def first_lines(
 ) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     resumed = f", resumed at step {start}" if start else ""
+    each = batch_size // devices.num_devices
     return [
         f"devices   {devices.describe()}",
         parameter_tables(params),
         *frozen_tables(params, frozen),
-        f"batch     {batch_size} examples, {batch_size // devices.num_devices} on each "
-        "device",
+        f"batch     {batch_size} examples, {each} on each device",
         f"data      {placement}",
         f"workdir   {workdir}{resumed}",
     ]
 
 
-def parameter_tables(params: Any) -> Tables:
-    """Tabulates parameters: name, shape, dtype, bytes, device.
+def parameter_tables(params: Any) -> tuple[Table, Table]:
+    """Tabulates parameters for the screen and the log: name, shape, dtype, bytes.
 
     If they are many, the screen has a row for each module, or for each kind of module.
     """
     leaves = flatten(params)
-    by_module = next(
+    fold = next(
         fold
         for fold in (
             lambda name: name,
@@ -184,96 +180,74 @@ def parameter_tables(params: Any) -> Tables:
     )
     groups: dict[str, list[jax.Array]] = {}
     for name, leaf in leaves.items():
-        groups.setdefault(by_module(name), []).append(leaf)
-    whole = _parameter_table({name: [leaf] for name, leaf in leaves.items()})
-    return Tables(_parameter_table(groups), whole)
+        groups.setdefault(fold(name), []).append(leaf)
+    whole = {name: [leaf] for name, leaf in leaves.items()}
+    return _parameter_table(groups), _parameter_table(whole)
 
 
 def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
-    folded = any(len(leaves) > 1 for leaves in groups.values())
-    caption = f"each of them is in {names.LOG}" if folded else None
-    table = Table(
-        title="Parameters",
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-    )
-    for column in ("name", "shape", "dtype", "bytes", "where"):
-        table.add_column(
-            column,
-            justify="right" if column == "bytes" else "left",
-            overflow="fold",
-            no_wrap=column != "name",
-        )
+    made = table("Parameters", "name", "shape", "dtype", "bytes", "where")
     for name, leaves in groups.items():
         shape = "x".join(map(str, leaves[0].shape)) or "scalar"
-        size = sum(leaf.nbytes for leaf in leaves)
-        table.add_row(
-            name,
-            shape if len(leaves) == 1 else f"{len(leaves)} leaves",
-            ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
-            f"{size:,}",
-            ", ".join(sorted({describe(leaf) for leaf in leaves})),
-        )
-    everything = sum(groups.values(), [])
-    number = sum(int(np.prod(leaf.shape)) for leaf in everything)
-    total = sum(leaf.nbytes for leaf in everything)
-    table.add_section()
-    table.add_row(f"{number:,} parameters", "", "", f"{total:,}", "on each device")
-    return table
+        if len(leaves) > 1:
+            shape, made.caption = f"{len(leaves)} leaves", f"each of them is in {LOG}"
+        where = ", ".join(sorted({describe(leaf) for leaf in leaves}))
+        made.add_row(name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", where)
+    made.add_section()
+    total = f"{tree_size(groups):,} parameters"
+    made.add_row(total, "", "", f"{tree_bytes(groups):,}", "on each device")
+    return made
 
 
 def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
     """Counts trainable and frozen parameters; no table without frozen ones."""
     if not frozen:
         return []
-    table = Table(title="Fine-tuning", title_justify="left")
-    table.add_column("what")
-    for column in ("parameters", "share", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("dtypes")
-    adapters, whole = hk.data_structures.partition(
-        lambda module, name, _: is_adapter(name), params
-    )
-    total = hk.data_structures.tree_size((params, frozen))
-    for what, tree in (
-        ("trained whole", whole),
-        ("adapters", adapters),
-        ("frozen", frozen),
-    ):
-        number = hk.data_structures.tree_size(tree)
-        size = hk.data_structures.tree_bytes(tree)
-        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
-        row = (f"{number:,}", f"{number / total:.2%}", f"{size:,}", ", ".join(dtypes))
-        table.add_row(what, *row)
-    return [table]
+    adapters, whole = partition(lambda module, name, _: is_adapter(name), params)
+    made = table("Fine-tuning", "what", "parameters", "share", "bytes", "dtypes")
+    trees = {"trained whole": whole, "adapters": adapters, "frozen": frozen}
+    for what, tree in trees.items():
+        number, size = tree_size(tree), f"{tree_bytes(tree):,}"
+        share = f"{number / tree_size((params, frozen)):.2%}"
+        made.add_row(what, f"{number:,}", share, size, _dtypes(tree))
+    return [made]
+
+
+def table(title: str, *names: str) -> Table:
+    """Makes an empty table of these columns; only the first one is folded."""
+    columns = [Column(name, overflow="fold", no_wrap=True) for name in names]
+    columns[0].no_wrap = False
+    for column in columns:
+        column.justify = "right" if column.header in NUMBERS else "left"
+    left = {"title_justify": "left", "caption_justify": "left"}
+    return Table(*columns, title=title, **left)
+
+
+def _dtypes(tree: Any) -> str:
+    return ", ".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
+
+
+def process_bytes() -> int | None:
+    """Resident bytes of this process; None where the system does not tell."""
+    try:
+        pages = int(Path(MEMORY).read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_text(devices: DeviceManager) -> str:
     """Bytes in use: of the fullest device, or of this process on the CPU."""
     used = devices.memory_in_use()
-    if used is not None:
-        return f"{used / 2**20:,.0f} MiB"
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux alone has it.
-        for line in Path(STATUS).read_text().splitlines():
-            if line.startswith("VmRSS"):
-                return f"{int(line.split()[1]) / 2**10:,.0f} MiB (host)"
-    return "unknown"
+    size = process_bytes() if used is None else used
+    where = " (host)" if used is None else ""
+    return "unknown" if size is None else f"{size / 2**20:,.0f} MiB{where}"
 
 
 def _numbers(metrics: dict[str, float], prefix: str) -> str:
     shown = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
-    known = {
-        name.removeprefix(prefix): value
-        for name, value in metrics.items()
-        if name.startswith(prefix)
-    }
-    rest = () if prefix == "train/" else [n for n in known if n not in shown]
-    names = [name for name in shown if name in known] + list(rest)
-    return "  ".join(f"{name} {known[name]:.4g}" for name in names)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    known = [name for name in metrics if name.startswith(prefix)]
+    first = [prefix + name for name in shown if prefix + name in known]
+    rest = [] if prefix == "train/" else [name for name in known if name not in first]
+    found = (f"{n.removeprefix(prefix)} {metrics[n]:.4g}" for n in first + rest)
+    return "  ".join(found)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections import Counter
+import timeit
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ class Clock:
 
     def __init__(self, devices: DeviceManager) -> None:
         self._devices = devices
+        self.start(0)
 
     def start(self, step: int) -> None:
         """Starts to measure from `step`."""
@@ -49,32 +50,22 @@ class Clock:
         in that time. Bytes are of copies that the loop asked for.
         """
         spent = self._devices.ledger.totals() - self._before
-        steps = max(step - self._step, 1)
-        seconds = (time.perf_counter() - self._since) / steps
+        steps, seconds = max(step - self._step, 1), time.perf_counter() - self._since
         self.start(step)
-        parts = {name: value / steps for name, value in _parts(spent).items()}
+        made, copied = spent["data"], spent["to_devices"]
+        copying = spent["waiting"] * copied / (made + copied or 1.0)
+        parts = {"data": spent["waiting"] - copying, "to_devices": copying}
+        parts |= {k: spent[k] for k in ("dispatch", "compute", "from_devices")}
         if self._devices.platform == "cpu":
             # On the CPU the calling thread may compute itself.
-            parts["perf/compute_seconds"] += parts.pop("perf/dispatch_seconds")
+            parts["compute"] += parts.pop("dispatch")
+        parts["other"] = max(seconds - sum(parts.values()), 0.0)
         return {
-            "perf/steps_per_second": 1 / max(seconds, 1e-9),
-            **parts,
-            "perf/other_seconds": max(seconds - sum(parts.values()), 0.0),
+            "perf/steps_per_second": steps / max(seconds, 1e-9),
+            **{f"perf/{name}_seconds": value / steps for name, value in parts.items()},
             "perf/bytes_to_devices": spent["bytes_to_devices"] / steps,
             "perf/bytes_from_devices": spent["bytes_from_devices"] / steps,
         }
-
-
-def _parts(spent: Counter[str]) -> dict[str, float]:
-    making, copying = spent["data"], spent["to_devices"]
-    share = copying / (making + copying) if copying else 0.0
-    return {
-        "perf/data_seconds": spent["waiting"] * (1 - share),
-        "perf/to_devices_seconds": spent["waiting"] * share,
-        "perf/dispatch_seconds": spent["dispatch"],
-        "perf/compute_seconds": spent["compute"],
-        "perf/from_devices_seconds": spent["from_devices"],
-    }
 
 
 def bound(metrics: dict[str, float]) -> tuple[str, float]:
@@ -102,9 +93,6 @@ class Work(NamedTuple):
     flops: float = 0.0
 
 
-UNKNOWN = Work()
-
-
 def rates(
     work: Work, examples_per_second: float, peak: float | None
 ) -> dict[str, float]:
@@ -113,14 +101,14 @@ def rates(
     `peak` is the FLOP/s of matrix products that was measured on all devices, not a data
     sheet's; None if it was not.
     """
-    metrics = {"perf/examples_per_second": examples_per_second}
-    if work.tokens:
-        metrics["perf/tokens_per_second"] = examples_per_second * work.tokens
-    if work.flops:
-        metrics["perf/model_flops_per_second"] = examples_per_second * work.flops
-        if peak:
-            metrics["perf/utilisation"] = examples_per_second * work.flops / peak
-    return metrics
+    flops = examples_per_second * work.flops
+    metrics = {
+        "perf/examples_per_second": examples_per_second,
+        "perf/tokens_per_second": examples_per_second * work.tokens,
+        "perf/model_flops_per_second": flops,
+        "perf/utilisation": flops / peak if peak else 0.0,
+    }
+    return {name: value for name, value in metrics.items() if value}
 
 
 def speed_text(metrics: dict[str, float]) -> str:
@@ -131,9 +119,9 @@ def speed_text(metrics: dict[str, float]) -> str:
 
 def rate_text(metrics: dict[str, float]) -> str:
     """`1,234 tokens/s (31% of matmul peak)`: throughput with its MFU, if known."""
-    text = speed_text(metrics)
     share = metrics.get("perf/utilisation")
-    return text if share is None else f"{text} ({share:.0%} of matmul peak)"
+    peak = "" if share is None else f" ({share:.0%} of matmul peak)"
+    return speed_text(metrics) + peak
 
 
 ENOUGH_SECONDS = 2e-3  # A product of this length hides what starting it costs.
@@ -167,14 +155,14 @@ def matmul_peak(
     while _bytes(size, dtype) > most_bytes and size > 1:
         size //= 2
     while True:
-        x = devices.init(lambda size=size: jnp.ones((size, size), dtype))
-        product = jax.jit(jnp.matmul).lower(x, x).compile()
-        times = []
-        for _ in range(1 + REPEATS):
-            begun = time.perf_counter()
-            jax.block_until_ready(product(x, x))
-            times.append(time.perf_counter() - begun)
-        best = min(times[1:])
-        if best >= ENOUGH_SECONDS or _bytes(2 * size, dtype) > most_bytes:
-            return 2 * size**3 * devices.num_devices / best
+        seconds = _matmul_seconds(devices, dtype, size)
+        if seconds >= ENOUGH_SECONDS or _bytes(2 * size, dtype) > most_bytes:
+            return 2 * size**3 * devices.num_devices / seconds
         size *= 2
+
+
+def _matmul_seconds(devices: DeviceManager, dtype: Any, size: int) -> float:
+    x = devices.init(lambda: jnp.ones((size, size), dtype))
+    product = jax.jit(jnp.matmul).lower(x, x).compile()
+    timer = timeit.Timer(lambda: jax.block_until_ready(product(x, x)))
+    return min(timer.repeat(1 + REPEATS, number=1)[1:])

@@ -1,78 +1,70 @@
 """Plots of a run: metrics by step, and the confusion matrix of an evaluation."""
 
+import io
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from haiku_template.storage import metrics
-from haiku_template.storage import workdir as names
+from haiku_template.storage.metrics import read
+from haiku_template.storage.workdir import (
+    CONFUSION,
+    METRICS,
+    REPORT,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 NAMED_CLASSES = 50  # More names and numbers cannot be read.
-
 SPEED = "perf/examples_per_second"
 
+Lines = dict[str, list[tuple[int, float]]]
 
-class Panel(NamedTuple):
-    """Plot of one metric: `train/NAME`, `eval/NAME` or both.
 
-    Attributes:
-      lines: steps and values by key.
-      scale: `log` for losses above zero, else `linear`.
+def panels(rows: list[dict[str, Any]]) -> dict[str, Lines]:
+    """Steps and values of metrics.jsonl by key, in panels by title.
+
+    The loss is first and the speed last; `train/NAME` and `eval/NAME` share a panel.
     """
-
-    title: str
-    lines: dict[str, list[tuple[int, float]]]
-    scale: str
-
-
-def panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """Makes the panels of metrics.jsonl: the loss first, the speed last."""
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {"loss": {}}
+    found: dict[str, Lines] = {"loss": {}}
     keys = dict.fromkeys(key for row in rows for key in row)
     for key in sorted(keys, key=lambda key: key == SPEED):
         kind, _, name = key.partition("/")
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points and (kind in ("train", "eval") or key == SPEED):
-            name = "examples / s" if key == SPEED else name
-            lines.setdefault(name.replace("_", " "), {})[key] = points
-    return [
-        Panel(title, found, _scale(title, found))
-        for title, found in lines.items()
-        if found
-    ]
+            title = "examples / s" if key == SPEED else name.replace("_", " ")
+            found.setdefault(title, {})[key] = points
+    return {title: lines for title, lines in found.items() if lines}
 
 
-def _scale(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
+def scale(title: str, lines: Lines) -> str:
+    """`log` for losses above zero, else `linear`."""
     values = (value for points in lines.values() for _, value in points)
     return "log" if title == "loss" and all(v > 0 for v in values) else "linear"
 
 
 def write(workdir: Path) -> Path | None:
     """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
-    drawn = panels(metrics.read(workdir / names.METRICS))
+    drawn = panels(read(workdir / METRICS))
     height = -(-len(drawn) // 2)
-    figure = _figure(names.REPORT, 10, 1 + 3 * height)
+    figure = _figure(REPORT, 10, 1 + 3 * height)
     if figure is None:
         return None
-    for place, panel in enumerate(drawn, 1):
+    for place, (title, lines) in enumerate(drawn.items(), 1):
         axes = figure.add_subplot(height, 2, place)
-        for key, points in panel.lines.items():
+        for key, points in lines.items():
             style = "o-" if key.startswith("eval/") else "-"
             axes.plot(*zip(*points, strict=True), style, label=key, markersize=4)
-        axes.set(title=panel.title, xlabel="step", yscale=panel.scale)
+        axes.set(title=title, xlabel="step", yscale=scale(title, lines))
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(workdir.name)
-    figure.savefig(workdir / names.REPORT, dpi=110)
-    return workdir / names.REPORT
+    return _save(figure, workdir / REPORT)
 
 
 def write_confusion(
@@ -83,7 +75,7 @@ def write_confusion(
     `matrix` [K, K] counts examples by label (row) and prediction (column).
     """
     side = min(max(3.5, 0.4 * len(classes) + 2), 24)
-    figure = _figure(names.CONFUSION, side, side)
+    figure = _figure(CONFUSION, side, side)
     if figure is None:
         return None
     axes = figure.subplots()
@@ -97,24 +89,19 @@ def write_confusion(
         axes.set_xticks(range(len(classes)), labels, rotation=90)
         axes.set_yticks(range(len(classes)), labels)
         for (row, column), count in np.ndenumerate(matrix):
-            colour = "white" if shares[row, column] > 0.5 else "black"
-            where = {"ha": "center", "va": "center", "color": colour, "fontsize": 7}
+            color = "white" if shares[row, column] > 0.5 else "black"
+            where = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
             axes.text(column, row, f"{count:.0f}" if count else "", **where)
-    path = workdir / names.CONFUSION
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        figure.savefig(partial, dpi=110)
-        partial.replace(path)
+        return _save(figure, workdir / CONFUSION)
     except OSError as error:
-        logger.warning("no %s: %s", path, error)
+        logger.warning("no %s: %s", workdir / CONFUSION, error)
         return None
-    return path
 
 
 def _figure(name: str, width: float, height: float) -> "Figure | None":
     """Makes an empty figure, in inches; without matplotlib warns and returns None."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.warning(
@@ -122,6 +109,11 @@ def _figure(name: str, width: float, height: float) -> "Figure | None":
             name,
         )
         return None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(path, picture.getvalue())
+    return path

@@ -86,8 +86,8 @@ def test_the_report_has_a_panel_for_each_metric_that_exists_and_no_other():
         {"step": 2, "eval/loss": 0.5, "eval/recall": 0.4, "eval/bleu": None},
     ]
     panels = plots.panels(rows)
-    assert [panel.title for panel in panels] == ["loss", "recall"]
-    assert panels[0].lines == {"train/loss": [(1, 1.0)], "eval/loss": [(2, 0.5)]}
+    assert list(panels) == ["loss", "recall"]
+    assert panels["loss"] == {"train/loss": [(1, 1.0)], "eval/loss": [(2, 0.5)]}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_the_report_has_a_panel_for_each_metric_that_exists_and_no_other():
 )
 def test_a_loss_below_zero_is_drawn(losses, scale):
     rows = [{"step": i, "train/loss": loss} for i, loss in enumerate(losses)]
-    (panel,) = plots.panels(rows)
-    assert panel.scale == scale and len(panel.lines["train/loss"]) == 2
+    ((title, lines),) = plots.panels(rows).items()
+    assert plots.scale(title, lines) == scale and len(lines["train/loss"]) == 2
 
 
 def test_the_report_draws_any_number_of_panels(tmp_path):

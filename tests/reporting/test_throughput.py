@@ -12,7 +12,7 @@ from haiku_template.config import default_config
 from haiku_template.data import Data
 from haiku_template.errors import ConfigError
 from haiku_template.models import gpt_flops_per_token
-from haiku_template.reporting.perf import UNKNOWN, Work, matmul_peak, rate_text, rates
+from haiku_template.reporting.perf import Work, matmul_peak, rate_text, rates
 from haiku_template.storage.metrics import read
 from haiku_template.training import (
     Experiment,
@@ -80,7 +80,7 @@ def test_the_kind_of_a_task_and_not_its_name_says_what_is_reported(one_device, n
     assert own.work == built_in.work and own.work.tokens == 8
     assert own.task.derive is built_in.task.derive is perplexity
     made.task.name = f"{__name__}:unlike"
-    assert Experiment.from_config(made, one_device).trainer(one_device).work == UNKNOWN
+    assert Experiment.from_config(made, one_device).trainer(one_device).work == Work()
 
 
 def test_a_kind_of_labels_that_is_none_is_refused():
@@ -137,8 +137,8 @@ def test_the_peak_is_that_of_all_devices(one_device, four_devices):
 
 
 def test_what_is_not_known_is_not_reported():
-    assert rates(UNKNOWN, 10.0, None) == {"perf/examples_per_second": 10.0}
-    assert rate_text(rates(UNKNOWN, 1234.4, None)) == "1,234 examples/s"
+    assert rates(Work(), 10.0, None) == {"perf/examples_per_second": 10.0}
+    assert rate_text(rates(Work(), 1234.4, None)) == "1,234 examples/s"
     known = rates(Work(tokens=5, flops=100.0), 10.0, 4000.0)
     assert known["perf/utilisation"] == 0.25
     assert rate_text(known) == "50 tokens/s (25% of matmul peak)"

@@ -294,7 +294,7 @@ def test_brackets_in_what_is_shown_are_shown_as_they_are(tmp_path, capsys):
 
 
 def test_a_system_without_proc_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr(display, "STATUS", "/nowhere/status")
+    monkeypatch.setattr(display, "MEMORY", "/nowhere/statm")
     run(tmp_path)
     assert "memory unknown" in (tmp_path / "train.log").read_text()
 
