@@ -101,10 +101,10 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
             averaged = checkpoints.saved(step).get("ema_params")
             part = "ema_params" if averaged else "params"
             whole = unflatten({k: _as_saved(leaf) for k, leaf in wanted.items()})
-            read = functools.partial(checkpoints.restore_part, step)
+            read = functools.partial(checkpoints.restore, step)
             return (
-                read(part, whole, skip) if whole else {},
-                read("net_state", state) if state else None,
+                read(whole, part, skip) if whole else {},
+                read(state, "net_state") if state else None,
             )
 
         _, (params, read_state) = restore(workdir, BEST_OR_LATEST, parts)

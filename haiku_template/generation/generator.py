@@ -64,7 +64,7 @@ def load(run: Run) -> LanguageModel:
         init = experiment.make_model(config, vocabulary).init
         tokens = np.zeros((1, 1), np.int32)
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
-        return checkpoints.restore_part(step, part, shapes)
+        return checkpoints.restore(step, shapes, part)
 
     if config.finetuning.train or config.finetuning.lora.rank is not None:
         step, params = run.step, run.model()[0]

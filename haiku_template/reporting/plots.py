@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from haiku_template.storage.metrics import read
-from haiku_template.storage.workdir import (
-    CONFUSION,
-    METRICS,
-    REPORT,
-    write_atomically,
-)
+from haiku_template.storage import read
+from haiku_template.storage import workdir as names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,9 +45,9 @@ def scale(title: str, lines: Lines) -> str:
 
 def write(workdir: Path) -> Path | None:
     """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
-    drawn = panels(read(workdir / METRICS))
+    drawn = panels(read(workdir / names.METRICS))
     height = -(-len(drawn) // 2)
-    figure = _figure(REPORT, 10, 1 + 3 * height)
+    figure = _figure(names.REPORT, 10, 1 + 3 * height)
     if figure is None:
         return None
     for place, (title, lines) in enumerate(drawn.items(), 1):
@@ -64,7 +59,7 @@ def write(workdir: Path) -> Path | None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(workdir.name)
-    return _save(figure, workdir / REPORT)
+    return _save(figure, workdir / names.REPORT)
 
 
 def write_confusion(
@@ -75,7 +70,7 @@ def write_confusion(
     `matrix` [K, K] counts examples by label (row) and prediction (column).
     """
     side = min(max(3.5, 0.4 * len(classes) + 2), 24)
-    figure = _figure(CONFUSION, side, side)
+    figure = _figure(names.CONFUSION, side, side)
     if figure is None:
         return None
     axes = figure.subplots()
@@ -93,9 +88,9 @@ def write_confusion(
             where = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
             axes.text(column, row, f"{count:.0f}" if count else "", **where)
     try:
-        return _save(figure, workdir / CONFUSION)
+        return _save(figure, workdir / names.CONFUSION)
     except OSError as error:
-        logger.warning("no %s: %s", workdir / CONFUSION, error)
+        logger.warning("no %s: %s", workdir / names.CONFUSION, error)
         return None
 
 
@@ -115,5 +110,5 @@ def _figure(name: str, width: float, height: float) -> "Figure | None":
 def _save(figure: "Figure", path: Path) -> Path:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
-    write_atomically(path, picture.getvalue())
+    names.write_atomically(path, picture.getvalue())
     return path

@@ -1,5 +1,6 @@
 """Profile of some steps: a trace, and a page that summarizes it."""
 
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -12,6 +13,22 @@ from haiku_template.devices import DeviceManager
 from haiku_template.reporting.perf import PARTS, Clock, bound_text
 
 SHOWN_OPERATIONS = 20
+PAGE = """\
+Steps {first} to {last}
+devices  {devices}
+step     {milliseconds:.3f} ms on average, {bound}
+
+A step's time, as the loop sees it:
+{parts}
+
+Copied in a step: {sent:,.0f} bytes to the devices, {fetched:,.0f} from them
+
+Operations on the devices, without those inside them:
+   ms a step   share   calls  operation
+{operations}
+
+The whole trace: open perfetto_trace.json.gz in ui.perfetto.dev
+"""
 
 
 class Profiler:
@@ -27,12 +44,10 @@ class Profiler:
     def __init__(
         self, interval: tuple[int, int] | None, directory: Path, devices: DeviceManager
     ) -> None:
-        self._interval = interval
-        self._directory = directory
-        self._devices = devices
+        self._interval = interval or (sys.maxsize, sys.maxsize)
+        self._directory, self._devices = directory, devices
         self.clock = Clock(devices)
-        self.clock.start(0)
-        self._first: int | None = None
+        self._first: int | None = None  # The step before the traced ones.
 
     def __enter__(self) -> "Profiler":
         return self
@@ -43,31 +58,28 @@ class Profiler:
 
     def due(self, step: int) -> bool:
         """Tests if `at(step)` has something to do."""
-        return self._interval is not None and step in self._interval
+        return step in self._interval
 
-    def begin(self, step: int) -> str | None:
+    def begin(self, step: int) -> list[str]:
         """Starts in a run that begins at `step`; returns a line if it is too late."""
-        if self._interval is None or step < self._interval[0]:
-            return None
-        if step >= self._interval[1]:
-            start, stop = self._interval
-            return f"profile   none: steps {start} to {stop} were done before this run"
-        self._start(step)
-        return None
+        start, stop = self._interval
+        if step < stop:
+            return self.at(step)
+        return [f"profile   none: steps {start} to {stop} were done before this run"]
 
-    def at(self, step: int) -> str | None:
+    def at(self, step: int) -> list[str]:
         """Starts or stops at `step`, no step in flight; returns a line when done."""
         if self._first is None:
-            if step == self._interval[0]:
+            if step >= self._interval[0]:
                 self._start(step)
-            return None
+            return []
         metrics = self.clock.read(step)
         first, self._first = self._first, None
         jax.profiler.stop_trace()
         folder = max(self._directory.glob("plugins/profile/*"))
         text = summary(folder, self._devices.describe(), first, step, metrics)
         (folder / "summary.txt").write_text(text)
-        return f"profile   {folder / 'summary.txt'}; {bound_text(metrics)}"
+        return [f"profile   {folder / 'summary.txt'}; {bound_text(metrics)}"]
 
     def _start(self, step: int) -> None:
         options = jax.profiler.ProfileOptions()
@@ -84,44 +96,33 @@ def summary(
 ) -> str:
     """Summarizes a trace: parts of a step's time, and its longest operations.
 
-    Args:
-      folder: has the trace, `*.xplane.pb`.
-      first: the step before the traced ones.
-      last: the last traced step.
-      metrics: of these steps, from `Clock.read`.
+    `folder` has the trace, `*.xplane.pb`, of the steps `first` + 1 to `last`; `metrics`
+    are of these steps, from `Clock.read`.
     """
-    milliseconds = 1000 / metrics["perf/steps_per_second"]
-    lines = [
-        f"Steps {first + 1} to {last}",
-        f"devices  {devices}",
-        f"step     {milliseconds:.3f} ms on average, {bound_text(metrics)}",
-        "",
-        "A step's time, as the loop sees it:",
+    rate, (seconds, calls) = metrics["perf/steps_per_second"], operations(folder)
+    parts = [
+        f"  {1000 * metrics[key]:10.3f} ms {rate * metrics[key]:6.1%}  {name}"
+        for key, name in PARTS.items()
+        if key in metrics
     ]
-    for key, name in PARTS.items():
-        if key in metrics:
-            value = 1000 * metrics[key]
-            lines.append(f"  {value:10.3f} ms {value / milliseconds:6.1%}  {name}")
-    lines += [
-        "",
-        f"Copied in a step: {metrics['perf/bytes_to_devices']:,.0f} bytes to the "
-        f"devices, {metrics['perf/bytes_from_devices']:,.0f} from them",
-        "",
-        "Operations on the devices, without those inside them:",
-        f"  {'ms a step':>10} {'share':>7} {'calls':>7}  operation",
+    total, steps = sum(seconds.values()), last - first
+    shown = [
+        f"  {1000 * value / steps:10.3f} {value / total:7.1%} {calls[name]:7}  {name}"
+        for name, value in seconds.most_common(SHOWN_OPERATIONS)
     ]
-    seconds, calls = operations(folder)
-    total = sum(seconds.values())
-    for name, value in seconds.most_common(SHOWN_OPERATIONS):
-        each = 1000 * value / (last - first)
-        share = value / total
-        lines.append(f"  {each:10.3f} {share:7.1%} {calls[name]:7}  {name}")
-    if not seconds:
-        lines.append("  the trace holds none")
-    elif len(seconds) > SHOWN_OPERATIONS:
-        lines.append(f"  and {len(seconds) - SHOWN_OPERATIONS} more")
-    lines += ["", "The whole trace: open perfetto_trace.json.gz in ui.perfetto.dev"]
-    return "\n".join(lines) + "\n"
+    if len(seconds) > SHOWN_OPERATIONS:
+        shown.append(f"  and {len(seconds) - SHOWN_OPERATIONS} more")
+    return PAGE.format(
+        first=first + 1,
+        last=last,
+        devices=devices,
+        milliseconds=1000 / rate,
+        bound=bound_text(metrics),
+        parts="\n".join(parts),
+        sent=metrics["perf/bytes_to_devices"],
+        fetched=metrics["perf/bytes_from_devices"],
+        operations="\n".join(shown or ["  the trace holds none"]),
+    )
 
 
 def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
@@ -131,30 +132,30 @@ def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
     """
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for path in folder.glob("*.xplane.pb"):
-        for events in _device_lines(path):
-            open_until: list[tuple[float, str]] = []
-            for start, duration, name in sorted(events, key=lambda e: (e[0], -e[1])):
-                while open_until and open_until[-1][0] <= start:
-                    open_until.pop()
-                if open_until:
-                    seconds[open_until[-1][1]] -= duration / 1e9
-                seconds[name] += duration / 1e9
-                calls[name] += 1
-                open_until.append((start + duration, name))
+    for events in _device_lines(folder):
+        open_until: list[tuple[float, str]] = []
+        for start, duration, name in sorted(events, key=lambda e: (e[0], -e[1])):
+            while open_until and open_until[-1][0] <= start:
+                open_until.pop()
+            if open_until:
+                seconds[open_until[-1][1]] -= duration / 1e9
+            seconds[name] += duration / 1e9
+            calls[name] += 1
+            open_until.append((start + duration, name))
     return seconds, calls
 
 
-def _device_lines(path: Path) -> Iterator[list[tuple[float, float, str]]]:
+def _device_lines(folder: Path) -> Iterator[list[tuple[float, float, str]]]:
     """Yields each line of a trace: (start, duration, name) of operations, in ns."""
-    with warnings.catch_warnings():
-        # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            found: dict[str, list[Any]] = defaultdict(list)
-            for line in plane.lines:
-                for event in line.events:
-                    if "hlo_op" in dict(event.stats):
-                        entry = (event.start_ns, event.duration_ns, event.name)
-                        found[line.name].append(entry)
-            yield from found.values()
+    for path in folder.glob("*.xplane.pb"):
+        found: dict[Any, list[Any]] = defaultdict(list)
+        with warnings.catch_warnings():
+            # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        if "hlo_op" in dict(event.stats):
+                            entry = (event.start_ns, event.duration_ns, event.name)
+                            found[plane.name, line.name].append(entry)
+        yield from found.values()

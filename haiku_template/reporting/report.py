@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from haiku_template.devices import DeviceManager
 from haiku_template.reporting import plots
@@ -20,7 +19,8 @@ Writer = Callable[[int, dict[str, float]], None]
 class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
-    `peak` is the FLOP/s of matrix products on all devices; None if not measured.
+    `print` and `step` are those of its `Display`. `peak` is the FLOP/s of matrix
+    products on all devices; None if not measured.
     """
 
     def __init__(
@@ -35,24 +35,21 @@ class Report:
         self._workdir, self._devices = workdir, devices
         self._batch_size, self._work = batch_size, work
         self._display = Display(workdir, num_steps)
+        self.print, self.step = self._display.print, self._display.step
         self._clock = Clock(devices)
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
-        self._writers: dict[str, Writer] = {}
+        self._writers: list[tuple[str, Writer]] = []
 
     def __enter__(self) -> "Report":
         self._stack.enter_context(self._display)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, write in self._writers.items():
+        for name, write in self._writers:
             with dispensable(name):
                 getattr(write, "close", lambda: None)()
         self._stack.close()
-
-    def print(self, *things: Any) -> None:
-        """Prints text or tables on the screen and in the log."""
-        self._display.print(*things)
 
     def begin(
         self,
@@ -64,14 +61,11 @@ class Report:
         profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
         self._profiler = self._stack.enter_context(profiler)
         for make in (MetricsWriter, *writers):
-            with dispensable(_name(make)):
-                self._writers[_name(make)] = make(self._workdir, step)
-        self._say(self._profiler.begin(step))
-        self._clock.start(step)
-
-    def step(self, step: int) -> None:
-        """Notes a dispatched step; cheap enough for every step."""
-        self._display.step(step)
+            name = f"writer {getattr(make, '__qualname__', make)}"
+            with dispensable(name):
+                self._writers.append((name, make(self._workdir, step)))
+        self.print(*self._profiler.begin(step))
+        self.restart(step)
 
     def restart(self, step: int) -> None:
         """Measures throughput from `step` on, so that compilation does not count."""
@@ -90,7 +84,7 @@ class Report:
     def profile(self, step: int) -> None:
         """Starts or stops the trace at `step`, with no step in flight."""
         with self._clock.paused():
-            self._say(self._profiler.at(step))
+            self.print(*self._profiler.at(step))
 
     def training(self, step: int, values: dict[str, float]) -> None:
         """Reports a step's scalars, and the throughput since the last report."""
@@ -116,14 +110,6 @@ class Report:
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        for name, write in self._writers.items():
+        for name, write in self._writers:
             with dispensable(name):
                 write(step, metrics)
-
-    def _say(self, line: str | None) -> None:
-        if line is not None:
-            self.print(line)
-
-
-def _name(function: Any) -> str:
-    return f"writer {getattr(function, '__qualname__', function)}"

@@ -92,10 +92,9 @@ class Checkpoints:
 
     def _rank(self, metrics: dict[str, float]) -> float:
         """Rank that Orbax sorts by, upwards: the last are the best."""
-        value = metrics.get(self._metric)
-        if value is None or not math.isfinite(value):
-            return -math.inf
-        return value if self._highest else -value
+        value = metrics.get(self._metric, math.nan)
+        rank = value if self._highest else -value
+        return rank if math.isfinite(rank) else -math.inf
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -173,7 +172,7 @@ class Checkpoints:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
         sizes = {k: sum(x.nbytes for x in jax.tree.leaves(v)) for k, v in state.items()}
         part = min(filter(sizes.get, sizes), key=sizes.__getitem__)
-        found = self.restore_part(step, part, state[part])
+        found = self.restore(step, state[part], part)
         same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), found, state[part])
         if not jax.tree.all(same):
             raise StorageError(
@@ -181,30 +180,31 @@ class Checkpoints:
                 f"its {part} is not what was saved"
             )
 
-    def restore(self, step: int, abstract: Any) -> Any:
-        """Restores the state of `step` straight to its devices.
+    def restore(
+        self,
+        step: int,
+        abstract: Any,
+        part: str | None = None,
+        skip: Collection[str] = (),
+    ) -> Any:
+        """Restores the state of `step`, or one field of it, straight to its devices.
 
-        `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices.
+        Args:
+          step: of the checkpoint.
+          abstract: pytree of `jax.ShapeDtypeStruct` with shardings, on any devices.
+          part: field of the state that `abstract` is of, such as `params`.
+          skip: leaves (`module/name`) to leave out.
 
         Raises:
           StorageError: no such step, a damaged checkpoint, or one of another structure:
             lists the leaves that differ. Nothing is loaded then.
         """
-        _check_fits(step, self.saved(step), abstract)
-        with self._damage_as_error(step):
-            return self._checkpointer.load(step, abstract)
-
-    def restore_part(
-        self, step: int, part: str, abstract: Any, skip: Collection[str] = ()
-    ) -> Any:
-        """Restores one field of the state of `step`, such as `params`, as `restore`.
-
-        `skip` names leaves (`module/name`) to leave out.
-        """
-        _check_fits(step, self.saved(step)[part], abstract, skip)
-        context = ocp.Context()
-        context.pytree.loading.partial_load = True
+        saved, context = self.saved(step), ocp.Context()
+        _check_fits(step, saved[part] if part else saved, abstract, skip)
+        context.pytree.loading.partial_load = part is not None
         with self._damage_as_error(step), context:
+            if part is None:
+                return self._checkpointer.load(step, abstract)
             return self._checkpointer.load(step, {part: abstract})[part]
 
     def saved(self, step: int) -> dict[str, Any]:
@@ -324,9 +324,7 @@ def _damaged_metrics(directory: Path) -> str:
     return words
 
 
-def _check_fits(
-    step: int, saved: Any, abstract: Any, skip: Collection[str] = ()
-) -> None:
+def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
     # Paths are alike for tuples and for Orbax's lists.
     trees = saved, abstract
     shapes = [jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", t) for t in trees]

@@ -1,7 +1,6 @@
 """Workdir: the directory of a run, with its config, id, environment and lock."""
 
 import contextlib
-import errno
 import fcntl
 import glob
 import importlib.metadata
@@ -206,14 +205,8 @@ def usable(workdir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reasons = {
-            errno.EROFS: "its file system is read-only",
-            errno.ENAMETOOLONG: "its name is too long",
-            errno.ENOTDIR: "a part of its path is a file",
-        }
         raise ConfigError(
-            f"--workdir={workdir} cannot be written to: "
-            f"{reasons.get(error.errno, error)}; use another"
+            f"--workdir={workdir} cannot be written to: {error}; use another"
         ) from error
 
 
@@ -234,17 +227,11 @@ def environment(devices: DeviceManager) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Commit of the working directory's Git; `-dirty` when files are changed."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, **quiet).strip()
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
