@@ -42,14 +42,14 @@ def describe(leaf: Any) -> str:
         return "nowhere (tracer)"
     if leaf.is_deleted():
         return "nowhere (deleted)"
-    first, *others = sorted(leaf.devices(), key=device_index)
-    if not others:
-        return device_name(first)
-    ids = [device_index(device) for device in (first, *others)]
-    consecutive = ids == list(range(ids[0], ids[-1] + 1))
+    platform = next(iter(leaf.devices())).platform
+    ids = sorted(map(device_index, leaf.devices()))
+    if len(ids) == 1:
+        return f"{platform}:{ids[0]}"
+    consecutive = ids[-1] - ids[0] == len(ids) - 1
     names = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids))
     layout = "whole on each" if leaf.is_fully_replicated else "split"
-    return f"{first.platform}:{names} {layout}"
+    return f"{platform}:{names} {layout}"
 
 
 def _is_concrete(leaf: Any) -> bool:

@@ -1,8 +1,7 @@
 """Device selection: parse the request, configure JAX before it starts, pick devices.
 
 JAX reads platforms, device counts and memory options once, when its backend starts, and
-ignores most later changes in silence. So `configure` sets them first, and refuses when
-it is too late.
+ignores most later changes in silence. So they are set first, or refused as too late.
 """
 
 import logging
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # A platform, and chosen devices of it.
 SPEC = re.compile(r"auto|(cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
+TOO_LATE = "create the DeviceManager before the first JAX operation"
 
 
 class Request(NamedTuple):
@@ -86,11 +86,11 @@ def parse(
             f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
             "memory; possible are numbers above 0 and up to 1"
         )
-    if (memory_fraction, preallocate) != (None, None) and backend_started():
+    memory = memory_fraction, preallocate
+    if memory != (None, None) and backend_started():
         raise DeviceError(
-            "gpu_memory_fraction and gpu_preallocate were given after JAX had "
-            "started and would be ignored; create the DeviceManager before the "
-            "first JAX operation"
+            "gpu_memory_fraction and gpu_preallocate were given after JAX had started "
+            f"and would be ignored; {TOO_LATE}"
         )
     if not callable(jax.default_device):
         raise DeviceError(
@@ -99,8 +99,7 @@ def parse(
             "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
         )
     platform = "cpu" if simulate_devices else platform
-    counts = num_devices, simulate_devices
-    return Request(spec, platform, indices, *counts, memory_fraction, preallocate)
+    return Request(spec, platform, indices, *counts.values(), *memory)
 
 
 def backend_started() -> bool:
@@ -127,8 +126,7 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
 def _configure(request: Request) -> None:
     """Configures JAX before its backend starts: platforms, devices, GPU memory."""
     # The CPU stays available beside the others, for `DeviceManager.on_host`.
-    platforms = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-    platforms = platforms.get(request.platform)
+    platforms = {"cpu": "cpu", "tpu": "tpu,cpu"}.get(request.platform)
     if request.platform == "gpu":
         machine = Machine.here()
         # From files and variables alone, in milliseconds; the driver is asked once JAX
@@ -139,7 +137,7 @@ def _configure(request: Request) -> None:
                 f"--device={request.spec} was asked for and no GPU can be used: "
                 f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
             )
-        platforms = "rocm,cpu" if machine.is_amd() else platforms
+        platforms = "rocm,cpu" if machine.is_amd() else "cuda,cpu"
     if platforms:
         jax.config.update("jax_platforms", platforms)
     wanted = request.indices or range(request.num_devices or 0)
@@ -156,8 +154,8 @@ def _configure(request: Request) -> None:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(request.memory_fraction)
     if request.preallocate is not None:
-        preallocate = str(request.preallocate).lower()
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
+        value = str(request.preallocate).lower()
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
 
 
 def _select(request: Request) -> tuple[list[jax.Device], str]:
@@ -176,8 +174,7 @@ def _select(request: Request) -> tuple[list[jax.Device], str]:
     if request.simulate_devices and len(devices) < request.simulate_devices:
         raise DeviceError(
             f"{request.simulate_devices} simulated devices were asked for after JAX "
-            f"had started with {len(devices)}; create the DeviceManager before the "
-            "first JAX operation"
+            f"had started with {len(devices)}; {TOO_LATE}"
         )
     chosen = _pick(request, devices)
     return chosen, _reason(request, chosen, len(devices))
@@ -249,10 +246,7 @@ def available() -> dict[str, list[jax.Device]]:
 
 
 def why_no_gpu() -> str:
-    """Diagnoses why JAX has no GPU here: cause and remedy, in one sentence.
-
-    Asks the driver, in a child process, where there is a card.
-    """
+    """Cause and remedy of JAX's having no GPU; asks the driver in a child process."""
     for finding in check_environment("gpu"):
         if finding.severity == "error":
             return str(finding)

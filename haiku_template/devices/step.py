@@ -23,23 +23,19 @@ if TYPE_CHECKING:
 
 # JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
-# Tokens of the dispatched steps. One list for the process, as simulated devices share
-# its threads: steps of two programs that wait for each other in collectives would wait
-# for ever.
+# Tokens of unfinished steps. One list for the process, whose threads simulated devices
+# share: two programs that wait for each other in collectives would wait for ever.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """Compiled step of `devices`; `compiled` returns its results and a token.
-
-    `takes_state` tells that the memory of the first argument is taken over.
-    """
+    """Step whose calls are timed, bounded in number, and checked for placement."""
 
     devices: "DeviceManager"
-    compiled: Any
-    takes_state: bool
+    compiled: Any  # Returns results and a token.
+    takes_state: bool  # Takes over the memory of its first argument.
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
@@ -47,14 +43,11 @@ class CompiledStep:
             return self.compiled.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatches the step; its results are there when the devices have finished.
-
-        Waits first for earlier steps, of this one or another, until few enough run.
+        """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
 
         Raises:
           PlacementError: an argument is on other devices or was donated before; the
-            batch is not from `shard`; or the step leaks a tracer. The message names the
-            leaf.
+            batch is not from `shard`; or the step leaks a tracer. Names the leaf.
         """
         *whole, batch = args
         devices, ledger = self.devices.devices, self.devices.ledger
@@ -89,8 +82,7 @@ def compile_step(
 
     `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in and
     out replicated; the batch comes from `shard`. Results must be the same on every
-    device: average them with `mean_over`; `fetch` checks that they are. A call waits
-    until fewer than `steps_in_flight` steps are unfinished.
+    device: average them with `mean_over`; `fetch` checks that they are.
 
     Args:
       step: pure function of `replicated` trees, the state first, and of the batch.

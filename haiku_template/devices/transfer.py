@@ -72,10 +72,7 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
 
 
 def device_put_split(batch: Any, devices: Sequence[jax.Device]) -> Any:
-    """Puts row block i of every leaf [B, ...] on device i of n.
-
-    Returns a pytree of arrays [B, ...] on one device, [n, B / n, ...] on several.
-    """
+    """Puts row block i of [B, ...] on device i of n: [n, B / n, ...], unless n is 1."""
     n = len(devices)
     if n == 1:
         return jax.device_put(batch, devices[0])
@@ -87,14 +84,14 @@ def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Ar
     # As JAX sees them: int64 is int32 unless jax_enable_x64 is set, and a Python number
     # is of a weak type, which gives way to others.
     first = jax.typeof(leaves[0])
-    for i, found in enumerate(map(jax.typeof, leaves)):
-        if _named(found) != _named(first):
+    names = [_named(jax.typeof(leaf)) for leaf in leaves]
+    for i, name in enumerate(names):
+        if name != names[0]:
             raise PlacementError(
-                f"the shards differ at leaf {path or 'root'}: shard 0 has "
-                f"{_named(first)}, shard {i} has {_named(found)}"
+                f"the shards differ at leaf {path or 'root'}: shard 0 has {names[0]}, "
+                f"shard {i} has {name}"
             )
-    mesh = Mesh(np.array(devices), AXIS_NAME)
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS_NAME))
+    sharding = NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(AXIS_NAME))
     if first.weak_type:
         # Only numbers are: joining arrays of single devices would make the type strong.
         numbers = jax.device_put(list(leaves), devices[0])
