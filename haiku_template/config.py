@@ -208,11 +208,9 @@ def check(config: config_dict.ConfigDict) -> None:
     values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
     for keys, possible, words in RANGES:
         for key in keys.split():
-            if values.get(key) is not None and not possible(values[key]):
-                none = "None, or " * (defaults[key] is None)
-                raise ConfigError(
-                    f"config.{key}={values[key]}; possible is {none}{words}"
-                )
+            value, none = values.get(key), "None, or " * (defaults[key] is None)
+            if value is not None and not possible(value):
+                raise ConfigError(f"config.{key}={value}; possible is {none}{words}")
 
 
 def _check_keys(
@@ -231,12 +229,11 @@ def _check_keys(
             )
     for key, default in expected.items():
         name = f"{prefix}{key}"
+        if key not in config and free:
+            continue
         if key not in config:
-            if free:
-                continue
             raise ConfigError(
-                f"the config has no key {name}; start from "
-                "haiku_template.config.default_config()"
+                f"the config has no key {name}; start from default_config()"
             )
         if not isinstance(default, config_dict.ConfigDict):
             _check_type(name, config[key], expected.get_type(key), default is None)
