@@ -53,9 +53,7 @@ def save_adapters(
     with new_file(Path(file)) as partial:
         facts = lora.rank, lora.alpha, fingerprint(devices, frozen), step
         metadata = dict(zip(FACTS, map(str, facts), strict=True))
-        tensors = devices.fetch(flatten(params))
-        tensors = {path: np.asarray(x, order="C") for path, x in tensors.items()}
-        save_tensors(partial, tensors, metadata)
+        save_tensors(partial, devices.fetch(flatten(params)), metadata)
 
 
 def read_facts(file: Path) -> dict[str, Any]:

@@ -174,7 +174,6 @@ def _tensor(
 ) -> np.ndarray:
     values = devices.fetch(leaf)
     with np.errstate(over="ignore"):
-        # safetensors writes non-contiguous arrays in the wrong order.
         array = np.asarray(TRANSFORMS[rule.transform](values), dtype, order="C")
     if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
         raise ConfigError(
@@ -274,6 +273,8 @@ def save_tensors(
     """Writes a safetensors file with the usual permissions of a new file."""
     file.touch()
     mode = file.stat().st_mode
+    # The library writes non-contiguous arrays in the wrong order.
+    tensors = {name: np.asarray(x, order="C") for name, x in tensors.items()}
     save_file(tensors, file, metadata or None)
     file.chmod(mode)  # The library lets only the owner read.
 

@@ -1,13 +1,12 @@
 """Export of a checkpoint as safetensors, in names that other software reads."""
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
 from haiku_template.config import to_dict
-from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
 from haiku_template.params import flatten
@@ -48,7 +47,8 @@ def export_safetensors(run: Run, output: Path) -> int:
     family = family_of(config.model.name)
     if family is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
-        shards = {name: _makers(devices, tree) for name, tree in trees.items()}
+        trees = {file: flatten(tree) for file, tree in trees.items()}
+        shards = jax.tree.map(lambda x: functools.partial(devices.fetch, x), trees)
         write_folder(output, shards, {CONFIG: to_json(to_dict(config))}, SINGLE, {})
         return run.step
     described = _classes(run) if HEAD in params else {}
@@ -89,14 +89,6 @@ def export_adapters(run: Run, output: Path) -> int:
         save_adapters(folder / ADAPTERS, *parts, step=run.step)
         (folder / CONFIG).write_bytes(to_json(to_dict(run.config)))
     return run.step
-
-
-def _makers(devices: DeviceManager, tree: Any) -> dict[str, Callable[[], np.ndarray]]:
-    """Functions by path that copy a leaf to the host."""
-    return {
-        path: lambda leaf=leaf: np.asarray(devices.fetch(leaf), order="C")
-        for path, leaf in flatten(tree).items()
-    }
 
 
 def _classes(run: Run) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import haiku as hk
 import jax
-import numpy as np
 
 from haiku_template.data import each_shape
+from haiku_template.devices import canonical_shapes
 from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.models import plain_outputs
@@ -56,13 +56,11 @@ def export_stablehlo(run: Run, output: Path) -> int:
         precision=Precision.create(experiment.precision),
         combine=lambda params, frozen: params,
     )
-    exported, serialised = export_forward(
-        with_axis(
-            lambda inputs: plain_outputs(forward(whole, {}, inputs)),
-            run.devices.axis_name,
-        ),
-        each_shape(data.train)[0]["inputs"],
+    program = with_axis(
+        lambda inputs: plain_outputs(forward(whole, {}, inputs)), run.devices.axis_name
     )
+    inputs = each_shape(data.train)[0]["inputs"]
+    exported, serialized = export_forward(program, inputs)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
@@ -74,7 +72,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
         "class_names": list(data.class_names),
     }
     with new_folder(output) as folder:
-        (folder / PROGRAM).write_bytes(serialised)
+        (folder / PROGRAM).write_bytes(serialized)
         (folder / DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")
     return run.step
 
@@ -86,17 +84,9 @@ def export_forward(
 
     Raises `ConfigError` with JAX's reason.
     """
-    (batch,) = jax.export.symbolic_shape("b")
-
-    def any_size(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct((batch, *x.shape[1:]), dtype)
-
     try:
-        compiled = jax.jit(lambda inputs: forward(inputs))
-        exported = jax.export.export(compiled, platforms=PLATFORMS)(
-            jax.tree.map(any_size, inputs)
-        )
+        specs = jax.export.symbolic_args_specs(canonical_shapes(inputs), "b, ...")
+        exported = jax.export.export(jax.jit(forward), platforms=PLATFORMS)(specs)
         return exported, exported.serialize()
     except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
