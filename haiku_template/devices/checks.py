@@ -61,26 +61,16 @@ def _shaped(leaf: Any) -> str:
 
 
 class Placement(NamedTuple):
-    """Placement of one leaf of a tree, with a verdict.
+    """Placement of one leaf of a tree, with a verdict."""
 
-    Attributes:
-      path: as `jax.tree_util.keystr` writes it.
-      bytes: on each device that holds a part.
-      where: devices and layout, as `describe` gives them.
-      committed: False for arrays that nobody placed; computations need not follow them.
-      memory_kind: `device`, `pinned_host`, ...; empty unless it is a JAX array.
-      verdict: empty when the leaf is replicated on the devices in use; else the fault
-        and its remedy.
-    """
-
-    path: str
+    path: str  # As `jax.tree_util.keystr` writes it.
     shape: tuple[int, ...]
     dtype: str
-    bytes: int
-    where: str
-    committed: bool
-    memory_kind: str
-    verdict: str
+    bytes: int  # On each device that holds a part.
+    where: str  # Devices and layout, as `describe` gives them.
+    committed: bool  # False if nobody placed it: computations need not follow it.
+    memory_kind: str  # `device`, `pinned_host`, ...; empty unless it is a JAX array.
+    verdict: str  # Fault and remedy; empty if replicated on the devices in use.
 
 
 def audit(devices: "DeviceManager", tree: Any) -> list[Placement]:

@@ -19,14 +19,11 @@ COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 
 
 class DeviceManager(NamedTuple):
-    """Devices of a run, as a value: built once, passed explicitly.
-
-    `reason` says why these, in one sentence; `ledger` adds up bytes and seconds.
-    """
+    """Devices of a run, as a value: built once, passed explicitly."""
 
     devices: tuple[jax.Device, ...]
-    reason: str
-    ledger: Ledger
+    reason: str  # For these devices, in one sentence.
+    ledger: Ledger  # Adds up bytes and seconds of what is done with them.
 
     @classmethod
     def create(
@@ -127,13 +124,6 @@ class DeviceManager(NamedTuple):
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
         return placed
 
-    # A step is `jax.jit` on one device, on several `jax.pmap` over the batch with the
-    # state replicated.
-    compile = step.compile_step
-    map_batches = step.map_batches
-    audit = checks.audit
-    check = checks.check
-
     def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
         """Rows of a device's share; raises `PlacementError` for an uneven batch."""
         return transfer.check_batch_size(batch_size, self.num_devices, accumulate_steps)
@@ -166,6 +156,13 @@ class DeviceManager(NamedTuple):
         batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
         sharding = NamedSharding(self.replicated.mesh, PartitionSpec(AXIS_NAME))
         return transfer.canonical_shapes(batch, sharding)
+
+    # A step is `jax.jit` on one device; on several, `jax.pmap` over the batch, with the
+    # state replicated.
+    compile = step.compile_step
+    map_batches = step.map_batches
+    audit = checks.audit
+    check = checks.check
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""

@@ -114,15 +114,6 @@ def backend_started() -> bool:
     return False
 
 
-def _start(request: Request) -> tuple[list[jax.Device], str]:
-    """Configures JAX unless it has started; selects devices, and says why these."""
-    if not backend_started():
-        _configure(request)
-    elif request.platform == "auto" and (ignored := ignored_platforms()):
-        raise DeviceError(f"--device=auto was asked for: {ignored}")
-    return _select(request)
-
-
 def _configure(request: Request) -> None:
     """Configures JAX before its backend starts: platforms, devices, GPU memory."""
     # The CPU stays available beside the others, for `DeviceManager.on_host`.
@@ -158,8 +149,12 @@ def _configure(request: Request) -> None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
 
 
-def _select(request: Request) -> tuple[list[jax.Device], str]:
-    """Selects the requested devices, and says why in one sentence; starts JAX."""
+def _start(request: Request) -> tuple[list[jax.Device], str]:
+    """Starts JAX unless it has started; selects devices, and says why these."""
+    if not backend_started():
+        _configure(request)
+    elif request.platform == "auto" and (ignored := ignored_platforms()):
+        raise DeviceError(f"--device=auto was asked for: {ignored}")
     platform = None if request.platform == "auto" else request.platform
     try:
         devices = jax.local_devices(backend=platform)

@@ -137,11 +137,10 @@ def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -
 
 
 def check_host_batch(batch: Any, what: str = "the batch") -> int:
-    """Rows of a batch in host memory; `what` is the subject of the message.
+    """Rows of a batch in host memory; `what` begins the message.
 
     Raises:
-      PlacementError: a leaf is on a device already, has no rows, or not as many as
-        another; names the leaf.
+      PlacementError: a leaf is on a device, has no rows, or not as many as another.
     """
     rows: dict[str, int] = {}
     for path, leaf in leaves_by_path(batch).items():
@@ -181,11 +180,9 @@ def pad_rows(batch: Any, size: int) -> Any:
 
 
 def fitting(tree: Any) -> Any:
-    """Casts NumPy leaves to the dtypes that JAX makes of theirs.
+    """Casts NumPy leaves to JAX's dtypes; `PlacementError` if a value does not fit.
 
-    Raises:
-      PlacementError: a value does not fit, where JAX would cut off its high bits or
-        make it infinite in silence; names the leaf.
+    JAX would cut off its high bits, or make it infinite, in silence.
     """
     return jax.tree_util.tree_map_with_path(_fitting, tree)
 
