@@ -131,8 +131,8 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
             "run began with is not known",
             *(file, error),
         )
-        return
-    check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
+    else:
+        check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
 
 
 def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:

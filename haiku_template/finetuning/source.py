@@ -36,10 +36,8 @@ def open_source(
 ) -> Source:
     """Opens the parameters that `config.init_from` names.
 
-    Args:
-      init_from: a workdir, a Hugging Face folder, an exported folder, or a safetensors
-        file with names of Hugging Face's or of Haiku's.
-      family: the model's; None for one that Hugging Face does not know.
+    It names a workdir, a Hugging Face folder, an exported folder, or a safetensors file
+    with names of Hugging Face's or of Haiku's. `family` is the model's, if it has one.
 
     Raises:
       ConfigError: nothing is there, or no whole model of this family.
@@ -48,9 +46,8 @@ def open_source(
     if not path.exists():
         raise ConfigError(
             f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
-            "possible are a workdir, a Hugging Face or exported folder and a "
-            "safetensors file; where a run's source has moved, its config.json may be "
-            "told"
+            "possible are a workdir, a Hugging Face or exported folder, a safetensors "
+            "file; where a run's source has moved, its config.json may be told"
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(

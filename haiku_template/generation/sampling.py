@@ -23,13 +23,6 @@ class Sampling(NamedTuple):
     seed: int = 0  # With the row and the number of the token, the source of randomness.
 
 
-class Written(NamedTuple):
-    """KV cache of all tokens but the last, and tokens written: int32 [B]."""
-
-    cache: Cache
-    count: jax.Array
-
-
 def sample(logits: jax.Array, count: jax.Array, sampling: Sampling) -> jax.Array:
     """Samples a token for each row: int32 [B].
 
@@ -52,11 +45,12 @@ def sample(logits: jax.Array, count: jax.Array, sampling: Sampling) -> jax.Array
 def make_steps(
     model: hk.Transformed, precision: Precision, sampling: Sampling
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Makes `prefill` and `decode`, which return (`Written`, tokens [B]).
+    """Makes `prefill` and `decode`, which return (written, tokens [B]).
 
     `prefill(params, batch)` reads prompts: `batch["tokens"]` int32 [B, T], of which the
     first `batch["lengths"]` [B] count, with `batch["count"]` [B] written already.
-    `decode(written, (params, tokens))` reads one token [B] more.
+    `decode(written, (params, tokens))` reads one token [B] more. `written` is the KV
+    cache of all tokens but the last, and the number of tokens written: int32 [B].
 
     `model` is `forward(tokens, is_training, cache)`; parameters have the compute dtype.
     """
@@ -67,7 +61,7 @@ def make_steps(
 
     def choose(cache: Cache, logits: LazyLogits, count: jax.Array) -> Any:
         tokens = sample(logits.multiply_out()[:, 0], count, sampling)
-        return Written(cache, count + 1), tokens
+        return (cache, count + 1), tokens
 
     def prefill(params: hk.Params, batch: dict[str, jax.Array]) -> Any:
         logits, cache = forward(params, batch["tokens"], "new")
@@ -78,9 +72,9 @@ def make_steps(
         cache = cache._replace(lengths=lengths)
         return choose(cache, logits._replace(hidden=hidden), batch["count"])
 
-    def decode(written: Written, inputs: tuple[hk.Params, jax.Array]) -> Any:
-        params, tokens = inputs
-        logits, cache = forward(params, tokens[:, None], written.cache)
-        return choose(cache, logits, written.count)
+    def decode(written: tuple[Cache, jax.Array], inputs: Any) -> Any:
+        (cache, count), (params, tokens) = written, inputs
+        logits, cache = forward(params, tokens[:, None], cache)
+        return choose(cache, logits, count)
 
     return prefill, decode

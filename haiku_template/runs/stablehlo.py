@@ -21,7 +21,6 @@ from haiku_template.runs.run import Run
 from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
 
-PROGRAM, DESCRIPTION = "forward.stablehlo", "forward.json"
 PLATFORMS = ("cpu", "cuda")
 MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
 
@@ -72,8 +71,8 @@ def export_stablehlo(run: Run, output: Path) -> int:
         "class_names": list(data.class_names),
     }
     with new_folder(output) as folder:
-        (folder / PROGRAM).write_bytes(serialized)
-        (folder / DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")
+        (folder / "forward.stablehlo").write_bytes(serialized)
+        (folder / "forward.json").write_text(json.dumps(described, indent=2) + "\n")
     return run.step
 
 
