@@ -117,17 +117,25 @@ def encode(
     x += layers.look_up(segments, types)
     x += layers.table(sizes.context, sizes.width, "positions")[None, :length]
     x = layers.drop(rate, layers.norm("norm", norm_eps)(x))
+    mask = inputs["mask"][:, None, None, :].astype(bool)  # Of the tokens that are seen.
+    heads = (*tokens.shape, sizes.num_heads, sizes.width // sizes.num_heads)
 
     def block(x: jax.Array, mask: jax.Array) -> jax.Array:
-        y = layers.drop(rate, _attention(x, mask, sizes))
-        x = layers.norm("norm_1", norm_eps)(x + y)
+        with hk.name_scope("attention"):
+            query, key, value = (
+                layers.linear(sizes.width, name)(x).reshape(heads)
+                for name in ("query", "key", "value")
+            )
+            y = attend("xla", query, key, value, mask).reshape(x.shape)
+            y = layers.linear(sizes.width, "projection")(y)
+        x = layers.norm("norm_1", norm_eps)(x + layers.drop(rate, y))
         y = layers.feed_forward(x, sizes.mlp_width, approximate=False)
         return layers.norm("norm_2", norm_eps)(x + layers.drop(rate, y))
 
     block = hk.remat(block) if remat else block
     for i in range(sizes.num_layers):
         with hk.name_scope(f"block_{i}"):
-            x = block(x, inputs["mask"])
+            x = block(x, mask)
     return x
 
 
@@ -145,19 +153,6 @@ def _normalized(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
-
-
-def _attention(x: jax.Array, mask: jax.Array, sizes: Sizes) -> jax.Array:
-    """Self-attention over the tokens that are no padding: [B, T, D]."""
-    heads = (*x.shape[:2], sizes.num_heads, sizes.width // sizes.num_heads)
-    with hk.name_scope("attention"):
-        query, key, value = (
-            layers.linear(sizes.width, name)(x).reshape(heads)
-            for name in ("query", "key", "value")
-        )
-        mask = mask[:, None, None, :].astype(bool)
-        y = attend("xla", query, key, value, mask)
-        return layers.linear(sizes.width, "projection")(y.reshape(x.shape))
 
 
 _LAYER, _BLOCK = "[bert.]encoder.layer.{}.", "bert/block_{}/"

@@ -7,50 +7,36 @@ from typing import Any, NamedTuple
 class Rule(NamedTuple):
     """Rename rule for the tensors whose names fit a pattern.
 
-    A later rule with the same target is for tied tensors: where a file holds both, they
-    must be equal.
-
-    Attributes:
-      pattern: of names in the file. `{}` is a number, `*` is anything, and what is in
-        square brackets may be missing.
-      target: path of the parameter, `{}` standing for the numbers; None skips the
-        tensor.
-      transform: `same` or `transpose`.
-      optional: True skips the tensor in a model without such a parameter; False is an
-        error.
+    In a pattern `{}` is a number, `*` is anything, and a part in square brackets may be
+    missing. A later rule with the same target is for tied tensors: where a file holds
+    both, they must be equal.
     """
 
     pattern: str
-    target: str | None
-    transform: str = "same"
-    optional: bool = False
+    target: str | None  # Path, `{}` standing for the numbers; None skips the tensor.
+    transform: str = "same"  # Or `transpose`.
+    optional: bool = False  # A model without such a parameter skips the tensor.
 
 
 class Keyword(NamedTuple):
-    """A keyword argument of the model, and its key in config.json.
-
-    `default` stands for an absent key; its type is required of a present one.
-    """
+    """A keyword argument of the model, and its key in config.json."""
 
     name: str
     key: str
-    default: int | float
+    default: int | float  # For an absent key; its type is required of a present one.
 
 
 class Family(NamedTuple):
     """Family of a model function, its `.family`: Hugging Face's names and sizes, FLOPs.
 
     Attributes:
-      model_type: Hugging Face's name of the family.
       architectures: Hugging Face's classes whose tensors the rules know.
       keywords: sizes of the model in config.json.
       fixed: values that config.json may have for the model to be the one computed here:
         for each key a tuple, the default first.
-      rules: the rename table.
       sizes: completes the model's keyword arguments, as from a preset.
       flops_per_token: of a training step, for MFU: called with `num_outputs`, the
-        tokens of an example and the keys of `config.model`; None where there is no
-        formula.
+        tokens of an example and the keys of `config.model`.
       tables: paths of the embeddings of tokens and of positions, whose rows are the
         vocabulary and the context; None for a model that does not generate text.
     """

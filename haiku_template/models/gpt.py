@@ -41,16 +41,10 @@ PRESETS = {
 
 
 class Cache(NamedTuple):
-    """KV cache: keys and values of the tokens so far, each computed once.
+    """KV cache: keys and values of the tokens so far, each computed once."""
 
-    Attributes:
-      blocks: of each block, keys and values: two arrays [B, S, H, D / H].
-      lengths: tokens held of each example: int32 [B]. Later entries are overwritten
-        before they are read.
-    """
-
-    blocks: tuple[KeysValues, ...]
-    lengths: jax.Array
+    blocks: tuple[KeysValues, ...]  # Entries beyond the lengths are never read.
+    lengths: jax.Array  # Tokens held of each example: int32 [B].
 
 
 def gpt(
@@ -203,14 +197,10 @@ def gpt_flops_per_token(
     it, and, if trainable, 2 for its gradient.
 
     Args:
-      num_outputs: V.
       num_tokens: T; None means the context.
       trained: size of each trainable parameter, by path; None means all are trainable.
       added: the same of adapters, which N does not count.
       **model: the keys of `config.model`.
-
-    Raises:
-      ValueError: a value out of its range.
     """
     size = _size(*map(model.get, ("preset", *Size._fields)))
     width = size.width

@@ -20,13 +20,7 @@ def linear(width: int, name: str, w_init: Initializer | None = None) -> hk.Linea
 def feed_forward(
     x: jax.Array, hidden: int, approximate: bool, w_init: Initializer | None = None
 ) -> jax.Array:
-    """MLP of one hidden layer with GELU: [B, T, D] to the same.
-
-    Args:
-      hidden: width of the hidden layer.
-      approximate: True for GELU's tanh form.
-      w_init: of the second layer.
-    """
+    """MLP with GELU, exact or in its tanh form: [B, T, D] to the same."""
     with hk.name_scope("mlp"):
         y = jax.nn.gelu(linear(hidden, "up")(x), approximate=approximate)
         return linear(x.shape[-1], "down", w_init)(y)

@@ -24,7 +24,6 @@ def resnet(
     moving averages are the network state.
 
     Args:
-      num_outputs: K.
       axis_name: mesh axis of the devices; None on one device.
       channels: of each group; each group after the first halves H and W.
       blocks: residual blocks in each group, of two convolutions each.

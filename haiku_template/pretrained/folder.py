@@ -13,13 +13,11 @@ CONFIG = "config.json"
 class Description(NamedTuple):
     """Model of a Hugging Face folder.
 
-    Attributes:
-      config: the content of config.json.
-      arguments: keyword arguments of the family's function in `MODELS`. A BERT's leave
-        out `num_outputs`, which is the task's, and `pooling`.
+    `arguments` are those of the family's function in `MODELS`. A BERT's leave out
+    `num_outputs`, which is the task's, and `pooling`.
     """
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # The content of config.json.
     family: Family
     arguments: dict[str, Any]
 

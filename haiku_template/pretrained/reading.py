@@ -27,7 +27,6 @@ def restore(
     Args:
       source: a Hugging Face folder, or its index, or one safetensors file.
       init: makes the parameters of the model; those that are read are never made.
-      rules: rename rules.
       fresh: patterns (as in a shell) of paths that no file has, as `bert/head/*`.
 
     Returns:
@@ -70,10 +69,8 @@ def read(
     shares the file's memory, so that a file may change later.
 
     Args:
-      source: as for `restore`.
       skeleton: parameters, or their shapes and dtypes; float16, bfloat16, float32 and
         float64 are converted into each other.
-      rules: rename rules.
       skip: paths of parameters that are left out.
 
     Returns:

@@ -18,18 +18,9 @@ from safetensors.numpy import save_file
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
+from haiku_template.pretrained import tensors
 from haiku_template.pretrained.folder import CONFIG, read_config
 from haiku_template.pretrained.rules import TRANSFORMS, Rule, find, tensor_name
-from haiku_template.pretrained.tensors import (
-    INDEX,
-    SINGLE,
-    Tensor,
-    locate,
-    pieces,
-    read_headers,
-    read_index,
-    read_metadata,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +48,6 @@ def export_like(
 
     Args:
       source: the Hugging Face folder that was read.
-      folder: must not exist.
-      params: the model's parameters, on the devices.
-      rules: rename rules.
       config: changes to config.json, such as the names of the labels.
 
     Raises:
@@ -68,7 +56,7 @@ def export_like(
       StorageError: the files cannot be written.
     """
     source, leaves = Path(source), flatten(params)
-    located, headers = locate(source), read_headers(source)
+    located, headers = tensors.locate(source), tensors.read_headers(source)
     files = {tensor.file.name: tensor.file for tensor in headers.values()}
     shards: dict[str, Makers] = {name: {} for name in files}
     new, rounded = dict(leaves), Counter()
@@ -98,13 +86,13 @@ def export_like(
         str(path.relative_to(source)): path.read_bytes()
         for pattern in BESIDE
         for path in source.glob(pattern)
-        if path.is_file() and path.name != INDEX
+        if path.is_file() and path.name != tensors.INDEX
     }
     if config is not None:
         others[CONFIG] = to_json(read_config(source) | config)
-    metadata = {name: read_metadata(file) for name, file in files.items()}
+    metadata = {name: tensors.read_metadata(file) for name, file in files.items()}
     if located.suffix == ".json":
-        metadata[located.name] = read_index(located).get("metadata")
+        metadata[located.name] = tensors.read_index(located).get("metadata")
     write_folder(Path(folder), shards, others, located.name, metadata)
 
 
@@ -120,9 +108,6 @@ def export_new(
     """Writes the parameters of a model made here, in Hugging Face's names.
 
     Args:
-      folder: must not exist.
-      params: the model's parameters, on the devices.
-      rules: rename rules.
       config: the content of config.json, as from `to_config`.
       shard_bytes: the most that a file and host memory hold, unless one parameter has
         more.
@@ -133,17 +118,17 @@ def export_new(
     """
     leaves = flatten(params)
     groups, room = [{}], shard_bytes
-    tensors = _new_tensors(leaves, rules, devices)
-    for (name, make), leaf in zip(tensors.items(), leaves.values(), strict=True):
+    makers = _new_tensors(leaves, rules, devices)
+    for (name, make), leaf in zip(makers.items(), leaves.values(), strict=True):
         if leaf.nbytes > room and groups[-1]:
             groups.append({})
             room = shard_bytes
         groups[-1][name] = make
         room -= leaf.nbytes
-    total, located = len(groups), INDEX
+    total, located = len(groups), tensors.INDEX
     names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     if total == 1:
-        names, located = [SINGLE], SINGLE
+        names, located = [tensors.SINGLE], tensors.SINGLE
     shards, others = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
     write_folder(Path(folder), shards, others, located, dict.fromkeys(names, FORMAT))
 
@@ -183,9 +168,9 @@ def _tensor(
     return array
 
 
-def _whole(tensor: Tensor) -> np.ndarray:
+def _whole(tensor: tensors.Tensor) -> np.ndarray:
     array = np.empty(tensor.shape, tensor.numpy_dtype)
-    for rows, values in pieces(tensor):
+    for rows, values in tensors.pieces(tensor):
         array[rows] = values
     return array
 
@@ -197,17 +182,13 @@ def write_folder(
     located: str,
     metadata: dict[str, dict[str, Any] | None],
 ) -> None:
-    """Writes a new folder, whole or not at all.
+    """Writes a new folder, whole or not at all; raises as `new_folder`.
 
     Args:
       shards: functions that make the tensors, by file and name.
       others: the content of other files, by name.
       located: name of the only file of tensors, or of their index.
       metadata: of the files of tensors and of the index, by name.
-
-    Raises:
-      ConfigError: `folder` exists.
-      StorageError: it cannot be written; nothing of it is left.
     """
     size, places = 0, {}
     with new_folder(folder) as partial:
@@ -215,11 +196,11 @@ def write_folder(
             (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         for name, makers in shards.items():
-            tensors = {tensor: make() for tensor, make in makers.items()}
-            save_tensors(partial / name, tensors, metadata.get(name))
-            size += sum(array.nbytes for array in tensors.values())
-            places |= dict.fromkeys(tensors, name)
-            tensors.clear()  # Memory holds one file at a time.
+            arrays = {tensor: make() for tensor, make in makers.items()}
+            save_tensors(partial / name, arrays, metadata.get(name))
+            size += sum(array.nbytes for array in arrays.values())
+            places |= dict.fromkeys(arrays, name)
+            arrays.clear()  # Memory holds one file at a time.
         if located not in shards:
             known = metadata.get(located) or {}
             if known.get("total_size") != size:
@@ -268,14 +249,14 @@ def new_file(file: Path) -> Iterator[Path]:
 
 
 def save_tensors(
-    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None
+    file: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
     """Writes a safetensors file with the usual permissions of a new file."""
     file.touch()
     mode = file.stat().st_mode
     # The library writes non-contiguous arrays in the wrong order.
-    tensors = {name: np.asarray(x, order="C") for name, x in tensors.items()}
-    save_file(tensors, file, metadata or None)
+    arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    save_file(arrays, file, metadata or None)
     file.chmod(mode)  # The library lets only the owner read.
 
 

@@ -25,6 +25,14 @@ import transformers
 from safetensors.torch import save_file
 
 REFERENCES = Path(__file__).parent / "references"
+# The sizes of both models, in names that all of Hugging Face's configurations know.
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 SENTENCES = (
     "A man is eating food.",
     "Someone has a meal.",
@@ -55,15 +63,7 @@ def inputs(generator):
 
 def bert():
     """A classifier of three labels, in one file."""
-    config = transformers.BertConfig(
-        vocab_size=48,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=16,
-        num_labels=3,
-    )
+    config = transformers.BertConfig(**SIZES, intermediate_size=64, num_labels=3)
     model = fill(transformers.BertForSequenceClassification(config))
     model.save_pretrained(REFERENCES / "bert")
     tokens, mask, types = inputs(torch.Generator().manual_seed(1))
@@ -84,15 +84,7 @@ def bert():
 
 def gpt2():
     """A language model, in shards."""
-    config = transformers.GPT2Config(
-        vocab_size=48,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = transformers.GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)
     model = fill(transformers.GPT2LMHeadModel(config))
     model.save_pretrained(REFERENCES / "gpt2", max_shard_size="50KB")
     tokens = torch.randint(0, 48, (3, 16), generator=torch.Generator().manual_seed(1))
