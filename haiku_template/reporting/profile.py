@@ -32,7 +32,7 @@ The whole trace: open perfetto_trace.json.gz in ui.perfetto.dev
 
 
 class Profiler:
-    """Context manager that traces an interval of a run.
+    """Traces an interval of a run.
 
     A new folder of `directory` gets a trace for TensorBoard (`tensorboard
     --logdir=DIRECTORY`, with xprof installed), one for Perfetto (ui.perfetto.dev opens
@@ -49,11 +49,9 @@ class Profiler:
         self.clock = Clock(devices)
         self._first: int | None = None  # The step before the traced ones.
 
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._first is not None:  # The run ends before the interval does.
+    def close(self) -> None:
+        """Stops the trace of a run that ends before the interval does."""
+        if self._first is not None:
             jax.profiler.stop_trace()
 
     def due(self, step: int) -> bool:

@@ -58,8 +58,8 @@ class Report:
         writers: Sequence[Callable[[Path, int], Writer]] = (),
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
-        profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
-        self._profiler = self._stack.enter_context(profiler)
+        self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
+        self._stack.callback(self._profiler.close)
         for make in (MetricsWriter, *writers):
             name = f"writer {getattr(make, '__qualname__', make)}"
             with dispensable(name):

@@ -81,12 +81,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not isinstance(row["step"], int):
-                raise TypeError
+            rows.append({"step": operator.index(row["step"])} | row)
         except (ValueError, TypeError, KeyError):
             lost.append(number)
-        else:
-            rows.append(row)
     if lost and lost != [len(lines)]:
         logger.warning("%s: lines %s are damaged, and left out", path, lost)
     return rows

@@ -6,9 +6,7 @@ finds these programs compiled.
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.params import leaves_by_path
+from haiku_template.reporting.display import process_bytes
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -108,7 +107,7 @@ def memory_budget(
     if trainer.work.flops:
         matmul = matmul_bytes(devices, trainer.precision.policy.compute_dtype, limit)
     peak = max(step_peak + waiting, init_peak, matmul)
-    process = _process_bytes() if devices.platform == "cpu" else None
+    process = process_bytes() if devices.platform == "cpu" else None
     return Budget(
         params=_bytes(state.params),
         net_state=_bytes(state.net_state),
@@ -202,15 +201,6 @@ def _warn_of_closed_over(trainer: Trainer) -> None:
             "or hk.get_state, or put it into the batch",
             listed,
         )
-
-
-def _process_bytes() -> int | None:
-    """Resident bytes of this process; None where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_budget(
