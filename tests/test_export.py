@@ -1,5 +1,7 @@
 """Exports, used as other software would: files, and a process without Haiku."""
 
+import copy
+import functools
 import json
 import math
 import os
@@ -78,11 +80,20 @@ def trained(tmp_path, devices, name, **keys):
 
 
 @pytest.fixture(scope="module")
-def of_bert(tmp_path_factory):
-    """The config and the workdir of a BERT with averaged parameters."""
+def shared(tmp_path_factory):
+    """Config and workdir of runs with averaged parameters, which no test changes."""
     devices = DeviceManager.create("cpu", num_devices=1)
-    home = tmp_path_factory.mktemp("bert")
-    return trained(home, devices, "bert", ema_decay=0.5)
+
+    @functools.cache
+    def make(name, precision):
+        home = tmp_path_factory.mktemp(name)
+        return trained(home, devices, name, precision=precision, ema_decay=0.5)
+
+    def of(name, precision="float32"):
+        config, workdir = make(name, precision)
+        return copy.deepcopy(config), workdir
+
+    return of
 
 
 @pytest.mark.slow(but="mlp")
@@ -96,13 +107,10 @@ def of_bert(tmp_path_factory):
     ],
 )
 def test_a_process_without_haiku_computes_the_same(
-    tmp_path, one_device, of_bert, name, precision
+    tmp_path, one_device, shared, name, precision
 ):
     pytest.importorskip("flatbuffers")
-    keys = {"precision": precision, "ema_decay": 0.5}
-    config, workdir = (
-        of_bert if name == "bert" else trained(tmp_path, one_device, name, **keys)
-    )
+    config, workdir = shared(name, precision)
     output = tmp_path / "exported"
     assert export_stablehlo(Run.open(workdir, one_device, "latest"), output) == 1
     described = json.loads((output / "forward.json").read_text())
@@ -151,9 +159,9 @@ def outputs_of(trainer, config, state, inputs):
     return np.asarray(jax.jit(apply)(params, inputs))
 
 
-def test_the_description_names_inputs_and_classes(tmp_path, one_device, of_bert):
+def test_the_description_names_inputs_and_classes(tmp_path, one_device, shared):
     pytest.importorskip("flatbuffers")
-    config, workdir = of_bert
+    _, workdir = shared("bert")
     export_stablehlo(Run.open(workdir, one_device, "1"), tmp_path / "out")
     described = json.loads((tmp_path / "out" / "forward.json").read_text())
     entry = {"shape": ["b", 16], "dtype": "int32"}
@@ -172,8 +180,8 @@ def test_a_model_of_one_batch_size_is_refused():
         export_forward(forward, np.zeros((3, 5), np.float32))
 
 
-def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, of_bert):
-    config, workdir = of_bert
+def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, shared):
+    _, workdir = shared("bert")
     output = tmp_path / "out"
     assert export_safetensors(Run.open(workdir, one_device, "latest"), output) == 1
     found = describe(output, bert.family)
@@ -263,14 +271,14 @@ def large(state):
 
 
 def test_a_classifier_that_transformers_lacks_is_not_exported_in_its_names(
-    tmp_path, one_device
+    tmp_path, one_device, shared
 ):
-    config, workdir = experiment(tmp_path, "bert")
-    config.model.pooling = "mean"
-    run(config, one_device, str(workdir))
+    finished = Run.open(shared("bert")[1], one_device, "latest")
+    assert finished.state is not None  # Read with the model that it is of.
+    finished.config.model.pooling = "mean"
     words = "train with --config.model.pooling=cls, .* --format=stablehlo"
     with pytest.raises(ConfigError, match=words):
-        export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
+        export_safetensors(finished, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -310,10 +318,10 @@ def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     ("name", "as_file"), [("mlp", False), ("resnet", False), ("resnet", True)]
 )
 def test_a_run_starts_from_what_was_exported_with_its_network_state(
-    tmp_path, one_device, name, as_file
+    tmp_path, one_device, shared, name, as_file
 ):
     devices = one_device
-    config, workdir = trained(tmp_path, devices, name, ema_decay=0.5)
+    config, workdir = shared(name)
     output = tmp_path / "out"
     finished = Run.open(workdir, devices, "latest")
     export_safetensors(finished, output)
@@ -332,8 +340,10 @@ def test_a_run_starts_from_what_was_exported_with_its_network_state(
 
 
 @pytest.mark.slow
-def test_network_state_that_no_file_gives_is_warned_of(tmp_path, one_device, caplog):
-    config, workdir = trained(tmp_path, one_device, "resnet")
+def test_network_state_that_no_file_gives_is_warned_of(
+    tmp_path, one_device, shared, caplog
+):
+    config, workdir = shared("resnet")
     export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     (tmp_path / "out" / "state.safetensors").unlink()
     config.init_from = str(tmp_path / "out")
@@ -342,8 +352,8 @@ def test_network_state_that_no_file_gives_is_warned_of(tmp_path, one_device, cap
     assert "which would give group_0/~/block_0/~/batchnorm_0" in caplog.text
 
 
-def test_network_state_of_another_model_is_refused(tmp_path, one_device):
-    config, workdir = trained(tmp_path, one_device, "resnet")
+def test_network_state_of_another_model_is_refused(tmp_path, one_device, shared):
+    config, workdir = shared("resnet")
     export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     file = tmp_path / "out" / "state.safetensors"
     tensors = load_file(file)
@@ -388,17 +398,19 @@ def test_what_is_there_is_left_alone(tmp_path, one_device, write):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_step_that_is_not_there_is_refused_and_nothing_is_left(tmp_path, one_device):
-    config, workdir = trained(tmp_path, one_device, "mlp")
+def test_a_step_that_is_not_there_is_refused_and_nothing_is_left(
+    tmp_path, one_device, shared
+):
+    _, workdir = shared("mlp")
     with pytest.raises(ConfigError, match="--checkpoint=7 is not in .*steps .1"):
         export_safetensors(Run.open(workdir, one_device, "7"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_command_writes_and_says_mistakes_in_one_sentence(
-    tmp_path, one_device, command
+    tmp_path, shared, command
 ):
-    _, workdir = trained(tmp_path, one_device, "mlp")
+    _, workdir = shared("mlp")
     flags = [f"--workdir={workdir}", f"--output={tmp_path / 'out'}"]
     done = command("export", *flags, "--format=safetensors")
     assert done.returncode == 0, done.stderr
