@@ -346,6 +346,7 @@ def wait_for_step(workdir, step):
     [
         (["--config.num_stepz=3"], 64, ["num_stepz", "did you mean num_steps?"]),
         (["--config.foo=3"], 64, ["unknown key foo"]),
+        (["--config.nowhere.x=3"], 64, ["has no key 'nowhere'"]),
         (
             ["--config.data.name=npz", "--config.data.path=x.npz"],
             64,
