@@ -88,9 +88,7 @@ def run_flags() -> None:
 def open_run(num_devices: int | None = None) -> "Run":
     """Opens the run that the flags name, on the devices that they ask for.
 
-    Raises:
-      ConfigError: there is none; before JAX starts.
-      DeviceError: as `device_manager`.
+    Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
     config.of_run(Path(FLAGS.workdir))
     devices = device_manager(num_devices)
