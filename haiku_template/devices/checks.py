@@ -163,6 +163,23 @@ def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
             )
 
 
+def check_batch_size(
+    devices: "DeviceManager", batch_size: int, accumulate_steps: int = 1
+) -> int:
+    """Rows of a device's share; `PlacementError` names the nearest sizes that split."""
+    n = devices.num_devices
+    parts = n * accumulate_steps
+    if batch_size % parts == 0 and batch_size > 0:
+        return batch_size // n
+    below = batch_size // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    each = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
+    raise PlacementError(
+        f"a batch of {batch_size} examples cannot be split evenly over {n} "
+        f"devices{each}; the nearest batch sizes that can are {nearest}"
+    )
+
+
 def check_placed(
     tree: Any, devices: Sequence[jax.Device], what: str, split: bool = False
 ) -> None:
@@ -229,13 +246,10 @@ PLACE = re.compile(r"(\S+\.py:\d+)(?::\d+)? (?:\(|traced for)")
 
 @contextlib.contextmanager
 def leaks_named(make: Callable[..., Any] | None = None, *args: Any) -> Iterator[None]:
-    """Turns JAX's page about a leaked tracer into a sentence.
+    """Turns JAX's page about a leaked tracer into a `PlacementError` of one sentence.
 
-    `make(*args)` is called again, untraced, to tell which of its results are leaked
-    tracers. `hk.transform`'s init returns such parameters in silence.
-
-    Raises:
-      PlacementError: names these results, and where the value was made.
+    `make(*args)` is called again, untraced, to name those of its results that are
+    leaked tracers. `hk.transform`'s init returns such parameters in silence.
     """
     try:
         yield

@@ -112,10 +112,8 @@ class DeviceManager(NamedTuple):
         """Puts every leaf whole on every device, without a leading device axis.
 
         A JAX array that is on one of them already shares its memory with the result: a
-        step that donates the result deletes the source as well.
-
-        Raises:
-          PlacementError: values of a leaf do not fit JAX's dtype for them; names it.
+        step that donates the result deletes the source as well. `PlacementError` names
+        a leaf whose values do not fit JAX's dtype.
         """
         tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
@@ -124,21 +122,13 @@ class DeviceManager(NamedTuple):
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
         return placed
 
-    def check_batch_size(self, batch_size: int, accumulate_steps: int = 1) -> int:
-        """Rows of a device's share; raises `PlacementError` for an uneven batch."""
-        return transfer.check_batch_size(batch_size, self.num_devices, accumulate_steps)
-
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
 
         NumPy arrays [B, ...] keep their shape on one device; on n they become [n, B /
         n, ...], with row block i on device i. The CPU uses their memory in place, so
-        never write to it again.
-
-        Raises:
-          PlacementError: B is not a multiple of the number of devices, or differs
-            between leaves; a leaf is on a device already; or its values do not fit
-            JAX's dtype.
+        never write to it again. `PlacementError` names the nearest B that split, or a
+        leaf on a device, with other rows, or with values that do not fit JAX's dtype.
         """
         self.check_batch_size(transfer.check_host_batch(batch))
         batch = transfer.fitting(batch)
@@ -163,6 +153,7 @@ class DeviceManager(NamedTuple):
     map_batches = step.map_batches
     audit = checks.audit
     check = checks.check
+    check_batch_size = checks.check_batch_size
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
@@ -172,8 +163,7 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        Raises:
-          PlacementError: the replicas of a leaf differ, or it was deleted; names it.
+        `PlacementError` names a leaf that was deleted, or whose replicas differ.
         """
         checks.check_alive(tree)
         copies = jax.tree.map(transfer.first_copy, tree)

@@ -90,9 +90,6 @@ def compile_step(
       replicated: number of arguments before the batch.
       out: `whole`; or `split` for results of each example: one entry for each row of a
         share, joined to arrays [B, ...] in the order of the batch.
-
-    Raises:
-      PlacementError: another `out`.
     """
     if out not in ("whole", "split"):
         raise PlacementError(f"out={out!r}; possible are whole and split")
@@ -149,9 +146,6 @@ def map_batches(
     are pytrees of NumPy arrays [B, ...]. A batch that does not split over the devices,
     or has fewer rows than one before it, is padded with rows of zeros, whose results
     are left out.
-
-    Raises:
-      PlacementError: `shard` or `fetch` refuses a leaf; the message names it.
     """
     rows: deque[int] = deque()
 

@@ -84,7 +84,10 @@ def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Ar
     # As JAX sees them: int64 is int32 unless jax_enable_x64 is set, and a Python number
     # is of a weak type, which gives way to others.
     first = jax.typeof(leaves[0])
-    names = [_named(jax.typeof(leaf)) for leaf in leaves]
+    names = [
+        f"{x.dtype}{list(x.shape)}{' of a weak type' * x.weak_type}"
+        for x in map(jax.typeof, leaves)
+    ]
     for i, name in enumerate(names):
         if name != names[0]:
             raise PlacementError(
@@ -104,10 +107,6 @@ def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Ar
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _named(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}{' of a weak type' * x.weak_type}"
-
-
 CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
 
 
@@ -122,25 +121,10 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> int:
-    """Rows of one device's share; `PlacementError` names the nearest even sizes."""
-    parts = num_devices * accumulate_steps
-    if batch_size % parts == 0 and batch_size > 0:
-        return batch_size // num_devices
-    below = batch_size // parts * parts
-    nearest = f"{below} or {below + parts}" if below else f"{parts}"
-    each = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
-    raise PlacementError(
-        f"a batch of {batch_size} examples cannot be split evenly over "
-        f"{num_devices} devices{each}; the nearest batch sizes that can are {nearest}"
-    )
-
-
 def check_host_batch(batch: Any, what: str = "the batch") -> int:
     """Rows of a batch in host memory; `what` begins the message.
 
-    Raises:
-      PlacementError: a leaf is on a device, has no rows, or not as many as another.
+    `PlacementError` names a leaf on a device, without rows, or with other rows.
     """
     rows: dict[str, int] = {}
     for path, leaf in leaves_by_path(batch).items():
