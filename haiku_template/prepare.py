@@ -26,21 +26,14 @@ REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
 BATCH = 2**19  # Characters for the tokenizer's threads at once.
 
-_INPUT = flags.DEFINE_string("input", None, "A text file, or a folder of them.")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
-_OUTPUT = flags.DEFINE_string("output", None, "The .safetensors file to write.")
-_TRAIN_VOCAB_SIZE = flags.DEFINE_integer(
-    "train_vocab_size", None, "Learn so many tokens from the text; write --tokenizer."
-)
-_VALIDATION_OUTPUT = flags.DEFINE_string(
-    "validation_output", None, "Write the tokens of held-out files to this one."
-)
-_VALIDATION_FRACTION = flags.DEFINE_float(
-    "validation_fraction", 0.01, "Of the files, for --validation_output.", 0.0, 1.0
-)
-_END_OF_TEXT = flags.DEFINE_string(
-    "end_of_text", None, "The token after each file; by default the usual ones."
-)
+FLAGS = flags.FLAGS
+flags.DEFINE_string("input", None, "A text file, or a folder of them.")
+flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
+flags.DEFINE_string("output", None, "The .safetensors file to write.")
+flags.DEFINE_integer("train_vocab_size", None, "Learn so many; write --tokenizer.")
+flags.DEFINE_string("validation_output", None, "The same for tokens of held-out files.")
+flags.DEFINE_float("validation_fraction", 0.01, "Of the files to hold out.", 0.0, 1.0)
+flags.DEFINE_string("end_of_text", None, "Token after each file; else a usual one.")
 flags.mark_flags_as_required(["input", "tokenizer", "output"])
 
 
@@ -50,19 +43,19 @@ def main() -> None:
     Raises:
       ConfigError: flags, text or tokenizer do not fit; no token file was written.
     """
-    named = (_OUTPUT.value, _VALIDATION_OUTPUT.value)
+    named = (FLAGS.output, FLAGS.validation_output)
     outputs = [Path(path).expanduser() for path in named if path]
-    source = Path(_TOKENIZER.value).expanduser()
+    source = Path(FLAGS.tokenizer).expanduser()
     beside = outputs[0].parent / FILE
     _check_paths(source, beside, outputs)
     parts = _read_input({path.resolve() for path in (source, beside, *outputs)})
     try:
-        if _TRAIN_VOCAB_SIZE.value is not None:
+        if FLAGS.train_vocab_size is not None:
             with _progress("learn", parts[0]) as report:
                 texts = _pieces(parts[0], report)
-                contents = learn_tokenizer(texts, _TRAIN_VOCAB_SIZE.value)
+                contents = learn_tokenizer(texts, FLAGS.train_vocab_size)
             write_new(source, contents)
-        tokenizer = Tokenizer(source, end=_END_OF_TEXT.value, literal=True)
+        tokenizer = Tokenizer(source, end=FLAGS.end_of_text, literal=True)
         contents = Path(tokenizer.name).read_bytes()
         check_same(beside, contents)
         _write(tokenizer, outputs, parts)
@@ -131,15 +124,15 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _read_input(own: set[Path]) -> list[list[TextFile]]:
     """Lists files to train on and to hold out; `own`, the command's, are no input."""
-    found = documents.text_files(_INPUT.value)
+    found = documents.text_files(FLAGS.input)
     files = [f for f in found if f.path.resolve() not in own and _is_text(f)]
-    documents.check_any(files, _INPUT.value)
-    if not _VALIDATION_OUTPUT.value:
+    documents.check_any(files, FLAGS.input)
+    if not FLAGS.validation_output:
         return [files]
-    if _VALIDATION_FRACTION.value == 0:
+    if FLAGS.validation_fraction == 0:
         words = "holds no files when --validation_fraction is 0"
         raise ConfigError(f"--validation_output {words}; give more, or leave it out")
-    return list(documents.split_documents(files, _VALIDATION_FRACTION.value))
+    return list(documents.split_documents(files, FLAGS.validation_fraction))
 
 
 def _is_text(file: TextFile) -> bool:
@@ -154,7 +147,7 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
     """Raises `ConfigError` if a file would be overwritten or cannot be written."""
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
-    training = _TRAIN_VOCAB_SIZE.value is not None
+    training = FLAGS.train_vocab_size is not None
     for path in [*outputs, *[tokenizer, beside] * training]:
         if path.exists():
             raise ConfigError(f"{path} exists; remove it, or name another file")

@@ -28,19 +28,12 @@ class Dataset(Protocol):
 
 
 class BatchSpec(NamedTuple):
-    """Batch size, order, kind of labels, and share of this process.
+    """Batch size, order, kind of labels, and share of this process."""
 
-    Attributes:
-      batch_size: B, over all processes.
-      seed: chooses the order of the examples and the augmentation.
-      labels: what the task needs: `classes`, `numbers`, `tokens`, or `any`, even none.
-      process_index: share of each batch to read, of `process_count`, from 0.
-    """
-
-    batch_size: int
-    seed: int = 0
-    labels: str = "classes"
-    process_index: int = 0
+    batch_size: int  # B, over all processes.
+    seed: int = 0  # Chooses the order of the examples and the augmentation.
+    labels: str = "classes"  # Or `numbers`, `tokens`; `any`, even none.
+    process_index: int = 0  # Share of each batch to read, of `process_count`, from 0.
     process_count: int = 1
 
     def share(self) -> slice:
@@ -62,25 +55,17 @@ class BatchSpec(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Training set, evaluation set, and facts that a model needs of them.
-
-    Attributes:
-      evaluation: gives `num_batches` batches that hold each example once; the last may
-        be shorter. None when there is nothing to evaluate on.
-      num_outputs: classes, or regression targets.
-      preprocess: runs on the inputs on the device, so that bytes travel and not floats.
-      text: `bytes` for UTF-8, or the path of a tokenizer.json; None if unknown.
-      class_names: in the order of the classes; empty if they are only numbers.
-      vocab_size: number of tokens in the vocabulary; 0 if inputs are no tokens.
-    """
+    """Training set, evaluation set, and facts that a model needs of them."""
 
     train: Dataset
+    # `num_batches` batches, with each example once; None without any.
     evaluation: "EvaluationSet | None"
-    num_outputs: int
+    num_outputs: int  # Classes, or regression targets.
+    # Of the inputs, on the device: so bytes travel, and not floats.
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
-    text: str | None = None
-    class_names: tuple[str, ...] = ()
-    vocab_size: int = 0
+    text: str | None = None  # `bytes`, or the path of a tokenizer.json; if known.
+    class_names: tuple[str, ...] = ()  # In the order of the classes, if they have any.
+    vocab_size: int = 0  # Of tokens; 0 if the inputs are none.
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:

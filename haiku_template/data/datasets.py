@@ -23,18 +23,14 @@ def from_split(
     split: files.Split,
     spec: BatchSpec,
     *,
-    num_classes: int | None = None,
-    preprocess: Callable[[Any], Any] | None = None,
+    num_classes: int | None = None,  # As many as the training labels show.
+    preprocess: Callable[[Any], Any] | None = None,  # None scales bytes to [0, 1].
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
-    where: str = "the data set",
+    where: str = "the data set",  # In errors.
 ) -> Data:
     """Makes `Data` of arrays; without labels, an output is as large as an input.
 
-    Args:
-      num_classes: None means as many as the training labels show.
-      preprocess: runs on the inputs on the device; None scales bytes to [0, 1].
-      augment: runs on the training inputs on the host.
-      where: names the data in errors.
+    `preprocess` is of inputs on the device, `augment` of training inputs on the host.
 
     Raises:
       ConfigError: an empty part, parts of different shapes, labels that are missing,

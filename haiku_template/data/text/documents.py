@@ -30,23 +30,17 @@ def byte_text(
     spec: BatchSpec,
     *,
     path: str | tuple[str, ...] | None = None,
-    context: int = 256,
-    order: str = "random",
-    validation_fraction: float = 0.1,
-    eval_windows: int | None = 1024,
+    context: int = 256,  # T, bytes of a window's inputs.
+    order: str = "random",  # Or `epochs`, as in `TokenDataset`.
+    validation_fraction: float = 0.1,  # Of the files, to evaluate on; 0 for none.
+    eval_windows: int | None = 1024,  # At most, spread evenly; None means all.
 ) -> Data:
     """Text as bytes of UTF-8, a vocabulary of 256, in memory; whole files held out.
 
-    A zero byte ends each file: text holds none. Files are held out by a hash of their
-    names, whatever other files there are; of a single file it is the end.
-
-    Args:
-      path: a text file, a folder or several; None for the source of Python's standard
-        library, `pydoc` for the topics of its help, in English.
-      context: T, bytes of a window's inputs.
-      order: `random` or `epochs`, as in `TokenDataset`.
-      validation_fraction: of the files, to evaluate on; 0 for none.
-      eval_windows: evaluate on at most so many windows, spread evenly; None means all.
+    `path` is a text file, a folder or several; None is the source of Python's standard
+    library, `pydoc` the topics of its help, in English. A zero byte ends each file:
+    text holds none. Files are held out by a hash of their names, whatever other files
+    there are; of a single file it is the end.
     """
     training, held_out = split_text(read_documents(path), validation_fraction)
     train = TokenDataset(_stream(training), context, spec, 256, order)

@@ -39,33 +39,20 @@ def jsonl(
     spec: BatchSpec,
     *,
     path: str | None = None,
-    tokenizer: str | None = None,
-    context: int = 512,
-    vocab_size: int | None = None,
-    num_buckets: int = 4,
-    truncate: bool = False,
-    validation_path: str | None = None,
-    validation_fraction: float = 0.1,
+    tokenizer: str | None = None,  # A tokenizer.json or its folder; None means bytes.
+    context: int = 512,  # Longest inputs, in tokens: at most the model's positions.
+    vocab_size: int | None = None,  # Of the model; None means the tokenizer's.
+    num_buckets: int = 4,  # Most lengths of batches; each is compiled.
+    truncate: bool = False,  # Else what is longer than `context` is refused.
+    validation_path: str | None = None,  # Evaluate on this, and train on all of `path`.
+    validation_fraction: float = 0.1,  # Else hold out lines by a hash; 0 for none.
 ) -> Data:
     """Reads JSON-lines: `text` and `label`, or `prompt` and `completion`.
 
     For the task `classification`, inputs are an encoder's, and the classes are the
     labels to train on, sorted. For `language_model`, an input is prompt, completion and
-    the end of a text, and the loss is of the last two. Others take either.
-
-    Args:
-      tokenizer: a tokenizer.json, or a folder with one; None means bytes of UTF-8.
-      context: longest inputs, in tokens: at most the model's positions.
-      vocab_size: of the model; None means the tokenizer's.
-      num_buckets: most lengths of batches; each is compiled.
-      truncate: cut what is longer than `context` instead of refusing it: the end of a
-        text, the beginning of a prompt and its completion.
-      validation_path: evaluate on this file, and train on all of `path`.
-      validation_fraction: else hold out this part of the lines, by a hash; 0 for none.
-
-    Raises:
-      ConfigError: a line that is no such example, too long or with nothing to learn
-        from; a label that is only held out; nothing to hold out; too many tokens.
+    the end of a text, and the loss is of the last two. Others take either. `truncate`
+    cuts the end of a text, or the beginning of a prompt and its completion.
     """
     file = given_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:

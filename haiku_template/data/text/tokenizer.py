@@ -29,25 +29,18 @@ class Tokenizer:
 
     Only encoding and decoding need the package `tokenizers`; without it they are a
     `ConfigError`, as a tokenizer.json that is missing, damaged or without `end`.
-
-    Args:
-      end: name of the token that ends a text; None means one of the usual names.
-      literal: encode the names of special tokens in a text as text.
-
-    Attributes:
-      name: `bytes`, or the path of the tokenizer.json.
-      size: tokens are numbers below this.
-      end: token that ends a text, zero for bytes; None where there is none.
     """
 
     def __init__(
         self,
         source: str | Path | None,
         *,
-        end: str | None = None,
-        literal: bool = False,
+        end: str | None = None,  # Name of the token that ends a text, or a usual one.
+        literal: bool = False,  # Encode names of special tokens in a text as text.
     ) -> None:
-        self.name, self.size, self.end = BYTES, 256, 0
+        self.name = BYTES  # Or the path of the tokenizer.json.
+        self.size = 256  # Tokens are numbers below this.
+        self.end: int | None = 0  # Token that ends a text, if there is one.
         self._literal = literal
         if source in (None, BYTES):
             return
@@ -91,17 +84,11 @@ class Tokenizer:
         self,
         texts: Sequence[str],
         *,
-        context: int,
-        length: int | None = None,
-        cut: bool = False,
+        context: int,  # Most tokens that the model has positions for.
+        length: int | None = None,  # T; None means that of the longest text.
+        cut: bool = False,  # Truncate longer texts instead of a `ConfigError`.
     ) -> dict[str, np.ndarray]:
-        """Encodes B texts as inputs of an encoder: `tokens` and `mask`, int32 [B, T].
-
-        Args:
-          context: most tokens that the model has positions for.
-          length: T; None means that of the longest text.
-          cut: truncate longer texts instead of a `ConfigError`.
-        """
+        """Encodes B texts for an encoder: padded `tokens` and `mask`, int32 [B, T]."""
         most = context if length is None else min(context, length)
         rows = self.encode(texts, special=True, most=most if cut else None)
         sizes = [len(row) for row in rows]

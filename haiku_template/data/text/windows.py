@@ -26,31 +26,20 @@ ORDERS = ("random", "epochs")
 def tokens(
     spec: BatchSpec,
     *,
-    path: str | None = None,
-    context: int = 1024,
-    order: str = "random",
-    vocab_size: int | None = None,
-    dtype: str = "uint16",
-    tensor: str | None = None,
-    validation_path: str | None = None,
-    validation_fraction: float = 0.01,
-    validation_tokens: int | None = None,
-    eval_windows: int | None = 1024,
+    path: str | None = None,  # .safetensors, .npy, .bin, or a folder: one stream.
+    context: int = 1024,  # T, tokens of a window's inputs.
+    order: str = "random",  # Or `epochs`, as in `TokenDataset`.
+    vocab_size: int | None = None,  # The tokenizer's, or padded by less than 128.
+    dtype: str = "uint16",  # Of .bin files.
+    tensor: str | None = None,  # Name of the tokens in .safetensors files.
+    validation_path: str | None = None,  # Evaluate on this, and train on all of `path`.
+    validation_fraction: float = 0.01,  # Else on this part of its end; 0 for none.
+    validation_tokens: int | None = None,  # Else on so many at its end; 0 for none.
+    eval_windows: int | None = 1024,  # At most, spread evenly; None means all.
 ) -> Data:
     """Token files of any size: mapped into memory, never read whole.
 
-    Args:
-      path: .safetensors, .npy or .bin, or a folder of them, which are one stream.
-      context: T, tokens of a window's inputs.
-      order: `random` or `epochs`, as in `TokenDataset`.
-      vocab_size: None means that of the tokenizer.json beside `path`. It may be larger
-        by a padding of less than 128.
-      dtype: of .bin files.
-      tensor: name of the tokens in .safetensors files.
-      validation_path: evaluate on this, and train on all of `path`.
-      validation_fraction: else evaluate on this part of `path`, its end; 0 for none.
-      validation_tokens: else on so many tokens at its end; 0 for none.
-      eval_windows: evaluate on at most so many windows, spread evenly; None means all.
+    A tokenizer.json beside `path` says the size of the vocabulary.
     """
     what = "a .safetensors, .npy or .bin file of tokens, or a folder of them"
     source = given_path(path, "tokens", what)
