@@ -46,8 +46,8 @@ class Clock:
         """Metrics of an average step since the last reading.
 
         The seconds add up to the time of a step. Another thread makes and copies
-        batches: only waiting for them counts, as data or as host-to-device, by its work
-        in that time. Bytes are of copies that the loop asked for.
+        batches: waiting for it counts as data and as host-to-device, by its work in
+        that time. Bytes are of copies that the loop asked for.
         """
         spent = self._devices.ledger.totals() - self._before
         steps, seconds = max(step - self._step, 1), time.perf_counter() - self._since
@@ -82,15 +82,10 @@ def bound_text(metrics: dict[str, float]) -> str:
 
 
 class Work(NamedTuple):
-    """Size of one training example.
+    """Size of one training example."""
 
-    Attributes:
-      tokens: tokens learned from; 0 without tokens.
-      flops: model FLOPs of its forward and backward pass; 0 if not known.
-    """
-
-    tokens: int = 0
-    flops: float = 0.0
+    tokens: int = 0  # Learned from; 0 without tokens.
+    flops: float = 0.0  # Of the model's forward and backward pass; 0 if not known.
 
 
 def rates(
@@ -146,9 +141,8 @@ def matmul_peak(
 ) -> float:
     """Measures the FLOP/s of all devices together, in some tenths of a second.
 
-    It multiplies square matrices on all devices at once, larger ones until each product
-    takes long enough, and returns the best time's rate. `most_bytes` bounds a device's
-    memory; None means `matmul_bytes`.
+    Square matrices grow until each product takes long enough; the best time counts.
+    `most_bytes` bounds a device's memory; None means `matmul_bytes`.
     """
     most_bytes = most_bytes or matmul_bytes(devices, dtype)
     size = 512

@@ -32,13 +32,11 @@ The whole trace: open perfetto_trace.json.gz in ui.perfetto.dev
 
 
 class Profiler:
-    """Traces an interval of a run.
+    """Traces the steps start + 1 to stop of `interval`; None profiles nothing.
 
     A new folder of `directory` gets a trace for TensorBoard (`tensorboard
     --logdir=DIRECTORY`, with xprof installed), one for Perfetto (ui.perfetto.dev opens
     `perfetto_trace.json.gz`), and `summary.txt`.
-
-    `interval` (start, stop) means the steps start + 1 to stop; None profiles nothing.
     """
 
     def __init__(

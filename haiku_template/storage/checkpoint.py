@@ -32,19 +32,13 @@ class Checkpoints:
     Saves are asynchronous: `save` returns once the arrays are copied to the host, and
     the next `save`, or leaving the context, waits for the last to be on disk.
 
-    Args:
-      directory: made where needed.
-      keep_last: number of the newest to keep.
-      keep_best: number of the best to keep, among those saved with metrics.
-      best_metric: name of the metric that ranks them.
-      best_mode: `min` or `max`.
-      cleanup: remove what a killed save left; only for the one process that saves.
-      run: id of the run, saved with each checkpoint; those of another run are refused.
-        None compares the step alone.
+    The newest `keep_last` stay, and of those saved with metrics the `keep_best` whose
+    `best_metric` is lowest (`best_mode` is `min`) or highest (`max`). `cleanup` removes
+    what a killed save left; only for the one process that saves. Checkpoints of another
+    `run` than this id are refused; None compares the step alone.
 
     Raises:
       StorageError: the directory cannot be used.
-      ValueError: another `best_mode`.
     """
 
     def __init__(
@@ -187,13 +181,11 @@ class Checkpoints:
         part: str | None = None,
         skip: Collection[str] = (),
     ) -> Any:
-        """Restores the state of `step`, or one field of it, straight to its devices.
+        """Restores the state of `step` straight to its devices.
 
-        Args:
-          step: of the checkpoint.
-          abstract: pytree of `jax.ShapeDtypeStruct` with shardings, on any devices.
-          part: field of the state that `abstract` is of, such as `params`.
-          skip: leaves (`module/name`) to leave out.
+        `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices:
+        of the whole state, or of its field `part`, such as `params`, less the leaves
+        (`module/name`) in `skip`.
 
         Raises:
           StorageError: no such step, a damaged checkpoint, or one of another structure:
@@ -258,10 +250,7 @@ def restore(
 ) -> tuple[int, Any]:
     """Restores a run's checkpoint: its step, and what `read(checkpoints, step)` gives.
 
-    Args:
-      workdir: of the run, which may be alive.
-      which: `latest`, `best`, `BEST_OR_LATEST`, or a step.
-      read: reads the wanted part of the checkpoint.
+    The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step.
 
     Raises:
       ConfigError: no such checkpoint.
@@ -342,10 +331,8 @@ def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> 
 @functools.cache
 def _ignore_abandoned_reads() -> None:
     """Silences errors of reads that Orbax gave up, at any later time."""
-    logging.getLogger("asyncio").addFilter(
-        lambda record: "never retrieved" not in record.getMessage()
-    )
-    report = sys.unraisablehook
+    asyncio, report = logging.getLogger("asyncio"), sys.unraisablehook
+    asyncio.addFilter(lambda record: "never retrieved" not in record.getMessage())
 
     def hook(unraisable: Any) -> None:
         if "Event loop is closed" not in str(unraisable.exc_value):
