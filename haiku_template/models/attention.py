@@ -3,10 +3,11 @@
 Shapes: B examples, T tokens, H heads of size C, S tokens that may be seen.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -51,17 +52,15 @@ def for_devices(
     """Binds a model to the devices it is traced for; None for those of any platform."""
     hardware = ANY if devices is None else Hardware.of(devices)
 
-    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            token = _COMPILED_FOR.set(hardware)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                _COMPILED_FOR.reset(token)
+    @contextlib.contextmanager
+    def compiled() -> Iterator[None]:
+        token = _COMPILED_FOR.set(hardware)
+        try:
+            yield
+        finally:
+            _COMPILED_FOR.reset(token)
 
-        return call
-
-    return hk.TransformedWithState(bound(model.init), bound(model.apply))
+    return hk.TransformedWithState(compiled()(model.init), compiled()(model.apply))
 
 
 def attend(

@@ -51,17 +51,14 @@ class Family(NamedTuple):
     tables: tuple[str, str] | None = None
 
 
-# Of each kind of layer: endings of Hugging Face's names and of paths, and transforms.
-# The weight of `nn.Linear` is (out, in), that of `Conv1D` (in, out) as Haiku's is;
-# norms of files that came from TensorFlow say gamma and beta.
+# Of each kind of layer: endings of Hugging Face's names, and of paths. The weight of
+# `nn.Linear` is (out, in), that of `Conv1D` (in, out) as Haiku's is; norms of files
+# that came from TensorFlow say gamma and beta.
 LAYERS = {
-    "embedding": ((".weight", "/embeddings", "same"),),
-    "linear": ((".weight", "/w", "transpose"), (".bias", "/b", "same")),
-    "conv1d": ((".weight", "/w", "same"), (".bias", "/b", "same")),
-    "norm": (
-        *((".weight", "/scale", "same"), (".bias", "/offset", "same")),
-        *((".gamma", "/scale", "same"), (".beta", "/offset", "same")),
-    ),
+    "embedding": {"weight": "embeddings"},
+    "linear": {"weight": "w", "bias": "b"},
+    "conv1d": {"weight": "w", "bias": "b"},
+    "norm": {"weight": "scale", "bias": "offset", "gamma": "scale", "beta": "offset"},
 }
 
 
@@ -75,7 +72,8 @@ def layer_rules(table: str) -> tuple[Rule, ...]:
         if kind == "skip":
             rules.append(Rule(name, None))
             continue
-        for ending, leaf, transform in LAYERS[kind.removesuffix("?")]:
-            optional = kind.endswith("?")
-            rules.append(Rule(name + ending, path[0] + leaf, transform, optional))
+        layer, optional = kind.removesuffix("?"), kind.endswith("?")
+        for ending, leaf in LAYERS[layer].items():
+            view = "transpose" if (layer, leaf) == ("linear", "w") else "same"
+            rules.append(Rule(f"{name}.{ending}", f"{path[0]}/{leaf}", view, optional))
     return tuple(rules)

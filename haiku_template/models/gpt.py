@@ -133,7 +133,7 @@ def _embed(
     x = layers.look_up(vocabulary, tokens)
     if cache is None:
         return x + positions[None, :num_tokens], vocabulary, None
-    places = _places(cache.lengths, num_tokens)
+    places = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
     return x + layers.look_up(positions, places), vocabulary, cache
 
 
@@ -159,17 +159,13 @@ def _block(
             y = attend("xla" if hk.running_init() else attention, query, key, value)
         else:
             cache = _append(cache[0], key, lengths), _append(cache[1], value, lengths)
-            here = _places(lengths, x.shape[1])[:, None, :, None]
-            y = attend(attention, query, *cache, jnp.arange(size.context) <= here)
+            here = lengths[:, None] + jnp.arange(x.shape[1])  # [B, T]
+            visible = jnp.arange(size.context) <= here[:, None, :, None]
+            y = attend(attention, query, *cache, visible)
         y = layers.linear(size.width, "projection", residual)(y.reshape(x.shape))
     x = x + layers.drop(rate, y)
     y = layers.feed_forward(layers.norm("norm_2")(x), 4 * size.width, True, residual)
     return x + layers.drop(rate, y), cache
-
-
-def _places(lengths: jax.Array, num_tokens: int) -> jax.Array:
-    """Positions [B, T] of T tokens that follow `lengths` [B] others."""
-    return lengths[:, None] + jnp.arange(num_tokens)
 
 
 def _append(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:

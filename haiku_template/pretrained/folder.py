@@ -22,11 +22,6 @@ class Description(NamedTuple):
     arguments: dict[str, Any]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a folder's config.json."""
-    return read_json(folder / CONFIG, "model_type", str)
-
-
 def describe(folder: str | Path, expected: Family | None = None) -> Description:
     """Reads the model of a Hugging Face folder; `expected` None allows any family.
 
@@ -34,7 +29,8 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
       ConfigError: config.json is missing or damaged, or its model is of another family,
         or has a setting that no family computes.
     """
-    path, config = Path(folder) / CONFIG, read_config(Path(folder))
+    path = Path(folder) / CONFIG
+    config = read_json(path, "model_type", str)
     kind = config["model_type"]
     known = FAMILIES if expected is None else {expected.model_type: expected}
     if kind not in known:

@@ -38,13 +38,12 @@ def restore(
     skeleton = devices.abstract(init)
     paths, made = flatten(skeleton), set()
     for pattern in fresh:
-        found = matching(pattern, paths)
-        if not found:
+        if not matching(pattern, paths):
+            guess = near(pattern, paths)
             raise ConfigError(
-                f"fresh={pattern!r} fits no parameter of the model"
-                f"{near(pattern, paths)}"
+                f"fresh={pattern!r} fits no parameter of the model{guess}"
             )
-        made |= found
+        made |= matching(pattern, paths)
     leaves = read(source, skeleton, rules, devices, skip=made)
 
     def some() -> dict[str, jax.Array]:

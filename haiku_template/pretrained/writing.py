@@ -19,7 +19,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
 from haiku_template.pretrained import tensors
-from haiku_template.pretrained.folder import CONFIG, read_config
+from haiku_template.pretrained.folder import CONFIG
 from haiku_template.pretrained.rules import TRANSFORMS, Rule, find, tensor_name
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ def export_like(
         if path.is_file() and path.name != tensors.INDEX
     }
     if config is not None:
-        others[CONFIG] = to_json(read_config(source) | config)
+        known = tensors.read_json(source / CONFIG, "model_type", str)
+        others[CONFIG] = to_json(known | config)
     metadata = {name: tensors.read_metadata(file) for name, file in files.items()}
     if located.suffix == ".json":
         metadata[located.name] = tensors.read_index(located).get("metadata")
