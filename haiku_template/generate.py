@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from haiku_template.runs import Run
 
 DASHES = "-" * 16
-
 FLAGS = flags.FLAGS
 flags.DEFINE_string("prompt", "\n", "The text to continue.")
 flags.DEFINE_string("prompt_file", None, "A prompt a line, continued side by side.")
@@ -95,8 +94,7 @@ def _tokenizer_of(run: "Run") -> str:
         return run.tokenizer()
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; without the data, give --tokenizer=bytes, or --tokenizer=PATH "
-            "of a tokenizer.json"
+            f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
         ) from error
 
 

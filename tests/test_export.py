@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.config import default_config
+from haiku_template.data import EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt, mlp, multiply_out
@@ -26,6 +27,7 @@ from haiku_template.runs import (
     export_forward,
     export_safetensors,
     export_stablehlo,
+    write_predictions,
 )
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import run
@@ -170,6 +172,33 @@ def test_the_description_names_inputs_and_classes(tmp_path, one_device, shared):
         {"shape": ["b", 2], "dtype": "float32"}
     ]
     assert described["class_names"] == ["bad", "good"] and described["step"] == 1
+
+
+def test_a_program_exported_on_four_devices_needs_one(tmp_path, four_devices):
+    pytest.importorskip("flatbuffers")
+    _, workdir = trained(tmp_path, four_devices, "resnet")
+    finished = Run.open(workdir, four_devices, "latest")
+    export_stablehlo(finished, tmp_path / "out")
+    program = bytearray((tmp_path / "out" / "forward.stablehlo").read_bytes())
+    batch = finished.evaluation_set().batch(0)["inputs"]
+    expected = next(finished.trainer.predict(finished.state))
+    found = jax.export.deserialize(program).call(batch)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_predictions_read_each_batch_once(tmp_path, one_device, monkeypatch):
+    _, workdir = trained(tmp_path, one_device, "mlp")
+    finished, read, batch = Run.open(workdir, one_device, "1"), [], EvaluationSet.batch
+    assert int(finished.state.step) == 1
+    monkeypatch.setattr(
+        EvaluationSet, "batch", lambda self, i: read.append(i) or batch(self, i)
+    )
+    count = write_predictions(finished, tmp_path / "out.npz")
+    whole = finished.evaluation_set()
+    assert read == list(range(whole.num_batches)) and len(read) > 1
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert arrays["outputs"].shape == (count, 10)
+        np.testing.assert_array_equal(arrays["labels"], whole.labels)
 
 
 def test_a_model_of_one_batch_size_is_refused():

@@ -90,7 +90,7 @@ class Run:
         return self.trainer.merged(self.state)
 
     def tokenizer(self) -> str:
-        """Tokenizer that the data set names, or `ConfigError`: `bytes`, or a file."""
+        """Tokenizer of the data, `bytes` or a file; `ConfigError` if they name none."""
         text = make_data(self.config).text
         if text is None:
             raise ConfigError(
