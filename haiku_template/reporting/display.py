@@ -1,5 +1,6 @@
 """Terminal and log of a run: tables first, then a progress bar or plain lines."""
 
+import collections
 import contextlib
 import datetime
 import os
@@ -167,20 +168,18 @@ def parameter_tables(params: Any) -> tuple[Table, Table]:
     If they are many, the screen has a row for each module, or for each kind of module.
     """
     leaves = flatten(params)
-    fold = next(
-        fold
-        for fold in (
-            lambda name: name,
-            lambda name: name.rpartition("/")[0],
-            lambda name: re.sub(r"\d+", "*", name.rpartition("/")[0]),
-            lambda name: re.sub(r"\d+", "*", "/".join(name.split("/")[:2])),
-            lambda name: "all",
-        )
-        if len(set(map(fold, leaves))) <= ROWS
-    )
-    groups: dict[str, list[jax.Array]] = {}
-    for name, leaf in leaves.items():
-        groups.setdefault(fold(name), []).append(leaf)
+    for fold in (
+        lambda name: name,
+        lambda name: name.rpartition("/")[0],
+        lambda name: re.sub(r"\d+", "*", name.rpartition("/")[0]),
+        lambda name: re.sub(r"\d+", "*", "/".join(name.split("/")[:2])),
+        lambda name: "all",
+    ):
+        groups = collections.defaultdict(list)
+        for name, leaf in leaves.items():
+            groups[fold(name)].append(leaf)
+        if len(groups) <= ROWS:
+            break
     whole = {name: [leaf] for name, leaf in leaves.items()}
     return _parameter_table(groups), _parameter_table(whole)
 

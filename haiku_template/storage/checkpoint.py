@@ -144,11 +144,11 @@ class Checkpoints:
         if step in self.steps:
             return
         self.wait()
-        what = {"metrics": metrics, "custom_metadata": {"run": self._run, "step": step}}
-        name = f"the checkpoint of step {step}"
-        with _faults(f"{name} could not be saved in {self.directory}"):
-            save = self._checkpointer.save_async
-            self._saving = save(step, state, force=True, **what)
+        held = {"run": self._run, "step": step}
+        with _faults(f"step {step} could not be saved in {self.directory}"):
+            self._saving = self._checkpointer.save_async(
+                step, state, metrics=metrics, custom_metadata=held, force=True
+            )
         if not self._trusted:
             self.wait()
             self._read_back(step, state)

@@ -147,8 +147,7 @@ def update_config(workdir: Path, now: dict[str, Any]) -> None:
         logger.warning(
             "the schedule %s of the learning rate now ends at step %s, and is another "
             "than before from here on",
-            schedule,
-            now.get("num_steps"),
+            *(schedule, now.get("num_steps")),
         )
     if changed:
         with usable(workdir):
