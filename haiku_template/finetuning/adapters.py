@@ -77,11 +77,9 @@ def load_adapters(
 ) -> hk.Params:
     """Reads a file of `save_adapters`, or a folder's `ADAPTERS`: all of it or nothing.
 
-    `skeleton` has the shapes and dtypes of the trainable parameters.
-
-    Raises:
-      ConfigError: the file is damaged or has no adapters; or they belong to other
-        frozen parameters, rank or alpha, or do not fit.
+    `skeleton` has the shapes and dtypes of the trainable parameters. Raises
+    `ConfigError` if the file is damaged, has no adapters, or those of other frozen
+    parameters, rank, alpha or shapes.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():

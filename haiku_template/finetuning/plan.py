@@ -82,9 +82,8 @@ class Plan(NamedTuple):
 def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
     """Resolves a user's patterns on a model's parameters, or on their shapes.
 
-    Raises:
-      ConfigError: a pattern fits nothing, a fresh parameter would never train, or a
-        value is out of its range.
+    Raises `ConfigError` if a pattern fits nothing, a fresh parameter would never train,
+    or a value is out of its range.
     """
     leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
     if lora.rank < 0 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:

@@ -38,9 +38,7 @@ def open_source(
 
     It names a workdir, a Hugging Face folder, an exported folder, or a safetensors file
     with names of Hugging Face's or of Haiku's. `family` is the model's, if it has one.
-
-    Raises:
-      ConfigError: nothing is there, or no whole model of this family.
+    Raises `ConfigError` if nothing is there, or no whole model of this family.
     """
     path = Path(init_from)
     if not path.exists():
@@ -126,10 +124,8 @@ def with_sizes(
 ) -> dict[str, Any]:
     """Completes `config.model` (keys None or absent) from a Hugging Face folder.
 
-    Other kinds of `init_from` change nothing.
-
-    Raises:
-      ConfigError: a key contradicts the folder, or the folder is damaged.
+    Other kinds of `init_from` change nothing. A key that contradicts the folder, or a
+    damaged folder, is a `ConfigError`.
     """
     if not is_folder(init_from):
         return values

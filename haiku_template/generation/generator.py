@@ -36,11 +36,9 @@ class LanguageModel(NamedTuple):
 def load(run: Run) -> LanguageModel:
     """Reads the parameters of a checkpoint, and nothing else, to its one device.
 
-    Those of a run with frozen parameters are merged.
-
-    Raises:
-      ConfigError: no such checkpoint, a model without generation, or several devices.
-      StorageError: the checkpoint is damaged, or does not fit.
+    Those of a run with frozen parameters are merged. Raises `ConfigError` if there is
+    no such checkpoint, its model does not generate, or there are several devices;
+    `StorageError` if it is damaged, or does not fit.
     """
     config, devices = run.config, run.devices
     if devices.num_devices != 1:
@@ -84,13 +82,11 @@ def make_generate(
 
     A batch of prompts of different lengths gives the tokens that each alone would: at
     temperature 0 up to rounding, else with the row as a part of the seed. Two programs
-    are compiled: prefill, for prompts padded to a power of two, and decode.
+    are compiled: prefill, for prompts padded to a power of two, and decode. When the
+    context is full, prefill reads its second half again.
 
-    When the context is full, prefill reads its second half again.
-
-    Raises:
-      ConfigError: `sampling` does not fit; or, from `generate`, a prompt is empty or
-        has a token that the model has not.
+    Raises `ConfigError` if `sampling` does not fit; `generate` does if a prompt is
+    empty or has a token that the model has not.
     """
     _check(sampling, model.vocabulary)
     prefill, decode = make_steps(model.model, model.precision, sampling)

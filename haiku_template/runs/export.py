@@ -34,12 +34,10 @@ def export_safetensors(run: Run, output: Path) -> int:
     files of the folder that they started from. Others get Haiku's names, `module/name`,
     and state.safetensors for network state.
 
-    Returns the step of the checkpoint.
-
-    Raises:
-      ConfigError: `output` exists, there is no such checkpoint, its frozen parameters
-        changed, or transformers would compute something else from the classifier.
-      StorageError: the checkpoint is damaged, or `output` cannot be written.
+    Returns the step of the checkpoint. Raises `ConfigError` if `output` exists, there
+    is no such checkpoint, its frozen parameters changed, or transformers would compute
+    something else from the classifier; `StorageError` if the checkpoint is damaged, or
+    `output` cannot be written.
     """
     check_new(output)
     config, devices = run.config, run.devices

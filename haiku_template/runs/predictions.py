@@ -25,13 +25,9 @@ def write_predictions(run: Run, output: Path) -> int:
     `output` ends in `.npz`, for arrays [N, ...] named `outputs`, or `outputs/NAME`, and
     `labels`, which memory must hold; or in `.jsonl`, for an object with both a line.
 
-    Returns:
-      The number of examples.
-
-    Raises:
-      ConfigError: another ending, `output` exists, no such checkpoint, or nothing to
-        predict.
-      StorageError: the checkpoint is damaged, or `output` cannot be written.
+    Returns the number of examples. Raises `ConfigError` for another ending, an `output`
+    that exists, no such checkpoint, or nothing to predict; `StorageError` if the
+    checkpoint is damaged, or `output` cannot be written.
     """
     if output.suffix not in (".npz", ".jsonl"):
         raise ConfigError(
