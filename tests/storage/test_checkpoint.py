@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,9 @@ INPUTS = np.ones((8, 5), np.float32)
 DATA = Data(ArrayDataset(INPUTS, np.zeros(8, np.int32), BatchSpec(8)), None, 3)
 
 
+@functools.cache
 def made(num_devices=1, width=4, **options):
+    """A trainer, which compiles its step once for all tests."""
     return Experiment(
         model=mlp(3, width=width),
         task=classification,
