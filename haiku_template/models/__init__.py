@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import haiku as hk
 
+from haiku_template.errors import ConfigError as ConfigError
 from haiku_template.models.bert import bert
 from haiku_template.models.family import Family
 from haiku_template.models.family import Keyword as Keyword
