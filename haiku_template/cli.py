@@ -17,7 +17,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import config, doctor
+from haiku_template import config, doctor, registry
 from haiku_template.errors import ConfigError, DeviceError, StorageError
 
 if TYPE_CHECKING:
@@ -80,9 +80,11 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
 
 def run_flags() -> None:
-    """Defines --workdir and --checkpoint, for `open_run`."""
+    """Defines --workdir, --checkpoint and --experiment, for `open_run`."""
     flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
+    words = "Of a script's run: module:function, of the devices, that makes it."
+    flags.DEFINE_string("experiment", None, words)
 
 
 def open_run(num_devices: int | None = None) -> "Run":
@@ -90,11 +92,15 @@ def open_run(num_devices: int | None = None) -> "Run":
 
     Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
-    config.of_run(Path(FLAGS.workdir))
+    made = None
+    if FLAGS.experiment is None:
+        config.of_run(Path(FLAGS.workdir))
+    else:
+        made = registry.resolve("--experiment", FLAGS.experiment, {})
     devices = device_manager(num_devices)
     from haiku_template.runs import Run
 
-    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint)
+    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, made)
 
 
 def run(main: Callable[[], None]) -> None:

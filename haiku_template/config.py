@@ -144,8 +144,9 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
     saved = load(workdir / "config.json")
     if not saved:
         raise ConfigError(
-            f"the run in {workdir} was made by a script, without a config; use it "
-            "from that script"
+            f"the run in {workdir} was made by a script, without a config; give "
+            "--experiment=module:function, a function of the devices that makes its "
+            "Experiment"
         )
     if "model_type" in saved:
         raise ConfigError(

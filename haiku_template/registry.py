@@ -17,8 +17,9 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """
     if name in table:
         return table[name]
-    key = key if "." in key or key == "writers" else f"{key}.name"
-    given = f"config.{key}={name!r}"
+    if not key.startswith("--"):  # A flag.
+        key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
+    given = f"{key}={name!r}"
     module, colon, function = str(name).partition(":")
     if not colon:
         near = difflib.get_close_matches(str(name), table, n=1)

@@ -21,6 +21,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import bert, gpt, mlp, multiply_out
 from haiku_template.models.gpt import PRESETS
+from haiku_template.models.precision import Precision
 from haiku_template.pretrained import describe
 from haiku_template.runs import (
     Run,
@@ -31,7 +32,6 @@ from haiku_template.runs import (
 )
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import run
-from haiku_template.training.precision import Precision
 from haiku_template.training.trainer import with_state
 
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}

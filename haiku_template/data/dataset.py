@@ -4,7 +4,8 @@ Shapes: N examples in the set, B of them in one batch over all devices and proce
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +67,8 @@ class Data(NamedTuple):
     text: str | None = None  # `bytes`, or the path of a tokenizer.json; if known.
     class_names: tuple[str, ...] = ()  # In the order of the classes, if they have any.
     vocab_size: int = 0  # Of tokens; 0 if the inputs are none.
+    # Further sets by name; their metrics are `eval/NAME/...`.
+    evaluations: Mapping[str, "EvaluationSet"] = MappingProxyType({})
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:

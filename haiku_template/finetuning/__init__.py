@@ -10,6 +10,7 @@ from haiku_template.finetuning.adapters import save_adapters as save_adapters
 from haiku_template.finetuning.lora import Lora as Lora
 from haiku_template.finetuning.plan import Finetuning as Finetuning
 from haiku_template.finetuning.plan import Plan as Plan
+from haiku_template.finetuning.plan import make_finetuning as make_finetuning
 from haiku_template.finetuning.plan import make_plan as make_plan
 from haiku_template.finetuning.plan import scale_updates as scale_updates
 from haiku_template.finetuning.source import STATE as STATE

@@ -35,6 +35,11 @@ class Finetuning(NamedTuple):
     adapters: str | None = None  # A file or folder of adapters to start from.
 
 
+def make_finetuning(lora: dict[str, Any], **keys: Any) -> Finetuning:
+    """Makes `config.finetuning`, whose keys these are."""
+    return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
+
+
 class Plan(NamedTuple):
     """Split of one model's parameters by path, made by `make_plan`."""
 

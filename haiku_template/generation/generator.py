@@ -11,11 +11,11 @@ import numpy as np
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.generation.sampling import Sampling, make_steps
+from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.runs import Run
 from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.training import experiment
-from haiku_template.training.precision import Precision
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def load(run: Run) -> LanguageModel:
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
-    family = experiment.family_of(config.model.name)
+    family, name = run.family, "" if config is None else f" {config.model.name}"
     if family is None or family.tables is None:
         raise ConfigError(
-            f"config.model.name={config.model.name} of the run in {run.workdir} is not "
-            "a language model that text can be generated with; gpt is"
+            f"the model{name} of the run in {run.workdir} is not a language model that "
+            "text can be generated with; gpt is"
         )
 
     def sizes(params: hk.Params) -> list[int]:
@@ -64,14 +64,18 @@ def load(run: Run) -> LanguageModel:
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
         return checkpoints.restore(step, shapes, part)
 
-    if config.finetuning.train or config.finetuning.lora.rank is not None:
+    tuned = config and (config.finetuning.train or config.finetuning.lora.rank)
+    if config is None or tuned:
         step, params = run.step, run.model()[0]
     else:
         step, params = restore(run.workdir, run.which, read)
     vocabulary, context = sizes(params)
-    precision = Precision.create(config.precision, devices.platform)
+    if config is None:
+        model, name = run.trainer.experiment.model, run.trainer.experiment.precision
+    else:
+        model, name = experiment.make_model(config, vocabulary), config.precision
+    precision = Precision.create(name, devices.platform)
     params = devices.init(precision.policy.cast_to_compute, params)
-    model = experiment.make_model(config, vocabulary)
     return LanguageModel(step, params, model, precision, vocabulary, context)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.models import Cache, LazyLogits
-from haiku_template.training.precision import Precision
+from haiku_template.models.precision import Precision
 
 
 class Sampling(NamedTuple):

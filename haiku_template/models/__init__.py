@@ -14,12 +14,14 @@ from haiku_template.models.bert import bert
 from haiku_template.models.family import Family
 from haiku_template.models.family import Keyword as Keyword
 from haiku_template.models.family import Rule as Rule
+from haiku_template.models.family import check_vocabulary as check_vocabulary
 from haiku_template.models.gpt import Cache as Cache
 from haiku_template.models.gpt import gpt
 from haiku_template.models.gpt import gpt_flops_per_token as gpt_flops_per_token
 from haiku_template.models.logits import LazyLogits as LazyLogits
 from haiku_template.models.logits import multiply_out as multiply_out
 from haiku_template.models.logits import plain_outputs as plain_outputs
+from haiku_template.models.logits import token_losses as token_losses
 from haiku_template.models.mlp import mlp
 from haiku_template.models.resnet import resnet
 

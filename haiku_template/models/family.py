@@ -1,7 +1,10 @@
 """Model families in Hugging Face's layout: their config.json and tensors, as data."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from haiku_template.errors import ConfigError
 
 
 class Rule(NamedTuple):
@@ -77,3 +80,23 @@ def layer_rules(table: str) -> tuple[Rule, ...]:
             view = "transpose" if (layer, leaf) == ("linear", "w") else "same"
             rules.append(Rule(f"{name}.{ending}", f"{path[0]}/{leaf}", view, optional))
     return tuple(rules)
+
+
+def check_vocabulary(
+    model: Callable[..., Any], vocab_size: int, given: int | None
+) -> None:
+    """Asserts that an encoder has an embedding for each token of the data.
+
+    `given` is its argument `vocab_size`, None for the default. A language model gets
+    its vocabulary from the data, as `num_outputs`.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
+    known = inspect.signature(model).parameters.get("vocab_size")
+    size = given if given is not None else known and known.default
+    if isinstance(size, int) and size < vocab_size:
+        raise ConfigError(
+            f"the data has tokens up to {vocab_size - 1}, and config.model.vocab_size="
+            f"{size}; {vocab_size} or more is needed"
+        )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 class LazyLogits(NamedTuple):
@@ -34,6 +35,40 @@ def plain_outputs(outputs: Any) -> Any:
     return jax.tree.map(
         multiply_out, outputs, is_leaf=lambda x: isinstance(x, LazyLogits)
     )
+
+
+def token_losses(
+    outputs: jax.Array | LazyLogits, labels: jax.Array, chunk: int | None
+) -> jax.Array:
+    """Cross-entropy of each token in nats: float32 [B, T].
+
+    At most `chunk` tokens of an example have their lazy logits at a time, computed
+    again in the backward pass; None means all.
+    """
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    if not isinstance(outputs, LazyLogits):
+        return cross_entropy(outputs.astype(jnp.float32), labels)
+    size, num_tokens = labels.shape
+    if chunk is None or chunk >= num_tokens:
+        return cross_entropy(outputs.multiply_out(), labels)
+    # The embedding's gradients are added up over the chunks in float32.
+    embedding = outputs.embedding.astype(jnp.float32)
+
+    def part(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, labels = inputs
+        logits = LazyLogits(hidden, embedding.astype(hidden.dtype)).multiply_out()
+        return cross_entropy(logits, labels)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Splits [B, T, ...] to [chunks, B, chunk, ...], padded with zeros."""
+        padding = [(0, 0), (0, -num_tokens % chunk), *[(0, 0)] * (x.ndim - 2)]
+        parts = jnp.pad(x, padding).reshape(size, -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    # The backward pass keeps only a chunk's inputs.
+    part = jax.checkpoint(part, prevent_cse=False)
+    losses = jax.lax.map(part, (split(outputs.hidden), split(labels)))
+    return jnp.moveaxis(losses, 0, 1).reshape(size, -1)[:, :num_tokens]
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

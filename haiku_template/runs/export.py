@@ -21,7 +21,7 @@ from haiku_template.pretrained import (
     write_folder,
 )
 from haiku_template.runs.run import Run
-from haiku_template.training.experiment import family_of, model_keys
+from haiku_template.training.experiment import model_keys
 
 SINGLE = "model.safetensors"
 HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
@@ -42,12 +42,13 @@ def export_safetensors(run: Run, output: Path) -> int:
     check_new(output)
     config, devices = run.config, run.devices
     params, net_state = run.model()
-    family = family_of(config.model.name)
-    if family is None:
+    family = run.family
+    if family is None or config is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
         trees = {file: flatten(tree) for file, tree in trees.items()}
         shards = jax.tree.map(lambda x: functools.partial(devices.fetch, x), trees)
-        write_folder(output, shards, {CONFIG: to_json(to_dict(config))}, SINGLE, {})
+        files = {CONFIG: to_json(to_dict(config))} if config else {}
+        write_folder(output, shards, files, SINGLE, {})
         return run.step
     described = _classes(run) if HEAD in params else {}
     where = output, params, family.rules, devices

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
+from haiku_template.models import Family
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
-from haiku_template.training import Experiment, Trainer
-from haiku_template.training.experiment import make_data
+from haiku_template.training import Experiment, Trainer, fingerprint
+from haiku_template.training.experiment import family_of, make_data
 from haiku_template.training.state import TrainState
 
 
@@ -24,19 +26,37 @@ class Run:
     """One checkpoint of a run, on any devices; each part is read when asked for."""
 
     workdir: Path  # Of the run, or a folder of exported adapters.
-    config: config_dict.ConfigDict
+    config: config_dict.ConfigDict | None  # None for the run of a script.
     devices: DeviceManager
     which: str  # `latest`, `best`, or a step.
+    # Of a script's run: its experiment, or a function of the devices that makes it.
+    made: Experiment | Callable[[DeviceManager], Experiment] | None = None
 
     @classmethod
-    def open(cls, workdir: str | Path, devices: DeviceManager, which: str) -> "Run":
-        """Opens a run; raises `ConfigError` if `workdir` has none with a config."""
+    def open(
+        cls,
+        workdir: str | Path,
+        devices: DeviceManager,
+        which: str = "latest",
+        experiment: Experiment | Callable[[DeviceManager], Experiment] | None = None,
+    ) -> "Run":
+        """Opens a run; raises `ConfigError` if there is neither config nor experiment.
+
+        `experiment` is for the run of a script, as `made`.
+        """
         workdir = Path(workdir)
-        return cls(workdir, of_run(workdir), devices, which)
+        config = of_run(workdir) if experiment is None else None
+        return cls(workdir, config, devices, which, experiment)
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """Trainer of the run; raises `ConfigError` if its config does not work here."""
+        """Trainer of the run; raises `ConfigError` if it cannot be made here."""
+        if self.config is None:
+            is_function = not isinstance(self.made, Experiment)
+            made = self.made(self.devices) if is_function else self.made
+            trainer = dataclasses.replace(made, placement="host").trainer(self.devices)
+            fingerprint.warn_of_changes(self.workdir, trainer)
+            return trainer
         config = self.config.copy_and_resolve_references()
         config.data.placement = "host"
         # Larger, so that it splits over these devices; the rest is padding.
@@ -91,29 +111,37 @@ class Run:
 
     def tokenizer(self) -> str:
         """Tokenizer of the data, `bytes` or a file; `ConfigError` if they name none."""
-        text = make_data(self.config).text
-        if text is None:
+        config = self.config
+        data = make_data(config) if config else self.trainer.experiment.data
+        if data.text is None:
+            name = f" {config.data.name}" if config else ""
             raise ConfigError(
-                f"the data set {self.config.data.name} of the run does not say what "
-                "its tokens stand for"
+                f"the data set{name} of the run does not say what its tokens stand for"
             )
-        return text
+        return data.text
+
+    @property
+    def family(self) -> Family | None:
+        """Family of the model; None without one."""
+        if self.config is None:
+            return self.trainer.experiment.family
+        return family_of(self.config.model.name)
 
     def evaluation_set(self) -> Any:
         """The data to evaluate on; raises `ConfigError` if there are none."""
         dataset = self.trainer.experiment.data.evaluation
         if dataset is None:
             raise ConfigError(
-                f"the data set {self.config.data.name} has nothing to evaluate on or "
-                "to predict"
+                f"the data set of the run in {self.workdir} has nothing to evaluate on "
+                "or to predict"
             )
         return dataset
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the evaluation set; those of classes also give confusion.png."""
-        data, dataset = self.trainer.experiment.data, self.evaluation_set()
+        data, _ = self.trainer.experiment.data, self.evaluation_set()
         with self.devices.explicit_transfers():
-            metrics, counts = self.trainer.measure(self.state, dataset)
+            metrics, counts = self.trainer.measure(self.state)
         if "confusion" in counts:
             names = tuple(map(str, data.class_names or range(data.num_outputs)))
             title = f"{self.workdir.name}, step {self.step}"

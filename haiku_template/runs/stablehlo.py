@@ -13,13 +13,14 @@ from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import Finetuning, make_plan
 from haiku_template.models import plain_outputs
 from haiku_template.models.attention import for_devices
+from haiku_template.models.forms import with_state
+from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
-from haiku_template.training.precision import Precision
-from haiku_template.training.trainer import with_state
 
 PLATFORMS = ("cpu", "cuda")
 MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
@@ -49,15 +50,19 @@ def export_stablehlo(run: Run, output: Path) -> int:
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    forward = experiment.step.make_forward(
+    recipe = run.trainer.recipe._replace(
         model=for_devices(with_state(experiment.model), None),
-        preprocess=data.preprocess,
         precision=Precision.create(experiment.precision),
-        combine=lambda params, frozen: params,
+        plan=make_plan(Finetuning(), {}),  # All is merged.
     )
-    program = with_axis(
-        lambda inputs: plain_outputs(forward(whole, {}, inputs)), run.devices.axis_name
-    )
+
+    def forward(inputs: Any) -> Any:
+        batch, variables = {"inputs": inputs}, (*whole, run.step)
+        run_model = experiment.steps.forward
+        facts, _ = run_model(recipe, variables, {}, batch, (None, None), False)
+        return plain_outputs(facts["outputs"])
+
+    program = with_axis(forward, run.devices.axis_name)
     inputs = each_shape(data.train)[0]["inputs"]
     exported, serialized = export_forward(program, inputs)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)

@@ -1,12 +1,12 @@
 """Training: the mathematics of a step, and the loop around it."""
 
+from haiku_template.models.losses import perplexity
 from haiku_template.training.experiment import Experiment
 from haiku_template.training.loop import Event, Result, early_stop, train
 from haiku_template.training.tasks import (
     Task,
     classification,
     language_model,
-    perplexity,
     regression,
 )
 from haiku_template.training.trainer import Trainer

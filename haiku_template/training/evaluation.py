@@ -1,14 +1,27 @@
-"""Exact evaluation: each example counts once, on any number of devices."""
+"""Exact evaluation: each example counts once, on any number of devices.
+
+Shapes: B examples in one device's share of a batch.
+"""
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.data.prefetch import Prefetcher
-from haiku_template.devices import DeviceManager, check_host_batch, pad_rows
+from haiku_template.devices import (
+    DeviceManager,
+    check_host_batch,
+    pad_rows,
+    sum_over,
+)
+from haiku_template.models import plain_outputs
+from haiku_template.training.state import Recipe, Variables, split_seed
+from haiku_template.training.tasks import example_values, weighted_sum
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -83,3 +96,57 @@ def summarize(
     }
     averages |= derive(averages, counts)
     return {f"eval/{name}": value for name, value in averages.items()}, counts
+
+
+def make_eval_step(
+    recipe: Recipe, forward: Callable[..., Any]
+) -> Callable[..., dict[str, Any]]:
+    """Makes `eval_step(variables, frozen, (batch, places))`: a batch's sums.
+
+    `variables` are (params, net_state, step). `places` is from `pad`: int32 [B],
+    negative where a row is padding. The seed and the place of a device's first row are
+    the source of randomness. `forward` is that of `training.step`, or a user's.
+
+    Sums over all devices: `values`, the task's values times the examples' weights;
+    `weight`, these weights; `counts`, the task's.
+    """
+
+    def eval_step(
+        variables: Variables, frozen: hk.Params, padded: tuple[Any, jax.Array]
+    ) -> dict[str, Any]:
+        batch, places = padded
+        rngs = _rng(recipe, places), None
+        facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
+        facts["mask"] = mask = places >= 0
+        values, weights = example_values(recipe.task, **facts)
+        weights = jnp.where(mask, 1.0 if weights is None else weights, 0.0)
+        sums = {
+            "values": {k: weighted_sum(v, weights) for k, v in values.items()},
+            "weight": jnp.sum(weights),
+            "counts": recipe.task.count(facts["outputs"], batch, mask),
+        }
+        return sum_over(recipe.axis_name, sums)
+
+    return eval_step
+
+
+def make_predict_step(
+    recipe: Recipe, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Makes `predict_step(variables, frozen, (inputs, places))`: outputs [B, ...].
+
+    Arguments and randomness are as in evaluation.
+    """
+
+    def predict_step(
+        variables: Variables, frozen: hk.Params, placed: tuple[Any, jax.Array]
+    ) -> Any:
+        batch, rngs = {"inputs": placed[0]}, (_rng(recipe, placed[1]), None)
+        facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
+        return plain_outputs(facts["outputs"])
+
+    return predict_step
+
+
+def _rng(recipe: Recipe, places: jax.Array) -> jax.Array:
+    return jax.random.fold_in(split_seed(recipe.seed).evaluation, places[0])

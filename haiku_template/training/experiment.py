@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import optax
 from ml_collections import config_dict
 from rich.console import Console
@@ -20,20 +18,20 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import (
     Finetuning,
-    Lora,
     Source,
+    make_finetuning,
     open_source,
     vocabulary_of,
     with_sizes,
 )
-from haiku_template.models import MODELS, Family, Model
+from haiku_template.models import MODELS, Family, Model, check_vocabulary
+from haiku_template.models.precision import POLICIES
 from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import loop, step
-from haiku_template.training.memory import budget_table, check_budget, place_data
-from haiku_template.training.optimizers import Schedule, make_optimizer, make_schedule
-from haiku_template.training.precision import POLICIES
-from haiku_template.training.tasks import TASKS, Task, as_task
+from haiku_template.training.memory import check_budget, place_data
+from haiku_template.training.optimizers import Schedule, make_optimization
+from haiku_template.training.tasks import TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -41,34 +39,38 @@ logger = logging.getLogger(__name__)
 MOST_LAYERS = 10_000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """The parts of a run, made from a config or by a script.
 
+    Raises `ConfigError` if a part is missing, or two do not go together.
+
     Attributes:
       model: a transformed `forward(inputs, is_training)`, with or without state.
-      task: a `Task`, or only its function of (outputs, batch).
+      task: a `Task`, or only its function, as of (outputs, batch).
       schedule: reported as the learning rate; None reports none.
-      precision: `float32`, `bfloat16` or `float16`.
       accumulate_steps: micro-batches of gradient accumulation.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
-      placement: of the training data: `host`, or `device` if it is staged there once.
-      why_on_host: reason for `host`; "" where it was asked for.
-      tokens_per_example: tokens learned from; 0 without tokens.
-      flops_per_token: of a training step, a function of the sizes of trainable
-        parameters by path (`trained`, `added`, as in `gpt_flops_per_token`); None if
-        not known.
-      finetuning: selects the trainable parameters; by default all.
+      placement: of the training data: `host`, or `device` if it is staged there once;
+        `why_on_host` is the reason where `auto` chose the host.
+      flops_per_token: of a training step, a function of `num_tokens` and of the sizes
+        of trainable parameters by path (`trained`, `added`, as in
+        `gpt_flops_per_token`); None if not known.
+      family: of the model, for exporting and generating text; None without one.
       init_from: source of pretrained parameters; None for those of the seed. Frozen
         ones are read again at each start.
-      step: a module with the functions of `training.step`, to change its mathematics.
+      steps: module with the functions of `training.step`, to change its mathematics.
+      init: custom first state, `init(rng, batch)` to a dictionary of `params`,
+        `net_state`, `opt_state` or `ema_params`, any pytrees; None for the model's.
+      step: custom train step, `step(state, batch, rng, axis_name)` to the new state and
+        scalars, averaged over `axis_name`; model, task and optimizer may be None then.
     """
 
-    model: Model
-    task: Task | Callable[..., Any]
     data: Data
-    optimizer: optax.GradientTransformation
+    model: Model | None = None
+    task: Task | Callable[..., Any] | None = None
+    optimizer: optax.GradientTransformation | None = None
     schedule: Schedule | None = None
     precision: str = "float32"
     accumulate_steps: int = 1
@@ -76,11 +78,30 @@ class Experiment:
     seed: int = 0
     placement: str = "host"
     why_on_host: str = ""
-    tokens_per_example: int = 0
     flops_per_token: Callable[..., float] | None = None
+    family: Family | None = None
     finetuning: Finetuning = Finetuning()
     init_from: Source | None = None
-    step: ModuleType = step
+    steps: ModuleType = step  # The module: below here `step` is a field.
+    init: Callable[..., Any] | None = None
+    step: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        needs = {"model", "task", "optimizer"} if self.step is None else set()
+        needs |= {"model"} if self.init is None else set()
+        needs |= {"task"} if self.data.evaluation is not None else set()
+        lacks = sorted(name for name in needs if getattr(self, name) is None)
+        if lacks:
+            raise ConfigError(
+                f"the experiment has no {', no '.join(lacks)}; with a custom init and "
+                "step it needs neither model nor optimizer, and without an evaluation "
+                "set no task"
+            )
+        if self.init and (self.init_from or self.finetuning != Finetuning()):
+            raise ConfigError(
+                "init makes the whole first state; init_from and finetuning are for "
+                "the parameters of a model"
+            )
 
     @classmethod
     def from_config(
@@ -97,22 +118,27 @@ class Experiment:
           ConfigError: an unknown name or key, or a value that does not fit.
           PlacementError: the batch does not split over the devices.
         """
-        task = make_task(config)
-        optimizer, schedule = _optimizer(config)
-        family = family_of(config.model.name)
-        source = None
-        if config.init_from is not None:
-            source = open_source(config.init_from, family, devices)
-        data = make_data(config)
-        model = make_model(config, data.num_outputs, devices.axis_name)
-        _check_vocabulary(config, data)
         if config.precision not in POLICIES:
             raise ConfigError(
                 f"config.precision={config.precision!r}; possible are "
                 f"{', '.join(POLICIES)}"
             )
+        task = make_task(config)
+        values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
+        optimizer, schedule = make_optimization(config.num_steps, **values)
+        family = family_of(config.model.name)
+        source = None
+        if config.init_from is not None:
+            source = open_source(config.init_from, family, devices)
+        data = make_data(config)
+        keys = model_keys(config)
+        function = resolve("model", keys.pop("name"), MODELS)
+        check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
+        flops = family and family.flops_per_token
+        if flops:
+            flops = functools.partial(flops, data.num_outputs, **keys)
         experiment = cls(
-            model=model,
+            model=make_model(config, data.num_outputs, devices.axis_name),
             task=task,
             data=data,
             optimizer=optimizer,
@@ -121,11 +147,11 @@ class Experiment:
             accumulate_steps=config.accumulate_steps,
             ema_decay=config.ema_decay,
             seed=config.seed,
-            tokens_per_example=_tokens_per_example(task, data),
-            flops_per_token=_flops_per_token(config, task, data),
-            finetuning=make_finetuning(config),
+            family=family,
+            flops_per_token=flops,
+            finetuning=make_finetuning(**config.finetuning.to_dict()),
             init_from=source,
-            step=module("step", config.step, step),
+            steps=module("step", config.step, step),
         )
         placement = config.data.get("placement", "host")
         return place_data(experiment, devices, placement, memory_limit)
@@ -135,25 +161,13 @@ class Experiment:
         return Trainer(self, devices)
 
 
-def _optimizer(
-    config: config_dict.ConfigDict,
-) -> tuple[optax.GradientTransformation, Schedule]:
-    values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
-    keys = ("learning_rate", "warmup_steps", "final_fraction")
-    schedule = make_schedule(
-        values.pop("schedule"),
-        num_steps=config.num_steps,
-        **{key: values.pop(key) for key in keys},
-    )
-    return make_optimizer(values.pop("name"), schedule, **values), schedule
-
-
 def make_task(config: config_dict.ConfigDict) -> Task:
     """Makes `config.task`, its other keys bound as keyword arguments."""
     values = config.task.to_dict()
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))
-    check_keys("task", name, task.values, values, None, None)
+    given = dict.fromkeys(facts_of(task.values))
+    check_keys("task", name, task.values, values, **given)
     bound = functools.partial(task.values, **values) if values else task.values
     return task._replace(values=bound)
 
@@ -202,51 +216,10 @@ def family_of(model: str) -> Family | None:
     return getattr(resolve("model", model, MODELS), "family", None)
 
 
-def make_finetuning(config: config_dict.ConfigDict) -> Finetuning:
-    """Makes `config.finetuning`."""
-    values = config.finetuning.to_dict()
-    lora = values.pop("lora")
-    return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **values)
-
-
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     family = family_of(config.model.name)
     return with_sizes(config.model.to_dict(), config.init_from, family)
-
-
-def _check_vocabulary(config: config_dict.ConfigDict, data: Data) -> None:
-    """Checks that an encoder has an embedding for each token of its inputs.
-
-    A language model gets its vocabulary from the data, as `num_outputs`.
-    """
-    values = model_keys(config)
-    function = resolve("model", values["name"], MODELS)
-    known = inspect.signature(function).parameters.get("vocab_size")
-    size = values.get("vocab_size", known and known.default)
-    if isinstance(size, int) and size < data.vocab_size:
-        raise ConfigError(
-            f"the data has tokens up to {data.vocab_size - 1}, and "
-            f"config.model.vocab_size={size}; {data.vocab_size} or more is needed"
-        )
-
-
-def _tokens_per_example(task: Task, data: Data) -> int:
-    batch = data.train.batch(0) if task.labels == "tokens" else {}
-    labels = batch.get("labels")
-    # With a mask, examples differ in the number of these tokens.
-    return 0 if np.ndim(labels) != 2 or "loss_mask" in batch else labels.shape[1]
-
-
-def _flops_per_token(
-    config: config_dict.ConfigDict, task: Task, data: Data
-) -> Callable[..., float] | None:
-    family = family_of(config.model.name)
-    tokens = _tokens_per_example(task, data)
-    if family is None or family.flops_per_token is None or not tokens:
-        return None
-    keys = {k: v for k, v in model_keys(config).items() if k != "name"}
-    return functools.partial(family.flops_per_token, data.num_outputs, tokens, **keys)
 
 
 def run(
@@ -284,7 +257,7 @@ def run(
         )
     if dry_run:
         budget = check_budget(trainer, memory_limit)
-        Console(markup=False).print(devices.describe(), budget_table(budget), sep="\n")
+        Console(markup=False).print(devices.describe(), budget.table(), sep="\n")
         return
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}

@@ -64,9 +64,8 @@ def of(trainer: Trainer) -> dict[str, str]:
         "first batch of the training data": _digest(_value(batch)),
     }
     if data.evaluation is not None:
-        variables = state.averaged(), state.net_state
-        evaluate = functions.eval_step
-        found["evaluation step"] = _traced(evaluate, variables, frozen, padded)
+        given = state.variables(), frozen, padded
+        found["evaluation step"] = _traced(functions.eval_step, *given)
         first = data.evaluation.batch(0)
         found["first batch of the evaluation data"] = _digest(
             data.evaluation.num_batches, _value(first)
@@ -88,6 +87,15 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
     else:
         with usable(workdir):
             write_json(file, found)
+
+
+def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
+    """Warns if a finished run's experiment is not the one that it was trained with."""
+    if (workdir / FILE).exists():
+        try:
+            _check(workdir, workdir / FILE, of(trainer))
+        except ConfigError as error:
+            logger.warning("%s", error)
 
 
 def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def faulty_steps(
 ) -> Iterator[int]:
     """Yields the steps at which a scalar of these names is not finite."""
     for step, values in scalars:
-        fetched = devices.fetch([values[name] for name in names])
+        fetched = devices.fetch([values[name] for name in names if name in values])
         if not all(math.isfinite(value) for value in fetched):
             yield step
 
@@ -138,11 +138,18 @@ def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteErro
 class Guards:
     """Watches over a run's numbers: no checkpoint gets a NaN or a new infinity.
 
-    Leaves that are infinite in the first state may stay so.
+    Leaves that are infinite in the first state may stay so. `latest` tells the step of
+    the newest checkpoint, None without any.
     """
 
-    def __init__(self, devices: DeviceManager, train: Any, state: Any) -> None:
-        self._devices, self._train = devices, train
+    def __init__(
+        self,
+        devices: DeviceManager,
+        train: Any,
+        state: Any,
+        latest: Callable[[], int | None],
+    ) -> None:
+        self._devices, self._train, self._latest = devices, train, latest
         self._from_start = faulty_leaves(devices, state)
         self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
         self._agreed = False
@@ -156,40 +163,37 @@ class Guards:
         check_replicas(state)
         self._agreed = True
 
-    def finite(self, step: int, scalars: Any, latest: int | None) -> dict[str, float]:
+    def finite(self, step: int, scalars: Any) -> dict[str, float]:
         """Fetches scalars; raises `NonFiniteError` if the loss is not finite."""
         values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
             step = next(faulty_steps(self._devices, self._unchecked, "loss"), step)
             what = f"the loss of step {step} is infinite or NaN"
-            raise non_finite(what, latest, self._blame())
+            raise non_finite(what, self._latest(), self._blame())
         return values
 
-    def evaluated(
-        self, step: int, metrics: dict[str, float], state: Any, latest: int | None
-    ) -> None:
+    def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
         """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
         if not math.isfinite(metrics["eval/loss"]):
-            self._check(step, state, latest)
+            self._check(step, state)
             what = f"the evaluation's loss after step {step} is infinite or NaN"
-            raise non_finite(what, latest, EVALUATION)
+            raise non_finite(what, self._latest(), EVALUATION)
 
-    def before_save(
-        self, step: int, scalars: Any, state: Any, latest: int | None
-    ) -> None:
+    def before_save(self, step: int, scalars: Any, state: Any) -> None:
         """Asserts that scalars and state are finite, and replicas equal.
 
         Raises:
           NonFiniteError: a number is not finite.
           ReplicaError: a leaf differs between devices.
         """
-        self.finite(step, scalars, latest)
-        self._check(step, state, latest)
+        self.finite(step, scalars)
+        self._check(step, state)
         self._unchecked.clear()
 
-    def _check(self, step: int, state: Any, latest: int | None) -> None:
+    def _check(self, step: int, state: Any) -> None:
         check_replicas(state, agreed=self._agreed)
-        check_state(self._devices, state, self._from_start, step, latest, self._blame)
+        blamed = self._latest(), self._blame
+        check_state(self._devices, state, self._from_start, step, *blamed)
 
     def _blame(self) -> str:
         """Searches the batches since the last save for the cause."""
@@ -305,13 +309,14 @@ def check_evaluation(trainer: Trainer, best_metric: str) -> None:
     batch = pad(dataset.batch(0), padded_size(devices, dataset))
     shapes = canonical_shapes(batch)
     state, eval_step = trainer.abstract, trainer.functions().eval_step
-    variables = state.averaged(), state.net_state
-    sums = devices.abstract(eval_step, variables, state.frozen, shapes)
+    sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names, _ = summarize(numbers, trainer.task.derive)
     except Exception:  # A derived metric may refuse these made-up numbers.
         return
+    further = trainer.experiment.data.evaluations
+    names = [*names, *(k.replace("/", f"/{s}/", 1) for s in further for k in names)]
     if best_metric not in names:
         raise ConfigError(
             f"best_metric={best_metric} is not measured; possible are "

@@ -100,14 +100,14 @@ def train(
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
-    directory, devices = Path(workdir), trainer.devices
-    workdirs.check(directory, config or {})  # Before anything is compiled.
+    directory, devices, config = Path(workdir), trainer.devices, config or {}
+    workdirs.check(directory, config)  # Before anything is compiled.
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
-        fingerprint.keep(directory, trainer, config or {})
-        workdirs.open_workdir(directory, config or {}, devices)
+        fingerprint.keep(directory, trainer, config)
+        workdirs.open_workdir(directory, config, devices)
         shown = {"num_steps": num_steps, "batch_size": trainer.batch_size}
         report = Report(directory, devices, work=trainer.work, **shown)
         stack.enter_context(report)
@@ -126,16 +126,17 @@ def train(
             report.peak = matmul_peak(devices, dtype, budget.matmul)
         start, state = _first_state(trainer, checkpoints, directory, num_steps)
         if start:
-            workdirs.update_config(directory, config or {})
+            workdirs.update_config(directory, config)
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
         report.print(budget.table())
         trainer.compile()  # Not part of the throughput.
-        guards = Guards(devices, trainer.experiment.data.train, state)
+        train_set = trainer.experiment.data.train
+        guards = Guards(devices, train_set, state, lambda: checkpoints.latest)
         signals = stack.enter_context(StopSignals())
         report.begin(start, profile, writers)
         every = Intervals(log_every, eval_every, save_every)
-        watching = guards, signals, every, tuple(hooks), stop_when or _never
+        watching = guards, signals, every, tuple(hooks), stop_when or (lambda _: False)
         run = _Run(trainer, directory, report, checkpoints, *watching)
         with devices.explicit_transfers():
             state, last = run.steps(state, start, num_steps)
@@ -179,7 +180,8 @@ class _Run(NamedTuple):
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
         """Runs updates `start` to `stop - 1`, or fewer; returns the last step, too."""
-        self._catch_up(state, start, stop)
+        if start and start not in self.checkpoints.evaluated:
+            self._evaluate(start, state, stop)  # The run stopped before it could.
         if start and self._stops_early():
             return state, start
         with self.trainer.batches(start, stop) as batches:
@@ -190,32 +192,36 @@ class _Run(NamedTuple):
                 self.guards.note(step, scalars)
                 self.report.step(step)
                 self._tell("step", step, state, scalars)
-                if self._something_due(step, start + 1, stop):
+                first = step == start + 1
+                if first or self._something_due(step, stop):
                     # Two programs with collectives never run at once.
                     self.trainer.devices.wait(scalars)
-                    if self._between(step, start + 1, stop, state, scalars):
+                    if first:
+                        self.guards.agree(state)
+                    if self._between(step, stop, state, scalars):
                         return state, step
+                    if first:  # Compilation is not part of the throughput.
+                        self.report.restart(step)
         return state, stop
 
-    def _something_due(self, step: int, first: int, last: int) -> bool:
-        due = (_due(step, every, last) for every in self.every)
-        stopping = self.signals.received is not None
-        return step == first or stopping or self.report.due(step) or any(due)
+    def _something_due(self, step: int, last: int) -> bool:
+        due = any(_due(step, every, last) for every in self.every)
+        return due or self.report.due(step) or self.signals.received is not None
 
-    def _between(
-        self, step: int, first: int, last: int, state: TrainState, scalars: Any
-    ) -> bool:
+    def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early."""
-        if step == first:
-            self.guards.agree(state)
         if _due(step, self.every.log, last):
-            values = self.guards.finite(step, scalars, self.checkpoints.latest)
-            values |= self.trainer.task.derive(values, {})
-            self.report.training(step, values)
+            values = self.guards.finite(step, scalars)
+            self.report.training(step, values | self.trainer.task.derive(values, {}))
         with self.report.paused():
-            metrics = None
-            if self._evaluates(step, last):
-                metrics = self._evaluate_or_save(step, state, scalars)
+            try:
+                metrics = self._evaluate(step, state, last)
+            except NonFiniteError:
+                raise
+            except Exception:
+                self._save(step, state, scalars, None)
+                self.checkpoints.wait()
+                raise
             early = metrics is not None and step < last and self._stops_early()
             stopping = self.signals.received is not None and step < last
             if early or stopping or _due(step, self.every.save, last):
@@ -225,8 +231,6 @@ class _Run(NamedTuple):
                 raise self.signals.error(step)
         if self.report.due(step):
             self.report.profile(step)
-        if step == first:
-            self.report.restart(step)  # Compilation is not part of the throughput.
         return early
 
     def _stops_early(self) -> bool:
@@ -239,32 +243,15 @@ class _Run(NamedTuple):
         for hook in self.hooks:
             hook(Event(what, step, state, values))
 
-    def _catch_up(self, state: TrainState, start: int, last: int) -> None:
-        """Evaluates step `start`, if the run stopped before it could."""
-        owed = start and start not in self.checkpoints.evaluated
-        if owed and self._evaluates(start, last):
-            self._evaluate(start, state)
-
-    def _evaluates(self, step: int, last: int) -> bool:
-        has_data = self.trainer.experiment.data.evaluation is not None
-        return has_data and _due(step, self.every.evaluate, last)
-
-    def _evaluate_or_save(
-        self, step: int, state: TrainState, scalars: Any
-    ) -> dict[str, float]:
-        """Evaluates; saves the state first if that raises."""
-        try:
-            return self._evaluate(step, state)
-        except NonFiniteError:
-            raise
-        except Exception:
-            self._save(step, state, scalars, None)
-            self.checkpoints.wait()
-            raise
-
-    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+    def _evaluate(
+        self, step: int, state: TrainState, last: int
+    ) -> dict[str, float] | None:
+        """Evaluates, if it is due and there is data to evaluate on."""
+        data = self.trainer.experiment.data
+        if data.evaluation is None or not _due(step, self.every.evaluate, last):
+            return None
         metrics = self.trainer.evaluate(state)
-        self.guards.evaluated(step, metrics, state, self.checkpoints.latest)
+        self.guards.evaluated(step, metrics, state)
         self.checkpoints.check_metric(metrics)
         self.report.evaluation(step, metrics)
         self._tell("evaluation", step, state, metrics)
@@ -277,7 +264,7 @@ class _Run(NamedTuple):
         scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
-        self.guards.before_save(step, scalars, state, self.checkpoints.latest)
+        self.guards.before_save(step, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
             self.checkpoints.save(step, state.saved(), metrics)
         workdirs.mark_saved(self.workdir, step)
@@ -289,10 +276,8 @@ def early_stop(
 ) -> Callable[[list[dict[str, Any]]], bool]:
     """Makes `train(stop_when=...)` for early stopping, which a resumed run remembers.
 
-    Args:
-      metric: of the evaluation, such as `eval/loss`.
-      patience: number of evaluations without a better value.
-      mode: `min` or `max`.
+    It ends a run after `patience` evaluations without a better value of `metric` (such
+    as `eval/loss`); `mode` is `min` or `max`.
     """
 
     def stops(rows: list[dict[str, Any]]) -> bool:
@@ -303,11 +288,6 @@ def early_stop(
         return len(values) - 1 - best >= patience
 
     return stops
-
-
-def _never(rows: list[dict[str, Any]]) -> bool:
-    del rows
-    return False
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -73,8 +73,20 @@ class Budget(NamedTuple):
     host: int | None
 
     def table(self) -> Table:
-        """The budget as `budget_table` shows it."""
-        return budget_table(self)
+        """Tabulates the budget, one row for each part."""
+        table = Table(title="Memory on each device", title_justify="left")
+        table.add_column("what")
+        table.add_column("bytes", justify="right")
+        for name, size in self._asdict().items():
+            if name not in ("limit", "process", "host") and (size or name == "params"):
+                table.add_row(name.replace("_", " "), f"{size:,}")
+        table.add_section()
+        known = "not known here" if self.limit is None else f"{self.limit:,}"
+        table.add_row("limit", known)
+        if self.process is not None:
+            table.add_row("this process already", f"{self.process:,}")
+            table.add_row("with all devices", f"{self.host:,}")
+        return table
 
 
 def memory_budget(
@@ -91,7 +103,13 @@ def memory_budget(
     """
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
-    _check_state(state, limit or host_memory())
+    memory = limit or host_memory()
+    if _bytes(state) > memory:
+        raise ConfigError(
+            f"the state of a run is {in_units(_bytes(state))} on each device and there "
+            f"are {in_units(memory)}; its largest arrays are {_largest(state)}; no "
+            "accumulate_steps is enough for a model of this size"
+        )
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
     # On several devices the program, and so its analysis, is one device's.
@@ -108,12 +126,9 @@ def memory_budget(
         matmul = matmul_bytes(devices, trainer.precision.policy.compute_dtype, limit)
     peak = max(step_peak + waiting, init_peak, matmul)
     process = process_bytes() if devices.platform == "cpu" else None
+    kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
     return Budget(
-        params=_bytes(state.params),
-        net_state=_bytes(state.net_state),
-        opt_state=_bytes(state.opt_state),
-        ema_params=_bytes(state.ema_params),
-        frozen=_bytes(state.frozen),
+        **{name: _bytes(getattr(state, name)) for name in kept},
         data=data,
         closed_over=closed_over,
         batch=share,
@@ -127,16 +142,6 @@ def memory_budget(
         process=process,
         host=process and process + devices.num_devices * peak,
     )
-
-
-def _check_state(state: TrainState, memory: int) -> None:
-    size = _bytes(state)
-    if size > memory:
-        raise ConfigError(
-            f"the state of a run is {in_units(size)} on each device and there are "
-            f"{in_units(memory)}; its largest arrays are {_largest(state)}; "
-            "no accumulate_steps is enough for a model of this size"
-        )
 
 
 def _largest(state: TrainState) -> str:
@@ -188,18 +193,18 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def _warn_of_closed_over(trainer: Trainer) -> None:
-    large = [x for x in _closed_over(trainer) if x.nbytes >= LARGE]
+    large = [
+        f"{x.dtype}{list(x.shape)} ({in_units(x.nbytes)}, on {describe(x)})"
+        for x in _closed_over(trainer)
+        if x.nbytes >= LARGE
+    ]
     if large:
-        listed = ", ".join(
-            f"{x.dtype}{list(x.shape)} ({in_units(x.nbytes)}, on {describe(x)})"
-            for x in large
-        )
         logger.warning(
             "the model or the task closes over %s: what is no parameter, no network "
             "state and no part of a batch becomes a constant of the step's program, "
             "copied to each device from wherever it is; make it with hk.get_parameter "
             "or hk.get_state, or put it into the batch",
-            listed,
+            ", ".join(large),
         )
 
 
@@ -233,17 +238,14 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
     possible = [parts for parts in range(now + 1, share + 1) if share % parts == 0]
     if not possible:
         return "the batch does not split into smaller micro-batches"
+    none = "no accumulate_steps is enough:"
     kept = sum(budget[: Budget._fields.index("temporaries")])
     if kept > budget.limit:  # Compiling takes minutes, and would not find a way.
-        return (
-            f"no accumulate_steps is enough: {in_units(kept)} are what the run keeps, "
-            "its state, data and batches"
-        )
+        size = in_units(kept)
+        return f"{none} {size} are what the run keeps, its state, data and batches"
     if budget.init_peak > budget.limit:
-        return (
-            f"no accumulate_steps is enough: {in_units(budget.init_peak)} are what "
-            "making the first state needs"
-        )
+        size = in_units(budget.init_peak)
+        return f"{none} {size} are what making the first state needs"
     least = budget.peak
     for parts in possible:
         smaller = dataclasses.replace(trainer.experiment, accumulate_steps=parts)
@@ -256,24 +258,7 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
                 f"{in_units(peak)} and the same batch"
             )
         least = min(least, peak)
-    return f"no accumulate_steps is enough: the least is {in_units(least)}"
-
-
-def budget_table(budget: Budget) -> Table:
-    """Tabulates the budget, one row for each part."""
-    table = Table(title="Memory on each device", title_justify="left")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    for name, size in budget._asdict().items():
-        if name not in ("limit", "process", "host") and (size or name == "params"):
-            table.add_row(name.replace("_", " "), f"{size:,}")
-    table.add_section()
-    limit = budget.limit
-    table.add_row("limit", "not known here" if limit is None else f"{limit:,}")
-    if budget.process is not None:
-        table.add_row("this process already", f"{budget.process:,}")
-        table.add_row("with all devices", f"{budget.host:,}")
-    return table
+    return f"{none} the least is {in_units(least)}"
 
 
 def in_units(size: int) -> str:
@@ -335,24 +320,15 @@ def place_data(
     if placement == "device":
         return staged
     limit = devices.memory_limit() if limit is None else limit
-    reason = _why_on_host(staged, devices, limit)
-    if reason:
-        return dataclasses.replace(experiment, why_on_host=f"because {reason}")
-    return staged
-
-
-def _why_on_host(
-    staged: "Experiment", devices: DeviceManager, limit: int | None
-) -> str:
     reason = why_not_staged(staged.data.train)
-    if reason:
-        return reason
-    if limit is None:
-        return "a device's memory is not known here"
-    peak = memory_budget(staged.trainer(devices), limit).peak
-    if peak > limit:
-        return (
+    if not reason and limit is None:
+        reason = "a device's memory is not known here"
+    if not reason:
+        peak = memory_budget(staged.trainer(devices), limit).peak
+        if peak <= limit:
+            return staged
+        reason = (
             f"staged it would make a run of {in_units(peak)} on each device, which has "
             f"{in_units(limit)}"
         )
-    return ""
+    return dataclasses.replace(experiment, why_on_host=f"because {reason}")

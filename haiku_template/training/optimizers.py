@@ -158,6 +158,30 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
+def make_optimization(
+    num_steps: int,
+    *,
+    name: str,
+    schedule: str,
+    learning_rate: float,
+    warmup_steps: int,
+    final_fraction: float,
+    **keys: Any,
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """Makes the optimizer and the schedule of `config.optimizer`, whose keys these are.
+
+    Arguments and errors are those of `make_schedule` and `make_optimizer`.
+    """
+    rate = make_schedule(
+        schedule,
+        learning_rate=learning_rate,
+        num_steps=num_steps,
+        warmup_steps=warmup_steps,
+        final_fraction=final_fraction,
+    )
+    return make_optimizer(name, rate, **keys), rate
+
+
 @functools.cache
 def _optimizers() -> dict[str, Callable[..., Any]]:
     """Optimizers of optax and optax.contrib by name."""

@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import optax
 
 from haiku_template.finetuning import Plan
-from haiku_template.params import flatten, unflatten
-from haiku_template.training.precision import Precision
+from haiku_template.models.precision import Precision
+from haiku_template.training.optimizers import Schedule
+from haiku_template.training.tasks import Task
+
+Variables = tuple[hk.Params, hk.State, jax.Array]  # Params, net_state, step.
 
 
 class Seeds(NamedTuple):
@@ -68,58 +70,38 @@ class TrainState(NamedTuple):
         """Trainable parameters to evaluate: their averages if there are any."""
         return self.params if self.ema_params is None else self.ema_params
 
+    def variables(self) -> Variables:
+        """Arguments of an evaluation step: averaged parameters, net_state, step."""
+        return self.averaged(), self.net_state, self.step
 
-def make_model_init(
-    *,
-    model: hk.TransformedWithState,
-    inputs: Any,
-    preprocess: Callable[[Any], Any],
-    precision: Precision,
-    seed: int,
-) -> Callable[[], tuple[hk.Params, hk.State]]:
-    """Makes the function that initializes a model's parameters and state.
 
-    `inputs` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
+class Recipe(NamedTuple):
+    """Parts of an experiment that its first state and its steps are made of.
+
+    Attributes:
+      model: `apply(params, net_state, rng, inputs, is_training)`; None without one.
+      task: loss and metrics.
+      optimizer: None for a train step that has its own.
+      preprocess: applied to the inputs on the device first.
+      precision: of the forward and backward pass.
+      plan: of trainable and frozen parameters.
+      axis_name: mesh axis to average over; None on one device.
+      schedule: reported as `learning_rate`; None reports none.
+      accumulate_steps: micro-batches of gradient accumulation, one after another.
+        Micro-batch j has the rows j, j + `accumulate_steps`, ...: the same on any
+        number of devices.
+      ema_decay: decay of the averaged parameters for each step; None for none.
+      seed: with the step and the device, the source of randomness.
     """
 
-    def init() -> tuple[hk.Params, hk.State]:
-        # One row of zeros, as Haiku initializes from shapes and the rng alone.
-        example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
-        example = precision.policy.cast_to_param(preprocess(example))
-        return model.init(split_seed(seed).params, example, True)
-
-    return init
-
-
-def make_init(
-    model_init: Callable[[], tuple[hk.Params, hk.State]],
-    plan: Plan,
-    precision: Precision,
-    *,
-    optimizer: optax.GradientTransformation,
-    ema_decay: float | None,
-    seed: int,
-) -> Callable[..., TrainState]:
-    """Makes `init(leaves, net_state)`: the state before step 0, `frozen` left empty.
-
-    `leaves` are pretrained parameters by path, {} without any; a `net_state` of None is
-    the model's own.
-    """
-
-    def init(
-        leaves: dict[str, jax.Array], net_state: hk.State | None = None
-    ) -> TrainState:
-        whole, first_net_state = model_init()
-        params = flatten(plan.init_params(whole, split_seed(seed).adapters))
-        params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            frozen={},
-            net_state=first_net_state if net_state is None else net_state,
-            opt_state=optimizer.init(params),
-            ema_params=None if ema_decay is None else params,
-            loss_scale=precision.initial_loss_scale(),
-        )
-
-    return init
+    model: hk.TransformedWithState | None
+    task: Task
+    optimizer: optax.GradientTransformation | None
+    preprocess: Callable[[Any], Any]
+    precision: Precision
+    plan: Plan | None = None
+    axis_name: str | None = None
+    schedule: Schedule | None = None
+    accumulate_steps: int = 1
+    ema_decay: float | None = None
+    seed: int = 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,21 +14,33 @@ from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
-from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models.attention import for_devices
+from haiku_template.models.forms import with_state
+from haiku_template.models.precision import Precision
 from haiku_template.params import flatten, unflatten
 from haiku_template.reporting.perf import Work
-from haiku_template.training.evaluation import add_up, placed_inputs, summarize
-from haiku_template.training.precision import Precision
-from haiku_template.training.state import TrainState, make_init, make_model_init
-from haiku_template.training.step import make_predict_step
-from haiku_template.training.tasks import as_task, with_outputs
+from haiku_template.training.evaluation import (
+    add_up,
+    make_eval_step,
+    make_predict_step,
+    padded_size,
+    placed_inputs,
+    summarize,
+)
+from haiku_template.training.initial import (
+    make_custom_init,
+    make_custom_step,
+    make_init,
+    make_model_init,
+)
+from haiku_template.training.state import Recipe, TrainState
+from haiku_template.training.tasks import Task, as_task, with_outputs
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
-FORWARDS = "forward(inputs, is_training) and forward(inputs)"
+_NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
 class StagedBatch(NamedTuple):
@@ -64,30 +75,43 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        data = experiment.data
-        self.task = with_outputs(as_task(experiment.task), data.num_outputs)
-        self._model = for_devices(with_state(experiment.model), devices.devices)
+        data, model = experiment.data, experiment.model
         example = each_shape(data.train)[0]
         if data.evaluation is not None:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
         self.batch_size = check_host_batch(example)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
+        self.task = with_outputs(as_task(experiment.task or _NO_TASK), data.num_outputs)
         self.precision = Precision.create(experiment.precision, devices.platform)
-        self._model_init = make_model_init(
-            model=self._model,
-            inputs=canonical_shapes(example["inputs"]),
+        optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
+        if multipliers:
+            optimizer = optax.chain(optimizer, scale_updates(multipliers))
+        self.recipe = Recipe(
+            model=model and for_devices(with_state(model), devices.devices),
+            task=self.task,
+            optimizer=optimizer,
             preprocess=data.preprocess,
             precision=self.precision,
+            schedule=experiment.schedule,
+            accumulate_steps=experiment.accumulate_steps,
+            ema_decay=experiment.ema_decay,
             seed=experiment.seed,
         )
-        self._whole, self._net_state = devices.abstract(self._model_init)
+        self._example = canonical_shapes(example)
+        self._model_init = make_model_init(self.recipe, self._example["inputs"])
+        self._whole, self._net_state = {}, {}
+        if experiment.init is None:
+            self._whole, self._net_state = devices.abstract(self._model_init)
         self.plan = make_plan(experiment.finetuning, self._whole)
+        self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
         self._init, step = functions.init, functions.step
-        self.abstract = devices.abstract(self._init, {})._replace(
-            frozen=devices.abstract(lambda: self.plan.split(self._model_init()[0])[1])
-        )
-        self._train, self._blocks, self._evaluated = data.train, None, False
+        self.abstract = devices.abstract(self._init, {})
+        if self.plan.frozen:
+            frozen = devices.abstract(self._frozen_of_seed)
+            self.abstract = self.abstract._replace(frozen=frozen)
+        self._train, self._blocks = data.train, None
+        self._evaluated: set[int] = set()  # Sizes of batches.
         self.abstract_staged = None
         if experiment.placement == "device":
             self._train = self._blocks = RowBlocks(data.train, self.batch_size)
@@ -103,35 +127,19 @@ class Trainer:
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
-        experiment, steps = self.experiment, self.experiment.step
-        optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
-        if multipliers:
-            optimizer = optax.chain(optimizer, scale_updates(multipliers))
-        training = {
-            "optimizer": optimizer,
-            "ema_decay": experiment.ema_decay,
-            "seed": experiment.seed,
-        }
-        forward = {
-            "model": self._model,
-            "preprocess": experiment.data.preprocess,
-            "precision": self.precision,
-            "combine": self.plan.combine,
-        }
-        measuring = {"task": self.task, "axis_name": axis_name, **forward}
-        return Functions(
-            init=make_init(self._model_init, self.plan, self.precision, **training),
-            step=steps.make_train_step(
-                schedule=experiment.schedule,
-                accumulate_steps=experiment.accumulate_steps,
-                **training,
-                **measuring,
-            ),
-            eval_step=steps.make_eval_step(seed=experiment.seed, **measuring),
-            predict_step=make_predict_step(
-                make_forward=steps.make_forward, seed=experiment.seed, **forward
-            ),
-        )
+        experiment, steps = self.experiment, self.experiment.steps
+        recipe = self.recipe._replace(axis_name=axis_name)
+        if experiment.init is None:
+            init = make_init(recipe, self._model_init)
+        else:
+            init = make_custom_init(recipe, experiment.init, self._example)
+        if experiment.step is None:
+            step = steps.make_train_step(recipe)
+        else:
+            step = make_custom_step(recipe, experiment.step)
+        evaluation = recipe, steps.forward
+        evaluating = make_eval_step(*evaluation), make_predict_step(*evaluation)
+        return Functions(init, step, *evaluating)
 
     @property
     def placement(self) -> str:
@@ -143,11 +151,13 @@ class Trainer:
 
     @property
     def work(self) -> Work:
-        """Tokens and floating-point operations of a training example."""
-        tokens, flops = (
-            self.experiment.tokens_per_example,
-            self.experiment.flops_per_token,
-        )
+        """Tokens that an example teaches, and floating-point operations to do so."""
+        flops, labels = self.experiment.flops_per_token, self._example.get("labels")
+        of_tokens = self.task.labels == "tokens" and labels.ndim == 2
+        # With a mask, examples differ in the number of these tokens.
+        if not of_tokens or "loss_mask" in self._example:
+            return Work(0)
+        tokens = labels.shape[1]
         if flops is None:
             return Work(tokens)
         sizes = {}
@@ -157,7 +167,7 @@ class Trainer:
             # Adapters have the paths of their matrices, and a suffix.
             added = {k: n for k, n in learned.items() if k not in trained}
             sizes = {"trained": trained, "added": added}
-        return Work(tokens, tokens * flops(**sizes))
+        return Work(tokens, tokens * flops(num_tokens=tokens, **sizes))
 
     def init(self) -> TrainState:
         """Makes the train state before step 0 on its devices.
@@ -175,10 +185,13 @@ class Trainer:
         if not self.plan.frozen:
             return {}
         if self.experiment.init_from is None:
-            return self.devices.init(lambda: self.plan.split(self._model_init()[0])[1])
+            return self.devices.init(self._frozen_of_seed)
         shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
         leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)
         return unflatten(leaves)
+
+    def _frozen_of_seed(self) -> hk.Params:
+        return self.plan.split(self._model_init()[0])[1]
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Makes one update; returns the new state and the step's scalars.
@@ -191,34 +204,41 @@ class Trainer:
 
     def eval_step(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
         """Sums the task's values over one batch of `devices.shard(pad(...))`."""
-        variables = (state.averaged(), state.net_state)
-        return self._eval_step(variables, state.frozen, batch)
+        return self._eval_step(state.variables(), state.frozen, batch)
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
         """Computes metrics over an evaluation set, exact on any number of devices.
 
-        `dataset` has `num_batches` batches; by default it is the experiment's.
+        By default over all of the experiment's: those of a further set are
+        `eval/NAME/...`.
         """
         return self.measure(state, dataset)[0]
 
     def measure(
         self, state: TrainState, dataset: Any = None
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """Evaluates; returns the metrics, and the task's counts over the set."""
-        dataset = self.experiment.data.evaluation if dataset is None else dataset
+        """Evaluates as `evaluate`; returns the metrics, and the first set's counts."""
+        data = self.experiment.data
+        if dataset is None:
+            metrics, counts = self.measure(state, data.evaluation)
+            for name, further in data.evaluations.items():
+                found, _ = self.measure(state, further)
+                metrics |= {k.replace("/", f"/{name}/", 1): x for k, x in found.items()}
+            return metrics, counts
         eval_step = functools.partial(self.eval_step, state)
+        size = padded_size(self.devices, dataset)
         with contextlib.ExitStack() as stack:
-            if not self._evaluated:
+            if size not in self._evaluated:
                 # Compiling may read arrays that a task or a model closes over.
                 stack.enter_context(self.devices.implicit_transfers())
             sums = add_up(self.devices, eval_step, dataset)
-        self._evaluated = True
+        self._evaluated.add(size)
         return summarize(sums, self.task.derive)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
         dataset = self.experiment.data.evaluation if dataset is None else dataset
-        variables = (state.averaged(), state.net_state)
+        variables = state.variables()
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, state.frozen, batch),
             None,
@@ -291,64 +311,6 @@ class Trainer:
             return last[1] if staged is None else StagedBatch(staged, last[1])
 
         return make
-
-
-def with_state(model: Any) -> hk.TransformedWithState:
-    """Adapts a model to `apply(params, net_state, rng, inputs, is_training)`.
-
-    `is_training`, state and rng are left out for models that take none.
-
-    Raises:
-      ConfigError: it is not transformed, or its function takes other arguments.
-    """
-    stateless = isinstance(model, hk.Transformed)
-    if not stateless and not isinstance(model, hk.TransformedWithState):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}; it must be what hk.transform or "
-            f"hk.transform_with_state makes of {FORWARDS}"
-        )
-    own = inspect.signature(model.init).parameters  # Those of apply, less the state.
-    takes_rng = len(inspect.signature(model.apply).parameters) - len(own) == (
-        1 if stateless else 2
-    )
-    arguments = _forward_arguments(list(own.values())[1:])
-
-    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
-        args, kwargs = arguments(inputs, is_training)
-        made = model.init(rng, *args, **kwargs)
-        return (made, {}) if stateless else made
-
-    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
-        args, kwargs = arguments(inputs, is_training)
-        first = (params,) if stateless else (params, state)
-        made = model.apply(*first, *((rng,) if takes_rng else ()), *args, **kwargs)
-        return (made, state) if stateless else made
-
-    return hk.TransformedWithState(init, apply)
-
-
-def _forward_arguments(
-    parameters: list[inspect.Parameter],
-) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
-    """Finds the form of call that `forward` takes, with or without is_training."""
-    signature = inspect.Signature(parameters)
-    for form in (
-        lambda inputs, is_training: ((inputs, is_training), {}),
-        lambda inputs, is_training: ((inputs,), {"is_training": is_training}),
-        lambda inputs, is_training: ((inputs,), {}),
-    ):
-        args, kwargs = form(None, True)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        second = parameters[1] if len(args) == 2 and len(parameters) > 1 else None
-        if second and second.default is not second.empty and "train" not in second.name:
-            continue  # An option of the user's, which has its default.
-        return form
-    raise ConfigError(
-        f"the model is made of forward{signature}; possible are {FORWARDS}"
-    )
 
 
 def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:

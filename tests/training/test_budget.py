@@ -15,10 +15,9 @@ from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.perf import Work
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, loop, train
+from haiku_template.training import Experiment, Trainer, loop, train
 from haiku_template.training import memory as budgets
 from haiku_template.training.memory import (
-    budget_table,
     check_budget,
     in_units,
     memory_budget,
@@ -168,8 +167,7 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
 ):
     trainer = build(digits)
     assert memory_budget(trainer).matmul == 0
-    trainer = changed(trainer, tokens_per_example=1, flops_per_token=lambda: 1e6)
-    assert trainer.work == Work(1, 1e6)
+    monkeypatch.setattr(Trainer, "work", Work(1, 1e6))
     budget = memory_budget(trainer)
     assert budget.matmul == 2 * 4 * 2048**2 and budget.peak >= budget.matmul
     limit = max(budget.step_peak + budget.waiting, budget.init_peak)
@@ -233,7 +231,7 @@ def test_on_the_cpu_the_process_s_own_share_is_said():
     budget = memory_budget(build(digits, 4))
     assert 2**25 < budget.process < 2**40
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(budget_table(budget))
+    console.print(budget.table())
     shown = console.export_text()
     assert f"this process already {budget.process:,}" in " ".join(
         shown.replace("│", "").split()

@@ -11,8 +11,8 @@ import pytest
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.models.forms import with_state
 from haiku_template.training import Experiment, regression
-from haiku_template.training.trainer import with_state
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(16, 5)).astype(np.float32)

@@ -9,9 +9,9 @@ from sklearn.metrics import confusion_matrix, f1_score
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.models import mlp
+from haiku_template.models.losses import confusion, macro_f1
 from haiku_template.reporting import plots
 from haiku_template.training import Experiment, classification
-from haiku_template.training.tasks import confusion, macro_f1
 
 RNG = np.random.default_rng(0)
 

@@ -11,8 +11,8 @@ from configs import digits_resnet
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.models import resnet
+from haiku_template.models.precision import Precision
 from haiku_template.training import Experiment, classification
-from haiku_template.training.precision import Precision
 
 pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)

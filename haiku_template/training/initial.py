@@ -1,0 +1,146 @@
+"""First states: of a model's parameters, read or from the seed, or a user's own.
+
+Also a user's own train step, run by our loop.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten, unflatten
+from haiku_template.training.state import Recipe, TrainState, split_seed
+from haiku_template.training.step import Batch, Scalars, TrainStep, step_rng
+
+FIELDS = ("params", "net_state", "opt_state", "ema_params")
+
+
+def make_model_init(
+    recipe: Recipe, inputs: Any
+) -> Callable[[], tuple[hk.Params, hk.State]]:
+    """Makes the function that initializes a model's parameters and state.
+
+    `inputs` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
+    """
+
+    def init() -> tuple[hk.Params, hk.State]:
+        # One row of zeros, as Haiku initializes from shapes and the rng alone.
+        example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
+        policy = recipe.precision.policy
+        example = policy.cast_to_param(recipe.preprocess(example))
+        return recipe.model.init(split_seed(recipe.seed).params, example, True)
+
+    return init
+
+
+def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., Any]:
+    """Makes `init(leaves, net_state)`: the state before step 0, `frozen` left empty.
+
+    `leaves` are pretrained parameters by path, {} without any; a `net_state` of None is
+    the model's own.
+    """
+
+    def init(
+        leaves: dict[str, jax.Array], net_state: hk.State | None = None
+    ) -> TrainState:
+        whole, first_net_state = model_init()
+        adapters = split_seed(recipe.seed).adapters
+        params = flatten(recipe.plan.init_params(whole, adapters))
+        params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
+        net_state = first_net_state if net_state is None else net_state
+        return first_state(recipe, params=params, net_state=net_state)
+
+    return init
+
+
+def first_state(recipe: Recipe, **fields: Any) -> TrainState:
+    """Makes the state before step 0; fields that are not given follow from `params`."""
+    params = fields["params"]
+    optimizer = recipe.optimizer
+    defaults = {
+        "step": jnp.zeros((), jnp.int32),
+        "frozen": {},
+        "net_state": {},
+        "opt_state": () if optimizer is None else optimizer.init(params),
+        "ema_params": None if recipe.ema_decay is None else params,
+        "loss_scale": recipe.precision.initial_loss_scale(),
+    }
+    return TrainState(**defaults | fields)
+
+
+def make_custom_init(
+    recipe: Recipe, init: Callable[..., Any], batch: Any
+) -> Callable[..., TrainState]:
+    """Makes the state before step 0 of a user's `init(rng, batch)`.
+
+    `batch` has the shapes of a whole batch [B, ...] of all devices; `init` gets zeros.
+
+    Raises:
+      ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
+    """
+
+    def make(leaves: Any, net_state: Any = None) -> TrainState:
+        del leaves, net_state  # Nothing is pretrained.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+        zeros |= {"inputs": recipe.preprocess(zeros["inputs"])}
+        fields = init(split_seed(recipe.seed).params, zeros)
+        names = list(fields) if isinstance(fields, dict) else type(fields).__name__
+        if "params" not in names or not set(names) <= set(FIELDS):
+            raise ConfigError(
+                f"init returns {names}; it must return a dictionary of pytrees, params "
+                f"among them; possible are {', '.join(FIELDS)}"
+            )
+        return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
+
+    return make
+
+
+def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
+    """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
+
+    It returns the new state, whose `step` is counted here, and scalars, `loss` among
+    them; it averages over the devices itself. `rng` differs on each device.
+
+    Raises:
+      ConfigError: when traced: it returns other leaves than the state's, or other
+        scalars.
+    """
+
+    def train_step(
+        state: TrainState, frozen: hk.Params, batch: Batch
+    ) -> tuple[TrainState, Scalars]:
+        batch = batch | {"inputs": recipe.preprocess(batch["inputs"])}
+        rng = step_rng(recipe, state.step)
+        whole = state._replace(frozen=frozen)
+        new, scalars = step(whole, batch, rng, recipe.axis_name)
+        new = new._replace(step=state.step + 1, frozen={})
+        _check_leaves(_leaves(state), _leaves(new))
+        shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
+        if "loss" not in shapes or any(shapes.values()):
+            raise ConfigError(
+                f"the step returns scalars of shapes {shapes}; each must be one number "
+                "([]), 'loss' among them"
+            )
+        return new, scalars
+
+    return train_step
+
+
+def _leaves(state: TrainState) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _check_leaves(before: dict[str, str], after: dict[str, str]) -> None:
+    for name in before | after:
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"the step returns a state whose {name} is {after.get(name, 'gone')} "
+                f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
+                "of a state must stay"
+            )

@@ -1,0 +1,239 @@
+"""Parts of a user's own: train steps, first states, what a task asks for by name."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import mean_over
+from haiku_template.errors import ConfigError
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, train
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(48, 3)).astype(np.float32)
+LABELS = RNG.integers(0, 2, 48).astype(np.int32)
+DATA = Data(
+    ArrayDataset(INPUTS, LABELS, BatchSpec(8)), EvaluationSet(INPUTS, LABELS, 20), 2
+)
+MODEL = hk.without_apply_rng(hk.transform(lambda inputs: hk.Linear(2)(inputs)))
+ADAM, SLOW = optax.adam(1e-2), optax.sgd(1e-3)
+
+
+def init(rng, batch):
+    """Two networks, each with an optimizer, and a copy that follows the first."""
+    first, second = (MODEL.init(key, batch["inputs"]) for key in jax.random.split(rng))
+    params = {"first": first, "second": second, "target": first}
+    return {"params": params, "opt_state": (ADAM.init(first), SLOW.init(second))}
+
+
+def step(state, batch, rng, axis_name):
+    params, (adam, slow) = state.params, state.opt_state
+
+    def distance(first, second, inputs):
+        return jnp.mean((MODEL.apply(first, inputs) - MODEL.apply(second, inputs)) ** 2)
+
+    given = params["first"], params["second"], batch["inputs"]
+    loss, grads = jax.value_and_grad(distance, (0, 1))(*given)
+    loss, (a, b) = mean_over(axis_name, (loss, grads))
+    a, adam = ADAM.update(a, adam)
+    b, slow = SLOW.update(b, slow)
+    first = optax.apply_updates(params["first"], a)
+    params = {
+        "first": first,
+        "second": optax.apply_updates(params["second"], b),
+        "target": optax.incremental_update(first, params["target"], 0.1),
+    }
+    return state._replace(params=params, opt_state=(adam, slow)), {"loss": loss}
+
+
+def task(params, batch):
+    target = MODEL.apply(params["target"], batch["inputs"])
+    return {"loss": jnp.sum(target**2, axis=1)}
+
+
+def own(**changes):
+    return Experiment(
+        **{"data": DATA, "init": init, "step": step, "task": task} | changes
+    )
+
+
+def numbers(workdir):
+    rows = read(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+def test_a_custom_step_with_a_state_of_its_own_is_resumed_bitwise(tmp_path, devices):
+    options = {"log_every": 1, "eval_every": 2}
+    whole = train(
+        own().trainer(devices), num_steps=4, workdir=tmp_path / "a", **options
+    )
+    for stop in (2, 4):
+        trainer = own().trainer(devices)
+        parts = train(trainer, num_steps=stop, workdir=tmp_path / "b", **options)
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    for a, b in zip(*map(jax.tree.leaves, (whole.state, parts.state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    start = own().trainer(devices).init().params["target"]
+    end = whole.state.params["target"]
+    assert not np.allclose(start["linear"]["w"], end["linear"]["w"])
+
+
+def test_a_custom_step_is_the_same_on_four_devices(tmp_path, one_device, four_devices):
+    found = []
+    for devices in (one_device, four_devices):
+        workdir = tmp_path / str(devices.num_devices)
+        trainer = own().trainer(devices)
+        train(trainer, num_steps=4, workdir=workdir, log_every=1)
+        found.append(numbers(workdir))
+    for a, b in zip(*found, strict=True):
+        assert a == pytest.approx(b, abs=1e-6)
+
+
+def test_a_custom_step_needs_no_task_without_an_evaluation_set(tmp_path, one_device):
+    experiment = own(task=None, data=DATA._replace(evaluation=None))
+    result = train(experiment.trainer(one_device), num_steps=2, workdir=tmp_path)
+    assert set(result.metrics) >= {"train/loss"} and "eval/loss" not in result.metrics
+
+
+def lacks_loss(state, batch, rng, axis_name):
+    return state, {"value": jnp.zeros(())}
+
+
+def grows(state, batch, rng, axis_name):
+    return state._replace(net_state={"more": jnp.zeros(2)}), {"loss": jnp.zeros(())}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task": None}, "has no task"),
+        ({"step": None}, "has no model, no optimizer"),
+        ({"init": None}, "has no model"),
+        ({"init_from": lambda *_: None}, "init makes the whole first state"),
+        (
+            {"init": lambda rng, batch: {"weights": 0}},
+            "init returns .'weights'.*params",
+        ),
+        ({"init": lambda rng, batch: 0}, "init returns int"),
+        ({"step": lacks_loss}, "scalars of shapes .'value': ..*'loss'"),
+        ({"step": grows}, r"net_state\['more'\] is float32\[2\] and was not there"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_step_0(
+    tmp_path, one_device, changes, words
+):
+    with pytest.raises(ConfigError, match=words):
+        trainer = own(**changes).trainer(one_device)
+        train(trainer, num_steps=1, workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def plain(**changes):
+    parts = {"data": DATA, "model": MODEL, "optimizer": optax.sgd(0.1)}
+    return Experiment(**parts | changes)
+
+
+def cross_entropy(outputs, batch):
+    entropy = optax.softmax_cross_entropy_with_integer_labels
+    return entropy(outputs, batch["labels"])
+
+
+def with_decay(batch, params, logits):
+    norm = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+    return {"loss": cross_entropy(logits, batch) + 0.1 * norm}
+
+
+def tokens(outputs, batch):
+    """Two values an example, of which the first counts twice."""
+    loss = cross_entropy(outputs, batch)
+    weights = jnp.stack([jnp.full_like(loss, 2.0), jnp.ones_like(loss)], 1)
+    return {"loss": jnp.stack([loss, loss + 3], 1), "example_weight": weights}
+
+
+def whole_batch(outputs, batch, mask):
+    loss = jnp.where(mask, cross_entropy(outputs, batch), 0)
+    return {"loss": jnp.sum(loss) / jnp.sum(mask)}
+
+
+def of_the_step(outputs, batch, step, rng, is_training):
+    noise = jax.random.uniform(rng)
+    ones = jnp.ones(len(outputs))
+    return {
+        "loss": cross_entropy(outputs, batch),
+        "step": step * ones,
+        "rng": noise * ones,
+    }
+
+
+def measured(task, devices):
+    trainer = plain(task=task).trainer(devices)
+    state, scalars = trainer.init(), None
+    for n in range(2):
+        state, scalars = trainer.step(state, devices.shard(DATA.train.batch(n)))
+    return devices.fetch(scalars), trainer.evaluate(state)
+
+
+def test_a_task_gets_what_it_asks_for_by_name(devices):
+    trained, evaluated = measured(
+        lambda logits, batch: {"loss": cross_entropy(logits, batch)}, devices
+    )
+    base, eval_base = trained["loss"], evaluated["eval/loss"]
+    assert measured(with_decay, devices)[0]["loss"] > base
+    trained, evaluated = measured(tokens, devices)
+    assert trained["loss"] == pytest.approx(base + 1, abs=1e-6)
+    assert evaluated["eval/loss"] == pytest.approx(eval_base + 1, abs=1e-6)
+    trained, evaluated = measured(of_the_step, devices)
+    assert trained["step"] == 1 and evaluated["eval/step"] == 2
+    assert 0 < trained["rng"] < 1
+
+
+def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
+    trained, evaluated = measured(whole_batch, one_device)
+    expected = measured(
+        lambda outputs, batch: {"loss": cross_entropy(outputs, batch)}, one_device
+    )
+    assert trained["loss"] == pytest.approx(expected[0]["loss"], abs=1e-6)
+    assert evaluated["eval/loss"] == pytest.approx(expected[1]["eval/loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (
+            lambda outputs, batch: {"loss": jnp.mean(outputs)},
+            "padded: let the task take",
+        ),
+        (
+            lambda outputs, batch: {"loss": outputs[:3, 0]},
+            r"shape \[3\] for 8 examples",
+        ),
+        (lambda outputs, batch: outputs, "must return a dictionary"),
+        (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, batch"),
+    ],
+)
+def test_a_task_that_does_not_fit_is_refused_before_step_0(
+    tmp_path, one_device, task, words
+):
+    with pytest.raises(ConfigError, match=words):
+        train(plain(task=task).trainer(one_device), num_steps=1, workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_further_evaluation_sets_have_metrics_of_their_own(tmp_path, devices):
+    shifted = EvaluationSet(INPUTS[:30] + 1, LABELS[:30], 20)
+    data = DATA._replace(evaluations={"shifted": shifted})
+    trainer = plain(
+        data=data, task=lambda outputs, batch: {"loss": cross_entropy(outputs, batch)}
+    ).trainer(devices)
+    best = {"best_metric": "eval/shifted/loss"}
+    result = train(trainer, num_steps=2, workdir=tmp_path, **best)
+    found = result.metrics["eval/shifted/loss"]
+    assert found != result.metrics["eval/loss"]
+    alone = trainer.measure(result.state, shifted)[0]["eval/loss"]
+    assert found == alone
+    with pytest.raises(ConfigError, match="eval/shifted/loss"):
+        train(trainer, num_steps=2, workdir=tmp_path / "b", best_metric="eval/none")
