@@ -1,0 +1,110 @@
+"""A script's run is evaluated, predicted, exported and generated from as a config's."""
+
+import json
+
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+from haiku_template import generation
+from haiku_template.data import (
+    BatchSpec,
+    Split,
+    from_split,
+)
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.models import gpt, mlp
+from haiku_template.runs import Run, export_safetensors, export_stablehlo
+from haiku_template.training import Experiment, classification, language_model, train
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(48, 3)).astype(np.float32)
+LABELS = RNG.integers(0, 2, 48).astype(np.int32)
+
+
+def experiment(devices, width=8):
+    """What a user's module would have, for their script and for the commands."""
+    split = Split(INPUTS[:32], LABELS[:32], INPUTS[32:], LABELS[32:])
+    return Experiment(
+        model=mlp(2, devices.axis_name, width=width),
+        task=classification,
+        data=from_split(split, BatchSpec(8)),
+        optimizer=optax.adam(1e-2),
+    )
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("script") / "run"
+    devices = DeviceManager.create("cpu", num_devices=1)
+    train(experiment(devices).trainer(devices), num_steps=4, workdir=folder)
+    return folder
+
+
+def test_commands_take_the_function_that_makes_the_experiment(
+    workdir, command, tmp_path
+):
+    given = (f"--workdir={workdir}", "--experiment=tests.test_scripts:experiment")
+    done = command("evaluate", *given)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    found = json.loads(done.stdout)
+    assert found["step"] == 4
+    assert found["eval/loss"] == pytest.approx(rows[-1]["eval/loss"], abs=1e-6)
+    for name, words in (
+        ("", "give --experiment="),
+        ("none:f", "--experiment='none:f'"),
+    ):
+        flags = [f"--workdir={workdir}"] + [f"--experiment={name}"] * bool(name)
+        done = command("evaluate", *flags)
+        assert done.returncode == 64 and words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_scripts_run_is_exported(workdir, devices, tmp_path):
+    run = Run.open(workdir, devices, experiment=experiment)
+    assert export_safetensors(run, tmp_path / "a") == 4
+    saved = safetensors.numpy.load_file(tmp_path / "a" / "model.safetensors")
+    params = devices.fetch(run.model()[0])
+    for name, leaf in saved.items():
+        module, _, leaf_name = name.rpartition("/")
+        np.testing.assert_array_equal(leaf, params[module][leaf_name])
+    assert export_stablehlo(run, tmp_path / "b") == 4
+
+
+def test_an_experiment_that_was_edited_is_said_or_refused(workdir, one_device, caplog):
+    edited = Run.open(
+        workdir,
+        one_device,
+        experiment=lambda devices: experiment(devices, width=9),
+    )
+    with pytest.raises(StorageError, match="does not fit this model"):
+        edited.evaluate()
+    assert "computed something else" in caplog.text
+    with pytest.raises(ConfigError, match="made by a script.*--experiment="):
+        Run.open(workdir, one_device, "latest")
+
+
+def test_text_is_generated_from_a_scripts_run(tmp_path, one_device):
+    tokens = RNG.integers(0, 20, 400).astype(np.uint16)
+    windows = np.stack([tokens[i : i + 9] for i in range(0, 380, 9)])
+    split = Split(
+        windows[:32, :-1], windows[:32, 1:], windows[:8, :-1], windows[:8, 1:]
+    )
+    data = from_split(split, BatchSpec(8, labels="tokens"))
+    model = gpt(20, num_layers=1, width=8, num_heads=2, context=16)
+    made = Experiment(
+        model=model,
+        task=language_model,
+        data=data,
+        optimizer=optax.adam(1e-2),
+        family=gpt.family,
+    )
+    train(made.trainer(one_device), num_steps=2, workdir=tmp_path)
+    loaded = generation.load(Run.open(tmp_path, one_device, experiment=made))
+    assert (loaded.step, loaded.vocabulary, loaded.context) == (2, 20, 16)
+    sampling = generation.Sampling(temperature=0, vocabulary=20)
+    written = generation.make_generate(one_device, loaded, sampling)([[1, 2, 3]], 4)
+    assert len(list(written)) == 4
