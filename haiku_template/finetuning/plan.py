@@ -35,8 +35,17 @@ class Finetuning(NamedTuple):
     adapters: str | None = None  # A file or folder of adapters to start from.
 
 
-def make_finetuning(lora: dict[str, Any], **keys: Any) -> Finetuning:
-    """Makes `config.finetuning`, whose keys these are."""
+def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning:
+    """Makes `config.finetuning`, whose keys these are, after `config.init_from`.
+
+    Raises:
+      ConfigError: it names fresh parameters, and nothing is read.
+    """
+    if keys["fresh"] and init_from is None:
+        raise ConfigError(
+            "--config.init_from is needed, a workdir, a Hugging Face folder or a "
+            "safetensors file: config.finetuning.fresh says what is not read from it"
+        )
     return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
 
 

@@ -2,7 +2,8 @@
 
 from haiku_template.models.losses import perplexity
 from haiku_template.training.experiment import Experiment
-from haiku_template.training.loop import Event, Result, early_stop, train
+from haiku_template.training.guards import early_stop
+from haiku_template.training.loop import Event, Result, train
 from haiku_template.training.tasks import (
     Task,
     classification,

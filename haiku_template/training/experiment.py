@@ -29,6 +29,7 @@ from haiku_template.models.precision import POLICIES
 from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import loop, step
+from haiku_template.training.guards import early_stop
 from haiku_template.training.memory import check_budget, place_data
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import TASKS, Task, as_task, facts_of
@@ -112,11 +113,8 @@ class Experiment:
     ) -> "Experiment":
         """Makes the experiment that a config describes.
 
-        `memory_limit` is in bytes on each device; None asks JAX.
-
-        Raises:
-          ConfigError: an unknown name or key, or a value that does not fit.
-          PlacementError: the batch does not split over the devices.
+        `memory_limit` is in bytes on each device; None asks JAX. Raises `ConfigError`
+        for unknown names and keys, and values that do not fit.
         """
         if config.precision not in POLICIES:
             raise ConfigError(
@@ -149,7 +147,7 @@ class Experiment:
             seed=config.seed,
             family=family,
             flops_per_token=flops,
-            finetuning=make_finetuning(**config.finetuning.to_dict()),
+            finetuning=make_finetuning(config.init_from, **config.finetuning),
             init_from=source,
             steps=module("step", config.step, step),
         )
@@ -173,11 +171,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
 
 
 def make_data(config: config_dict.ConfigDict) -> Data:
-    """Makes `config.data`: the training and evaluation sets.
-
-    Raises:
-      ConfigError: an unknown name or key, or files that cannot be read.
-    """
+    """Makes `config.data`, or raises `ConfigError` if its files cannot be read."""
     labels = make_task(config).labels
     spec = BatchSpec(config.batch_size, config.seed, labels)
     values = config.data.to_dict()
@@ -196,17 +190,11 @@ def make_data(config: config_dict.ConfigDict) -> Data:
 def make_model(
     config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
 ) -> Model:
-    """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's.
-
-    Raises:
-      ConfigError: an unknown name or key, or a value that does not fit.
-    """
+    """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
     for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
         if (config.model.get(key) or 0) > MOST_LAYERS:
-            raise ConfigError(
-                f"config.model.{key}={config.model[key]}; possible is up to "
-                f"{MOST_LAYERS:,}"
-            )
+            words = f"possible is up to {MOST_LAYERS:,}"
+            raise ConfigError(f"config.model.{key}={config.model[key]}; {words}")
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
     return make("model", model_keys(config), MODELS, **facts)
 
@@ -231,24 +219,14 @@ def run(
     profile: tuple[int, int] | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Trains the experiment that a config describes.
+    """Trains the experiment that a config describes, in a new workdir or a run's.
 
-    Args:
-      workdir: a new folder, or a run to resume.
-      memory_limit: bytes on each device; None asks JAX.
-      profile: traces the steps after the first number, up to the second.
-      dry_run: prints the memory budget and writes nothing.
-
-    Raises:
-      ConfigError: a value does not fit, or `workdir` belongs to another run.
+    `memory_limit` is in bytes on each device; None asks JAX. `profile` traces the steps
+    after its first number, up to the second. `dry_run` prints the memory budget and
+    writes nothing. Raises as `train` and `Experiment.from_config`.
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
-    if config.finetuning.fresh and config.init_from is None:
-        raise ConfigError(
-            "--config.init_from is needed, a workdir, a Hugging Face folder or a "
-            "safetensors file: config.finetuning.fresh says what is not read from it"
-        )
     trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
     if trainer.plan.frozen and config.init_from is None:
         logger.warning(
@@ -263,6 +241,6 @@ def run(
     how = {"memory_limit": memory_limit, "profile": profile}
     how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
     if config.early_stop.patience is not None:
-        how["stop_when"] = loop.early_stop(**config.early_stop)
+        how["stop_when"] = early_stop(**config.early_stop)
     train = module("loop", config.loop, loop).train
     train(trainer, workdir=workdir, config=saved, **how, **keys)

@@ -255,6 +255,25 @@ class StopSignals:
         )
 
 
+def early_stop(
+    metric: str, patience: int, mode: str = "min"
+) -> Callable[[list[dict[str, Any]]], bool]:
+    """Makes `train(stop_when=...)` for early stopping, which a resumed run remembers.
+
+    It ends a run after `patience` evaluations without a better value of `metric` (such
+    as `eval/loss`); `mode` is `min` or `max`.
+    """
+
+    def stops(rows: list[dict[str, Any]]) -> bool:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        if not values:
+            return False
+        best = values.index((min if mode == "min" else max)(values))
+        return len(values) - 1 - best >= patience
+
+    return stops
+
+
 def check_before_start(
     trainer: Trainer, best_metric: str, memory_limit: int | None, starts: bool
 ) -> Budget:

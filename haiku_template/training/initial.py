@@ -4,16 +4,21 @@ Also a user's own train step, run by our loop.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import check_same_frozen
 from haiku_template.params import flatten, unflatten
+from haiku_template.storage import Checkpoints
 from haiku_template.training.state import Recipe, TrainState, split_seed
 from haiku_template.training.step import Batch, Scalars, TrainStep, step_rng
+
+if TYPE_CHECKING:
+    from haiku_template.training.trainer import Trainer
 
 FIELDS = ("params", "net_state", "opt_state", "ema_params")
 
@@ -96,6 +101,32 @@ def make_custom_init(
         return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
 
     return make
+
+
+def restored_or_first(
+    trainer: "Trainer", checkpoints: Checkpoints, num_steps: int
+) -> tuple[int, TrainState]:
+    """Restores the newest checkpoint or initializes; returns the step and its state.
+
+    Raises:
+      ConfigError: it is beyond `num_steps`, or the frozen parameters changed.
+      StorageError: it is damaged, or does not fit.
+    """
+    start, workdir = checkpoints.latest or 0, checkpoints.directory.parent
+    if start > num_steps:
+        raise ConfigError(
+            f"{workdir} has a checkpoint of step {start}, and num_steps is "
+            f"{num_steps}; a run does not go back: use another --workdir"
+        )
+    if start:
+        saved = checkpoints.restore(start, trainer.abstract.saved())
+        state = TrainState(**saved, frozen=trainer.frozen())
+    else:
+        state = trainer.init()
+    trainer.devices.check(state)
+    if trainer.experiment.init_from is not None:
+        check_same_frozen(trainer.devices, state.frozen, workdir)
+    return start, state
 
 
 def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:

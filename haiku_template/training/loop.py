@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.errors import ConfigError, NonFiniteError
-from haiku_template.finetuning import check_same_frozen
+from haiku_template.errors import NonFiniteError
 from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import Guards, StopSignals, check_before_start
+from haiku_template.training.initial import restored_or_first
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -27,29 +27,22 @@ class Intervals(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A step, an evaluation or a save, for hooks.
+    """A step, an evaluation or a save, for hooks."""
 
-    Attributes:
-      what: `step`, `evaluation` or `save`.
-      step: updates done.
-      state: on the devices; the next step takes over its memory.
-      values: scalars of the step on the devices, or metrics of the evaluation.
-    """
-
-    what: str
-    step: int
-    state: TrainState
-    values: Any
+    what: str  # `step`, `evaluation` or `save`.
+    step: int  # Updates done.
+    state: TrainState  # On the devices; the next step takes over its memory.
+    values: Any  # Scalars of the step on the devices, or metrics of the evaluation.
 
 
 Hook = Callable[[Event], None]
 
 
 class Result(NamedTuple):
-    """Result of a run: its last state, on the devices, and its last metrics."""
+    """Result of a run."""
 
-    state: TrainState
-    metrics: dict[str, float]
+    state: TrainState  # The last, on the devices.
+    metrics: dict[str, float]  # The last of each name.
 
 
 def train(
@@ -73,15 +66,11 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
-    Intervals are in steps; None means at the end alone.
+    Intervals are in steps; None means at the end alone. Options are as in a config.
 
     Args:
       num_steps: updates in all, also when resuming.
       workdir: folder of metrics, checkpoints and the report.
-      keep_last: newest checkpoints that stay.
-      keep_best: best checkpoints that stay, among those of evaluated steps.
-      best_metric: evaluation metric that ranks checkpoints.
-      best_mode: `min` or `max`.
       config: saved as config.json; a run resumes only with the same.
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
@@ -124,7 +113,7 @@ def train(
         if trainer.work.flops:  # Before there is a state.
             dtype = trainer.precision.policy.compute_dtype
             report.peak = matmul_peak(devices, dtype, budget.matmul)
-        start, state = _first_state(trainer, checkpoints, directory, num_steps)
+        start, state = restored_or_first(trainer, checkpoints, num_steps)
         if start:
             workdirs.update_config(directory, config)
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
@@ -142,27 +131,6 @@ def train(
             state, last = run.steps(state, start, num_steps)
         checkpoints.wait()
         return Result(state, report.finish(last))
-
-
-def _first_state(
-    trainer: Trainer, checkpoints: Checkpoints, workdir: Path, num_steps: int
-) -> tuple[int, TrainState]:
-    """Restores the newest checkpoint or initializes; returns the step and its state."""
-    start = checkpoints.latest or 0
-    if start > num_steps:
-        raise ConfigError(
-            f"{workdir} has a checkpoint of step {start}, and num_steps is "
-            f"{num_steps}; a run does not go back: use another --workdir"
-        )
-    if start:
-        saved = checkpoints.restore(start, trainer.abstract.saved())
-        state = TrainState(**saved, frozen=trainer.frozen())
-    else:
-        state = trainer.init()
-    trainer.devices.check(state)
-    if trainer.experiment.init_from is not None:
-        check_same_frozen(trainer.devices, state.frozen, workdir)
-    return start, state
 
 
 class _Run(NamedTuple):
@@ -269,25 +237,6 @@ class _Run(NamedTuple):
             self.checkpoints.save(step, state.saved(), metrics)
         workdirs.mark_saved(self.workdir, step)
         self._tell("save", step, state, metrics)
-
-
-def early_stop(
-    metric: str, patience: int, mode: str = "min"
-) -> Callable[[list[dict[str, Any]]], bool]:
-    """Makes `train(stop_when=...)` for early stopping, which a resumed run remembers.
-
-    It ends a run after `patience` evaluations without a better value of `metric` (such
-    as `eval/loss`); `mode` is `min` or `max`.
-    """
-
-    def stops(rows: list[dict[str, Any]]) -> bool:
-        values = [row[metric] for row in rows if row.get(metric) is not None]
-        if not values:
-            return False
-        best = values.index((min if mode == "min" else max)(values))
-        return len(values) - 1 - best >= patience
-
-    return stops
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

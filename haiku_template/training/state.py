@@ -39,24 +39,15 @@ class TrainState(NamedTuple):
     """One tree, replicated on every device, without a device axis.
 
     Randomness and data are functions of `step`, so there is nothing else to save.
-
-    Attributes:
-      step: optimizer updates done: int32 [].
-      params: trainable Haiku parameters, float32.
-      frozen: frozen parameters, {} without fine-tuning; not in a checkpoint.
-      net_state: Haiku state, such as running statistics; empty for `hk.transform`.
-      opt_state: optax state.
-      ema_params: exponential moving average of `params`; None without one.
-      loss_scale: scale and counter of float16's loss scaling; empty otherwise.
     """
 
-    step: jax.Array
-    params: hk.Params
-    frozen: hk.Params
-    net_state: hk.State
+    step: jax.Array  # Optimizer updates done: int32 [].
+    params: hk.Params  # Trainable, float32; or any pytree of a custom step.
+    frozen: hk.Params  # {} without fine-tuning; not in a checkpoint.
+    net_state: hk.State  # Such as running statistics; {} for `hk.transform`.
     opt_state: optax.OptState
-    ema_params: hk.Params | None
-    loss_scale: tuple[jax.Array, ...]
+    ema_params: hk.Params | None  # Exponential moving average of `params`, if any.
+    loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
     def trained(self) -> "TrainState":
         """Drops the frozen parameters, a separate argument of a compiled step."""
@@ -76,32 +67,19 @@ class TrainState(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Parts of an experiment that its first state and its steps are made of.
+    """Parts of an experiment that its first state and its steps are made of."""
 
-    Attributes:
-      model: `apply(params, net_state, rng, inputs, is_training)`; None without one.
-      task: loss and metrics.
-      optimizer: None for a train step that has its own.
-      preprocess: applied to the inputs on the device first.
-      precision: of the forward and backward pass.
-      plan: of trainable and frozen parameters.
-      axis_name: mesh axis to average over; None on one device.
-      schedule: reported as `learning_rate`; None reports none.
-      accumulate_steps: micro-batches of gradient accumulation, one after another.
-        Micro-batch j has the rows j, j + `accumulate_steps`, ...: the same on any
-        number of devices.
-      ema_decay: decay of the averaged parameters for each step; None for none.
-      seed: with the step and the device, the source of randomness.
-    """
-
+    # `apply(params, net_state, rng, inputs, is_training)`; None without a model.
     model: hk.TransformedWithState | None
     task: Task
-    optimizer: optax.GradientTransformation | None
-    preprocess: Callable[[Any], Any]
+    optimizer: optax.GradientTransformation | None  # None in a custom step.
+    preprocess: Callable[[Any], Any]  # Applied to the inputs on the device first.
     precision: Precision
-    plan: Plan | None = None
-    axis_name: str | None = None
-    schedule: Schedule | None = None
+    plan: Plan | None = None  # Of trainable and frozen parameters.
+    axis_name: str | None = None  # Mesh axis to average over; None on one device.
+    schedule: Schedule | None = None  # Reported as `learning_rate`.
+    # Micro-batches of gradient accumulation, one after another. Micro-batch j has the
+    # rows j, j + accumulate_steps, ...: the same on any number of devices.
     accumulate_steps: int = 1
-    ema_decay: float | None = None
-    seed: int = 0
+    ema_decay: float | None = None  # Of the averaged parameters, for each step.
+    seed: int = 0  # With the step and the device, the source of randomness.

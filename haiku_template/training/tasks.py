@@ -23,7 +23,7 @@ from haiku_template.models.losses import WEIGHT
 
 Values = dict[str, jax.Array]
 LABELS = ("classes", "numbers", "tokens", "any")
-# Facts that a function of a task gets by name. `mask` is False for padding.
+# What the function of a task gets by name.
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
 
@@ -31,21 +31,16 @@ FACTS += ("is_training", "axis_name")
 class Task(NamedTuple):
     """Loss and metrics of a model.
 
-    Attributes:
-      values: function to a dictionary of values, `loss` among them: each [B], [B, ...]
-        (such as one a token), or [] for a whole batch. It takes, by name, any of
-        `outputs`, `batch`, `params` (the model's), `rng`, `step`, `mask` (bool [B],
-        False for padding), `is_training` and `axis_name`; two of other names take the
-        outputs and the batch.
-      labels: kind of labels that data must give: `classes`, `numbers`, `tokens`, `any`.
-      count: (outputs, batch, mask) to integer arrays by name, summed over a set on the
-        devices.
-      derive: (averages, counts) to derived metrics, on the host; training has no
-        counts.
+    `values` takes, by name, any of `FACTS`, where `params` are the model's, and `mask`,
+    bool [B], is False for padding; two of other names take outputs and batch. It
+    returns a dictionary of values, `loss` among them: each [B], [B, ...] (such as one a
+    token), or [] for a whole batch. `count` maps (outputs, batch, mask) to integer
+    arrays by name, summed over a set on the devices. `derive` maps (averages, counts)
+    to derived metrics, on the host; training has no counts.
     """
 
     values: Callable[..., Values]
-    labels: str = "any"
+    labels: str = "any"  # Kind that data must give, of `LABELS`.
     count: Callable[[Any, Any, jax.Array], Values] = lambda outputs, batch, mask: {}
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]] = (
         lambda averages, counts: {}
@@ -59,9 +54,7 @@ class Task(NamedTuple):
 def as_task(task: Task | Callable[..., Values]) -> Task:
     """Makes a task of a plain function or a partial task; a task stays as it is.
 
-    Raises:
-      ConfigError: it is neither, takes other arguments, or is a task of another kind of
-        labels.
+    Raises `ConfigError` for anything else, other arguments or kinds of labels.
     """
     if not callable(task):
         raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
@@ -163,28 +156,6 @@ def weighted_sum(values: jax.Array, weights: jax.Array, axis: Any = None) -> jax
 def divide(sums: Any, weight: jax.Array) -> Any:
     """Divides sums by a weight; 0 where nothing counts."""
     return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), sums)
-
-
-def with_outputs(task: Task, num_outputs: int) -> Task:
-    """Makes classification refuse logits of another number of classes.
-
-    A label beyond the last logit would make its loss NaN.
-    """
-    values = task.values
-    inner = values.func if isinstance(values, functools.partial) else values
-    if inner is not losses.classification:
-        return task
-
-    def checked(outputs: Any, batch: dict[str, Any]) -> Values:
-        shape = jnp.shape(outputs)
-        if len(shape) != 2 or shape[1] != num_outputs:
-            raise ConfigError(
-                f"the model gives outputs of shape {list(shape)}, and the data has "
-                f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
-            )
-        return values(outputs, batch)
-
-    return task._replace(values=checked)
 
 
 classification = Task(

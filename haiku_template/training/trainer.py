@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -14,7 +15,9 @@ from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
+from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import with_state
 from haiku_template.models.precision import Precision
@@ -35,7 +38,7 @@ from haiku_template.training.initial import (
     make_model_init,
 )
 from haiku_template.training.state import Recipe, TrainState
-from haiku_template.training.tasks import Task, as_task, with_outputs
+from haiku_template.training.tasks import Task, as_task
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -81,7 +84,9 @@ class Trainer:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
         self.batch_size = check_host_batch(example)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
-        self.task = with_outputs(as_task(experiment.task or _NO_TASK), data.num_outputs)
+        self.task = _with_outputs(
+            as_task(experiment.task or _NO_TASK), data.num_outputs
+        )
         self.precision = Precision.create(experiment.precision, devices.platform)
         optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
         if multipliers:
@@ -311,6 +316,28 @@ class Trainer:
             return last[1] if staged is None else StagedBatch(staged, last[1])
 
         return make
+
+
+def _with_outputs(task: Task, num_outputs: int) -> Task:
+    """Makes classification refuse logits of another number of classes.
+
+    A label beyond the last logit would make its loss NaN.
+    """
+    values = task.values
+    inner = values.func if isinstance(values, functools.partial) else values
+    if inner is not losses.classification:
+        return task
+
+    def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
+        shape = jnp.shape(outputs)
+        if len(shape) != 2 or shape[1] != num_outputs:
+            raise ConfigError(
+                f"the model gives outputs of shape {list(shape)}, and the data has "
+                f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
+            )
+        return values(outputs, batch)
+
+    return task._replace(values=checked)
 
 
 def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
