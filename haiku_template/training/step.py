@@ -62,7 +62,7 @@ def forward(
         # No other use draws from this key.
         "rng": rngs[0] is not None and jax.random.fold_in(rngs[0], 0xA0000000),
         "step": step,
-        "mask": jnp.ones(len(jax.tree.leaves(batch)[0]), bool),
+        "mask": jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool),
         "is_training": is_training,
         "axis_name": recipe.axis_name,
     }
