@@ -72,27 +72,7 @@ def forward(
 def make_train_step(recipe: Recipe) -> TrainStep:
     """Makes `train_step(state, frozen, batch)`, which returns (new state, scalars)."""
 
-    def loss_and_more(
-        params: hk.Params,
-        frozen: hk.Params,
-        step: jax.Array,
-        scale: Any,
-        net_state: hk.State,
-        rng: jax.Array,
-        batch: Batch,
-    ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-        variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
-        facts, net_state = forward(recipe, variables, frozen, batch, rngs, True)
-        values, weights = example_values(recipe.task, **facts)
-        if weights is None:
-            scalars = {name: jnp.mean(value) for name, value in values.items()}
-            return scale.scale(scalars["loss"]), (net_state, scalars, None)
-        weight = jnp.sum(weights)
-        sums = {name: weighted_sum(x, weights) for name, x in values.items()}
-        scalars = divide(sums, weight)
-        return scale.scale(scalars["loss"]), (net_state, scalars, weight)
-
-    gradient = jax.grad(loss_and_more, has_aux=True)
+    gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
 
     def train_step(
         state: TrainState, frozen: hk.Params, batch: Batch
@@ -132,6 +112,29 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         return new, scalars
 
     return train_step
+
+
+def _loss(
+    recipe: Recipe,
+    params: hk.Params,
+    frozen: hk.Params,
+    step: jax.Array,
+    scale: Any,
+    net_state: hk.State,
+    rng: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
+    """Scaled loss; and beside it the new state, scalars and the sum of weights."""
+    variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
+    facts, net_state = forward(recipe, variables, frozen, batch, rngs, True)
+    values, weights = example_values(recipe.task, **facts)
+    if weights is None:
+        scalars = {name: jnp.mean(value) for name, value in values.items()}
+        return scale.scale(scalars["loss"]), (net_state, scalars, None)
+    weight = jnp.sum(weights)
+    sums = {name: weighted_sum(x, weights) for name, x in values.items()}
+    scalars = divide(sums, weight)
+    return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
 
 def _average_over(axis_name: str | None, tree: Any, weight: jax.Array | None) -> Any:
