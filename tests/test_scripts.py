@@ -17,6 +17,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.models import gpt, mlp
 from haiku_template.runs import Run, export_safetensors, export_stablehlo
+from haiku_template.storage import read
 from haiku_template.training import Experiment, classification, language_model, train
 
 RNG = np.random.default_rng(0)
@@ -49,7 +50,7 @@ def test_commands_take_the_function_that_makes_the_experiment(
     given = (f"--workdir={workdir}", "--experiment=tests.test_scripts:experiment")
     done = command("evaluate", *given)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    rows = read(workdir / "metrics.jsonl")
     found = json.loads(done.stdout)
     assert found["step"] == 4
     assert found["eval/loss"] == pytest.approx(rows[-1]["eval/loss"], abs=1e-6)
