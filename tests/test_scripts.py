@@ -91,10 +91,9 @@ def test_an_experiment_that_was_edited_is_said_or_refused(workdir, one_device, c
 def test_text_is_generated_from_a_scripts_run(tmp_path, one_device):
     tokens = RNG.integers(0, 20, 400).astype(np.uint16)
     windows = np.stack([tokens[i : i + 9] for i in range(0, 380, 9)])
-    split = Split(
-        windows[:32, :-1], windows[:32, 1:], windows[:8, :-1], windows[:8, 1:]
-    )
-    data = from_split(split, BatchSpec(8, labels="tokens"))
+    inputs, labels = windows[:, :-1], windows[:, 1:]
+    sets = ArrayDataset(inputs, labels, BatchSpec(8)), EvaluationSet(inputs, labels, 8)
+    data = Data(*sets, 20, lambda tokens: tokens.astype(np.int32))
     model = gpt(20, num_layers=1, width=8, num_heads=2, context=16)
     made = Experiment(
         model=model,

@@ -78,30 +78,14 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        data, model = experiment.data, experiment.model
+        data = experiment.data
         example = each_shape(data.train)[0]
         if data.evaluation is not None:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
         self.batch_size = check_host_batch(example)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
-        self.task = _with_outputs(
-            as_task(experiment.task or _NO_TASK), data.num_outputs
-        )
-        self.precision = Precision.create(experiment.precision, devices.platform)
-        optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
-        if multipliers:
-            optimizer = optax.chain(optimizer, scale_updates(multipliers))
-        self.recipe = Recipe(
-            model=model and for_devices(with_state(model), devices.devices),
-            task=self.task,
-            optimizer=optimizer,
-            preprocess=data.preprocess,
-            precision=self.precision,
-            schedule=experiment.schedule,
-            accumulate_steps=experiment.accumulate_steps,
-            ema_decay=experiment.ema_decay,
-            seed=experiment.seed,
-        )
+        self.recipe = _recipe(experiment, devices)
+        self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example)
         self._model_init = make_model_init(self.recipe, self._example["inputs"])
         self._whole, self._net_state = {}, {}
@@ -338,6 +322,26 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
         return values(outputs, batch)
 
     return task._replace(values=checked)
+
+
+def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
+    """Adapts an experiment's model, task and optimizer; the plan is still to make."""
+    data, model = experiment.data, experiment.model
+    task = as_task(experiment.task or _NO_TASK)
+    optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
+    if multipliers:
+        optimizer = optax.chain(optimizer, scale_updates(multipliers))
+    return Recipe(
+        model=model and for_devices(with_state(model), devices.devices),
+        task=_with_outputs(task, data.num_outputs),
+        optimizer=optimizer,
+        preprocess=data.preprocess,
+        precision=Precision.create(experiment.precision, devices.platform),
+        schedule=experiment.schedule,
+        accumulate_steps=experiment.accumulate_steps,
+        ema_decay=experiment.ema_decay,
+        seed=experiment.seed,
+    )
 
 
 def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
