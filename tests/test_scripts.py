@@ -9,7 +9,10 @@ import safetensors.numpy
 
 from haiku_template import generation
 from haiku_template.data import (
+    ArrayDataset,
     BatchSpec,
+    Data,
+    EvaluationSet,
     Split,
     from_split,
 )

@@ -112,19 +112,21 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
+    known = [jnp.shape(leaf) for leaf in jax.tree.leaves(facts["batch"])]
     for name, value in values.items():
-        shape = list(jnp.shape(value))
-        if shape and shape[0] != rows:
+        shape = jnp.shape(value)
+        # Outputs [B, 1] less labels [B] would be [B, B], and an average of nothing.
+        if shape not in ((), (rows,)) and shape not in {x[: len(shape)] for x in known}:
             raise ConfigError(
-                f"the task's {name!r} has shape {shape} for {rows} examples; each "
-                f"value must be one number an example: [{rows}], or one a token: "
-                f"[{rows}, ...], or one a batch: []"
+                f"the task's {name!r} has shape {list(shape)} for {rows} examples; each "
+                f"value must be one number an example: [{rows}], or one a batch: [], or "
+                "have the first dimensions of an array of the batch, as one a token has"
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
-                f"the task's {name!r} is one number a batch, and the last batch of an "
-                "evaluation set is padded: let the task take `mask`, bool [B], which "
-                "is False for padding"
+                f"the task's {name!r} has shape [] for {rows} examples, and in an "
+                "evaluation set the last ones are padding: let the task take `mask`, "
+                "bool [B], which is False for these"
             )
     values = dict(values)
     weights = values.pop(WEIGHT, None)

@@ -494,7 +494,8 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     ("loss", "words"),
     [
         (lambda x: x[:, :1], r"\[8, 1\] for 8 examples"),
-        (lambda x: jnp.mean(x), r"\[\] for 8 examples"),
+        (lambda x: x[:, 0] - x[:, :1], r"\[8, 8\] for 8 examples"),
+        (lambda x: jnp.mean(x), r"\[\] for 8 examples.*take `mask`"),
     ],
 )
 def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, words):
