@@ -116,11 +116,12 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     for name, value in values.items():
         shape = jnp.shape(value)
         # Outputs [B, 1] less labels [B] would be [B, B], and an average of nothing.
-        if shape not in ((), (rows,)) and shape not in {x[: len(shape)] for x in known}:
+        possible = {(), (rows,), *(x[: len(shape)] for x in known)}
+        if shape not in possible:
             raise ConfigError(
-                f"the task's {name!r} has shape {list(shape)} for {rows} examples; each "
-                f"value must be one number an example: [{rows}], or one a batch: [], or "
-                "have the first dimensions of an array of the batch, as one a token has"
+                f"the task's {name!r} has shape {list(shape)} for {rows} examples; "
+                f"each value must be one number an example: [{rows}], or one a batch: "
+                "[], or begin as an array of the batch does, as values of tokens do"
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
