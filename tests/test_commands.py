@@ -347,11 +347,6 @@ def wait_for_step(workdir, step):
         (["--config.num_stepz=3"], 64, ["num_stepz", "did you mean num_steps?"]),
         (["--config.foo=3"], 64, ["unknown key foo"]),
         (["--config.nowhere.x=3"], 64, ["has no key 'nowhere'"]),
-        (
-            ["--config.data.name=npz", "--config.data.path=x.npz"],
-            64,
-            ["the data file x.npz does not exist"],
-        ),
         (["--config.num_steps=abc"], 64, ["num_steps=abc", "wrong type", "number"]),
         (["--config.num_steps=1.5"], 64, ["num_steps=1.5", "wrong type"]),
         (["--config.optimizer.nesterov=maybe"], 64, ["true or false"]),
@@ -359,31 +354,13 @@ def wait_for_step(workdir, step):
         (["--config.num_steps=0"], 64, ["num_steps=0", "1 or more"]),
         (["--config.optimizer.clip_norm=-1"], 64, ["clip_norm=-1.0", "more than 0"]),
         (["--config.best_mode=most"], 64, ["best_mode=most", "min or max"]),
-        (["--config.model.name=mpl"], 64, ["'mpl'", "did you mean mlp?", "resnet"]),
-        (["--config.model.name=resnet"], 64, ["resnet", "it takes channels, blocks"]),
-        (["--config.model.name=nowhere:model"], 64, ["nowhere:model", "imported"]),
-        (["--config.data.name=npz"], 64, ["needs a .npz file", "--config.data.path"]),
-        (["--config.optimizer.schedule=step"], 64, ["'step'", "cosine, linear"]),
-        (["--config.optimizer.b2=0.9", "--config.optimizer.name=sgd"], 64, ["no b2"]),
-        (["--config.precision=fp16"], 64, ["'fp16'", "bfloat16, float16"]),
-        (
-            ["--config.batch_size=130", "--simulate_devices=4"],
-            64,
-            ["130", "128 or 132"],
-        ),
         (["--config=configs/digit.py"], 64, ["configs/digit.py does not exist"]),
         (["--devise=gpu"], 64, ["'devise'", "device"]),
         (["--num_devices=x"], 64, ["--num_devices=x", "number"]),
         (["extra"], 64, ["unexpected argument 'extra'"]),
         (["--device=gpu"], 69, ["--device=gpu cannot be used: [A20]", "fix:"]),
         (["--device=gqu", "--fallback=cpu"], 69, ["--device=gqu is not understood"]),
-        (["--device_memory_limit=1MB"], 64, ["=1MB is not an amount", "500MiB"]),
-        (["--device_memory_limit=1MiB"], 64, ["the run needs", "there are 1.00 MiB"]),
-        (["--config.model.num_layers=-3"], 64, ["num_layers=-3", "0 or more"]),
-        (["--config.model.name=:f"], 64, ["':f' cannot be imported"]),
-        (["--config.model.width=100000000000"], 64, ["TiB", "mlp/~/linear_1"]),
         (["--config.batch_size=100000000000000000000"], 64, ["=1000", "2**31 - 1"]),
-        (["--config.batch_size=2000000000"], 64, ["batch of 2000000000", "bytes"]),
         (["--config.num_steps=100000000000000000000"], 64, ["=1000", "2**31 - 1"]),
         (["--config.seed=99999999999999999999"], 64, ["seed=9999", "2**32"]),
         (["--device=cuda"], 69, ["auto, cpu, gpu, tpu"]),
@@ -395,6 +372,40 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, flags, code, wor
     workdir = tmp_path / "run"
     done = train(workdir, *flags, JAX_PLATFORMS="")
     assert_refused(done, code, *words)
+    assert not workdir.exists()
+
+
+# Each imports JAX; tests of the parts hear the same sentences without a process.
+@pytest.mark.slow(but="flags0-")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--config.data.name=npz", "--config.data.path=x.npz"],
+            ["the data file x.npz does not exist"],
+        ),
+        (["--config.model.name=mpl"], ["'mpl'", "did you mean mlp?", "resnet"]),
+        (["--config.model.name=resnet"], ["resnet", "it takes channels, blocks"]),
+        (["--config.model.name=nowhere:model"], ["nowhere:model", "imported"]),
+        (["--config.data.name=npz"], ["needs a .npz file", "--config.data.path"]),
+        (["--config.optimizer.schedule=step"], ["'step'", "cosine, linear"]),
+        (["--config.optimizer.b2=0.9", "--config.optimizer.name=sgd"], ["no b2"]),
+        (["--config.precision=fp16"], ["'fp16'", "bfloat16, float16"]),
+        (
+            ["--config.batch_size=130", "--simulate_devices=4"],
+            ["130", "128 or 132"],
+        ),
+        (["--device_memory_limit=1MB"], ["=1MB is not an amount", "500MiB"]),
+        (["--device_memory_limit=1MiB"], ["the run needs", "there are 1.00 MiB"]),
+        (["--config.model.num_layers=-3"], ["num_layers=-3", "0 or more"]),
+        (["--config.model.name=:f"], ["':f' cannot be imported"]),
+        (["--config.model.width=100000000000"], ["TiB", "mlp/~/linear_1"]),
+        (["--config.batch_size=2000000000"], ["batch of 2000000000", "bytes"]),
+    ],
+)
+def test_a_mistake_that_the_parts_find_is_one_sentence(tmp_path, flags, words):
+    workdir = tmp_path / "run"
+    assert_refused(train(workdir, *flags, JAX_PLATFORMS=""), 64, *words)
     assert not workdir.exists()
 
 

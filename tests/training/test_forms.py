@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -106,3 +107,19 @@ def test_other_forms_are_refused_with_those_that_are_possible(forward, words):
     words += r".* possible are forward\(inputs, is_training\) and forward\(inputs\)"
     with pytest.raises(ConfigError, match=words):
         with_state(hk.transform(forward))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"name": "mpl"}, "'mpl'.*did you mean mlp.*resnet"),
+        ({"name": "resnet", "width": 8}, "resnet.*it takes channels, blocks"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_those_that_are(
+    one_device, model, words
+):
+    config = digits.get_config()
+    config.model = model
+    with pytest.raises(ConfigError, match=words):
+        Experiment.from_config(config, one_device)
