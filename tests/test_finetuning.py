@@ -352,6 +352,7 @@ def test_a_folder_says_how_many_tokens_its_model_has(tmp_path, cpu, gpt2):
     assert len(abstract.params["gpt/embed"]["embeddings"]) == 300
 
 
+@pytest.mark.slow
 def test_what_was_exported_is_no_place_for_a_run(tmp_path, cpu, gpt2, answering):
     workdir, adapters = answering
     exported = tmp_path / "exported"

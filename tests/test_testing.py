@@ -94,6 +94,7 @@ def test_a_loss_that_does_not_depend_on_the_outputs_does_not_fall(tmp_path):
         testing.assert_loss_falls(config(task="task_without_outputs"), tmp_path)
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_devices(tmp_path):
     with pytest.raises(AssertionError, match="on one device and .* on 4.*dropout"):
         testing.assert_devices_agree(config(rate=0.5), tmp_path)

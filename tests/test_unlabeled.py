@@ -55,6 +55,7 @@ def made(make, devices):
     ).trainer(devices)
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_run_from_a_generator_stopped_and_resumed_is_bitwise_the_same(
     tmp_path, devices, caplog
 ):

@@ -47,6 +47,7 @@ def pretrained(cpu, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow(but="four devices")
 def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
     values = config(
         init_from=str(pretrained),
