@@ -342,7 +342,7 @@ def test_other_models_keep_haikus_names_and_their_state(tmp_path, devices):
     assert json.loads((output / "config.json").read_text())["model"]["name"] == "resnet"
 
 
-@pytest.mark.slow(but="resnet-True")
+@pytest.mark.slow(but="resnet-False")
 @pytest.mark.parametrize(
     ("name", "as_file"), [("mlp", False), ("resnet", False), ("resnet", True)]
 )
