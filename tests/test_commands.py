@@ -485,8 +485,8 @@ def test_a_model_of_yours_in_a_config_file_trains_and_is_evaluated(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_of_at_most_thirty_lines_trains_a_model_of_yours(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    blocks = [block.split("```")[0] for block in readme.split("```python\n")[1:]]
+    page = (ROOT / "docs" / "running.md").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
     script = next(block for block in blocks if "Experiment(" in block)
     assert len(script.strip().splitlines()) <= 30
     (tmp_path / "mine.py").write_text(script)
