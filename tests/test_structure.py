@@ -1,6 +1,7 @@
 """The house rules that a reader relies on, held by walking the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ CORE = (
 ANNEXES = {"doctor", "finetuning", "generation", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
 # Of the package without the doctor, of the doctor, and of the hour.
-# The design wants 10,000 and 1,400: these numbers only go down.
-BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 14_200, 2_400, 2_000
+# The design wants 10,000 for the first: it only goes down.
+BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 12_800, 2_400, 1_400
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",
@@ -144,6 +145,24 @@ def test_only_devices_places_arrays(path):
 
 
 @each_file
+def test_only_devices_asks_jax_for_devices(path):
+    # A model that no trainer compiles is asked to run on whatever JAX has.
+    if room(path) != "devices" and relative(path) != "models/attention.py":
+        text = ast.dump(ast.parse(path.read_text()))
+        for name in ("devices", "local_devices", "default_backend", "make_mesh"):
+            assert (
+                f"Attribute(value=Name(id='jax', ctx=Load()), attr='{name}'" not in text
+            )
+
+
+def test_the_loop_and_the_step_import_little():
+    for name, most in (("training/loop.py", 8), ("training/step.py", 4)):
+        tree = ast.parse((PACKAGE / name).read_text())
+        modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        assert sum(m.startswith(PACKAGE.name) for m in modules) <= most, name
+
+
+@each_file
 def test_files_and_functions_stay_short(path):
     assert lines(path) <= MOST_LINES
     for node in ast.walk(ast.parse(path.read_text())):
@@ -199,7 +218,7 @@ def test_importing_the_package_and_the_commands_needs_no_jax(module):
 def test_the_readme_stays_short_and_its_files_exist():
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 100
-    for word in text.replace("`", " ").split():
-        name = word.strip("(),.:").removeprefix("--config=")
+    for word in re.split(r"[\s`()\[\]]+", text):
+        name = word.strip(",.:").removeprefix("--config=")
         if name.endswith((".py", ".md", ".ipynb")) and "/" in name:
             assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
