@@ -18,7 +18,7 @@ config_flags.DEFINE_config_file(
     "config",
     None,
     "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
-    # Keys that another data set, model or task takes; `config.check` sees the others.
+    # Data sets, models and tasks take keys of their own; `config.check` sees others.
     accept_new_attributes=True,
     lock_config=False,
 )
@@ -37,11 +37,11 @@ flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Checks the config, the devices and the data; then trains."""
+    """Checks the config, chooses the devices, and trains."""
     config.check(FLAGS.config)
     asked, limit = FLAGS.profile, FLAGS.device_memory_limit
     profile = asked if asked is None else config.interval(asked, FLAGS.config.num_steps)
-    devices = cli.device_manager()
+    devices = cli.device_manager()  # Before what imports JAX.
     from haiku_template.training import experiment, memory
 
     experiment.run(

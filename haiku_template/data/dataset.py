@@ -1,4 +1,4 @@
-"""Data sets as functions of the step: `batch(step)` always gives the same arrays.
+"""Data sets as functions of the step: `batch(step)` always gives equal arrays.
 
 Shapes: N examples in the set, B of them in one batch over all devices and processes.
 """
@@ -33,7 +33,7 @@ class BatchSpec(NamedTuple):
 
     batch_size: int  # B, over all processes.
     seed: int = 0  # Chooses the order of the examples and the augmentation.
-    labels: str = "classes"  # Or `numbers`, `tokens`; `any`, even none.
+    labels: str = "classes"  # Or `numbers`, `tokens`; `any`, or no labels.
     process_index: int = 0  # Share of each batch to read, of `process_count`, from 0.
     process_count: int = 1
 
@@ -62,11 +62,11 @@ class Data(NamedTuple):
     # `num_batches` batches, with each example once; None without any.
     evaluation: "EvaluationSet | None"
     num_outputs: int  # Classes, or regression targets.
-    # Of the inputs, on the device: so bytes travel, and not floats.
+    # Maps the inputs on the device, such as uint8 to float: only bytes are copied.
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
     text: str | None = None  # `bytes`, or the path of a tokenizer.json; if known.
     class_names: tuple[str, ...] = ()  # In the order of the classes, if they have any.
-    vocab_size: int = 0  # Of tokens; 0 if the inputs are none.
+    vocab_size: int = 0  # Of tokens; 0 for inputs that are no tokens.
     # Further sets by name; their metrics are `eval/NAME/...`.
     evaluations: Mapping[str, "EvaluationSet"] = MappingProxyType({})
 

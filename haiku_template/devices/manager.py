@@ -71,7 +71,7 @@ class DeviceManager(NamedTuple):
 
     @property
     def steps_in_flight(self) -> int:
-        """Most steps that may be dispatched and unfinished."""
+        """Number of dispatched steps that may be unfinished at once."""
         # Simulated devices share the host's cores: with more device threads than cores
         # waiting in collectives of different steps, all of them wait for ever.
         return 1 if self.platform == "cpu" and self.num_devices > 1 else 4
@@ -111,9 +111,9 @@ class DeviceManager(NamedTuple):
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
 
-        A JAX array that is on one of them already shares its memory with the result: a
-        step that donates the result deletes the source as well. `PlacementError` names
-        a leaf whose values do not fit JAX's dtype.
+        If a leaf is already on one of the devices, the result shares its memory: a step
+        that donates the result deletes the source as well. `PlacementError` names a
+        leaf whose values do not fit JAX's dtype.
         """
         tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
@@ -126,9 +126,10 @@ class DeviceManager(NamedTuple):
         """Puts a host batch on the devices, for a function from `compile`.
 
         NumPy arrays [B, ...] keep their shape on one device; on n they become [n, B /
-        n, ...], with row block i on device i. The CPU uses their memory in place, so
-        never write to it again. `PlacementError` names the nearest B that split, or a
-        leaf on a device, with other rows, or with values that do not fit JAX's dtype.
+        n, ...], with row block i on device i. Returns when they are there. The CPU uses
+        their memory in place, so never write to it again. `PlacementError`: B does not
+        split (it names those that do), or a leaf is on a device already, has another B,
+        or does not fit JAX's dtype.
         """
         self.check_batch_size(transfer.check_host_batch(batch))
         batch = transfer.fitting(batch)

@@ -1,4 +1,4 @@
-"""Experiments: the parts of a run, made from a config, which is seen no further."""
+"""Experiments: the parts of a run, made from a config, which no part sees."""
 
 import dataclasses
 import functools
@@ -55,9 +55,9 @@ class Experiment:
       seed: of the initial parameters and of dropout.
       placement: of the training data: `host`, or `device` if it is staged there once;
         `why_on_host` is the reason where `auto` chose the host.
-      flops_per_token: of a training step, a function of `num_tokens` and of the sizes
-        of trainable parameters by path (`trained`, `added`, as in
-        `gpt_flops_per_token`); None if not known.
+      flops_per_token: maps (num_tokens, trained, added) to the operations of a training
+        step for each token; `trained` and `added` are sizes by path of trainable
+        parameters and adapters, as in `gpt_flops_per_token`. None if not known.
       family: of the model, for exporting and generating text; None without one.
       init_from: source of pretrained parameters; None for those of the seed. Frozen
         ones are read again at each start.
@@ -65,7 +65,8 @@ class Experiment:
       init: custom first state, `init(rng, batch)` to a dictionary of `params`,
         `net_state`, `opt_state` or `ema_params`, any pytrees; None for the model's.
       step: custom train step, `step(state, batch, rng, axis_name)` to the new state and
-        scalars, averaged over `axis_name`; model, task and optimizer may be None then.
+        scalars; it averages over `axis_name` itself (None on one device). Model, task
+        and optimizer may be None then.
     """
 
     data: Data
@@ -90,13 +91,18 @@ class Experiment:
     def __post_init__(self) -> None:
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()
-        needs |= {"task"} if self.data.evaluation is not None else set()
+        sets = self.data.evaluation is not None or self.data.evaluations
+        needs |= {"task"} if sets else set()
         lacks = sorted(name for name in needs if getattr(self, name) is None)
         if lacks:
             raise ConfigError(
                 f"the experiment has no {', no '.join(lacks)}; with a custom init and "
                 "step it needs neither model nor optimizer, and without an evaluation "
                 "set no task"
+            )
+        if self.data.evaluations and self.data.evaluation is None:
+            raise ConfigError(
+                "data.evaluations come after data.evaluation, which is None"
             )
         if self.init and (self.init_from or self.finetuning != Finetuning()):
             raise ConfigError(
@@ -155,7 +161,7 @@ class Experiment:
         return place_data(experiment, devices, placement, memory_limit)
 
     def trainer(self, devices: DeviceManager) -> Trainer:
-        """Compiles the experiment for these devices."""
+        """Makes the trainer, which compiles the experiment for these devices."""
         return Trainer(self, devices)
 
 

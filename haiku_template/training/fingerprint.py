@@ -51,7 +51,7 @@ def of(trainer: Trainer) -> dict[str, str]:
     """Digests each part of an experiment, the same on any number of devices."""
     data, functions = trainer.experiment.data, trainer.functions()
     abstract = canonical_shapes(trainer.abstract)
-    state, frozen = abstract.trained(), abstract.frozen
+    state, frozen = abstract.without_frozen(), abstract.frozen
     batch = data.train.batch(0)
     shapes = canonical_shapes(batch)
     rows = len(jax.tree.leaves(batch)[0])

@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
     what: str  # `step`, `evaluation` or `save`.
     step: int  # Updates done.
-    state: TrainState  # On the devices; the next step takes over its memory.
+    state: TrainState  # Donated to the next step: copy what you keep.
     values: Any  # Scalars of the step on the devices, or metrics of the evaluation.
 
 
@@ -66,12 +66,14 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
-    Intervals are in steps; None means at the end alone. Options are as in a config.
+    Intervals are in steps; None means at the end alone. Other options are as in a
+    config.
 
     Args:
       num_steps: updates in all, also when resuming.
       workdir: folder of metrics, checkpoints and the report.
-      config: saved as config.json; a run resumes only with the same.
+      config: saved as config.json; a run resumes with the same, but for when things
+        happen (`config.MAY_CHANGE`).
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
       writers: each, called with the workdir and the step to start at, returns a
@@ -147,7 +149,7 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool]
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs updates `start` to `stop - 1`, or fewer; returns the last step, too."""
+        """Runs updates `start + 1` to `stop`, or fewer; returns the last one, too."""
         if start and start not in self.checkpoints.evaluated:
             self._evaluate(start, state, stop)  # The run stopped before it could.
         if start and self._stops_early():
@@ -162,7 +164,7 @@ class _Run(NamedTuple):
                 self._tell("step", step, state, scalars)
                 first = step == start + 1
                 if first or self._something_due(step, stop):
-                    # Two programs with collectives never run at once.
+                    # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
                     if first:
                         self.guards.agree(state)
@@ -177,7 +179,10 @@ class _Run(NamedTuple):
         return due or self.report.due(step) or self.signals.received is not None
 
     def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
-        """Reports, evaluates and saves, if due; True ends the run early."""
+        """Reports, evaluates and saves, if due; True ends the run early.
+
+        A fault in evaluation, or a signal, saves and raises.
+        """
         if _due(step, self.every.log, last):
             values = self.guards.finite(step, scalars)
             self.report.training(step, values | self.trainer.task.derive(values, {}))

@@ -175,7 +175,7 @@ def _closed_over(trainer: Trainer) -> list[Any]:
     """Finds the constants of the train step, largest first."""
     state = trainer.abstract
     batch = each_shape(trainer.experiment.data.train)[0]
-    shapes = canonical_shapes((state.trained(), state.frozen, batch))
+    shapes = canonical_shapes((state.without_frozen(), state.frozen, batch))
     step = trainer.functions().step
     jaxpr = jax.make_jaxpr(step, axis_env=[(AXIS_NAME, 1)])(*shapes)
     arrays = {id(x): x for x in _constants(jaxpr) if hasattr(x, "nbytes")}

@@ -30,7 +30,8 @@ class Seeds(NamedTuple):
 def split_seed(seed: int) -> Seeds:
     """Splits a seed by use, so that no two uses ever draw from the same key."""
     key = jax.random.key(seed)
-    # Haiku splits the first, as `fold_in` of small numbers does; these are large.
+    # Haiku splits the first key, and a split is a `fold_in` of 0, 1, ...: these are
+    # other numbers.
     uses = (jax.random.fold_in(key, 0xA0000000 + n) for n in range(3))
     return Seeds(key, *uses)
 
@@ -41,7 +42,7 @@ class TrainState(NamedTuple):
     Randomness and data are functions of `step`, so there is nothing else to save.
     """
 
-    step: jax.Array  # Optimizer updates done: int32 [].
+    step: jax.Array  # Updates done, those skipped in float16 among them: int32 [].
     params: hk.Params  # Trainable, float32; or any pytree of a custom step.
     frozen: hk.Params  # {} without fine-tuning; not in a checkpoint.
     net_state: hk.State  # Such as running statistics; {} for `hk.transform`.
@@ -49,7 +50,7 @@ class TrainState(NamedTuple):
     ema_params: hk.Params | None  # Exponential moving average of `params`, if any.
     loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
-    def trained(self) -> "TrainState":
+    def without_frozen(self) -> "TrainState":
         """Drops the frozen parameters, a separate argument of a compiled step."""
         return self._replace(frozen={})
 

@@ -1,4 +1,6 @@
-"""The mathematics of a run: pure functions of (state, frozen parameters, batch).
+"""The mathematics of training: pure functions of (state, frozen parameters, batch).
+
+Evaluation sums in `training/evaluation.py` what `forward` gives here.
 
 Gradients, updates and averages are of the trainable `params`; `frozen` is empty without
 fine-tuning. Each function is written for one device's share of the batch, and averages
@@ -60,7 +62,7 @@ def forward(
         "batch": batch,
         "params": params,
         # No other use draws from this key.
-        "rng": rngs[0] is not None and jax.random.fold_in(rngs[0], 0xA0000000),
+        "rng": None if rngs[0] is None else jax.random.fold_in(rngs[0], 0xA0000000),
         "step": step,
         "mask": jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool),
         "is_training": is_training,
@@ -93,8 +95,8 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
         if averages is not None:
-            decay = 1 - recipe.ema_decay
-            averages = optax.incremental_update(params, averages, decay)
+            step_size = 1 - recipe.ema_decay
+            averages = optax.incremental_update(params, averages, step_size)
         new = state._replace(
             step=state.step + 1,
             params=params,
@@ -162,7 +164,7 @@ def _accumulate(
 ) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
     """Gradient accumulation: averages gradients and scalars over micro-batches.
 
-    Each moves the batch statistics once.
+    Each micro-batch updates net_state.
     """
     if parts == 1:
         return gradient(net_state, rng, batch)
@@ -195,7 +197,10 @@ def _accumulate(
 def _skip_unless_finite(
     grads: hk.Params, scale: jmp.DynamicLossScale, old: TrainState, new: TrainState
 ) -> TrainState:
-    """Keeps the old state if a gradient is not finite, with the new step."""
+    """Keeps the old state, with the new step, unless each gradient is finite.
+
+    The loss scale is adjusted in both cases.
+    """
     finite = jmp.all_finite(grads)
     kept = jmp.select_tree(finite, new, old._replace(step=new.step))
     adjusted = scale.adjust(finite)

@@ -32,11 +32,12 @@ class Task(NamedTuple):
     """Loss and metrics of a model.
 
     `values` takes, by name, any of `FACTS`, where `params` are the model's, and `mask`,
-    bool [B], is False for padding; two of other names take outputs and batch. It
-    returns a dictionary of values, `loss` among them: each [B], [B, ...] (such as one a
-    token), or [] for a whole batch. `count` maps (outputs, batch, mask) to integer
-    arrays by name, summed over a set on the devices. `derive` maps (averages, counts)
-    to derived metrics, on the host; training has no counts.
+    bool [B], is False for padding; up to two of other names take what `outputs` and
+    `batch` do not, in this order. It returns a dictionary of values, `loss` among them:
+    each [B], [B, ...] (such as one a token), or [] for a whole batch. `count` maps
+    (outputs, batch, mask) to integer arrays by name, summed over a set on the devices.
+    `derive` maps (averages, counts) to derived metrics, on the host; training has no
+    counts.
     """
 
     values: Callable[..., Values]
@@ -90,7 +91,7 @@ def facts_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
-    """Computes a task's values and weights, each [B]; weights of None are all the same.
+    """Computes a task's values and weights, each [B]; None if all weigh the same.
 
     `facts` are those of `FACTS`. A value [B, ...] is averaged over its other dimensions
     with weights of the same shape, if there are any; [] counts for each example.
@@ -115,7 +116,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     known = [jnp.shape(leaf) for leaf in jax.tree.leaves(facts["batch"])]
     for name, value in values.items():
         shape = jnp.shape(value)
-        # Outputs [B, 1] less labels [B] would be [B, B], and an average of nothing.
+        # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean.
         possible = {(), (rows,), *(x[: len(shape)] for x in known)}
         if shape not in possible:
             raise ConfigError(
@@ -125,9 +126,9 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
-                f"the task's {name!r} has shape [] for {rows} examples, and in an "
-                "evaluation set the last ones are padding: let the task take `mask`, "
-                "bool [B], which is False for these"
+                f"the task's {name!r} has shape [] for {rows} examples, and is not one "
+                "number an example; in an evaluation set the last ones are padding: let "
+                "the task take `mask`, bool [B], which is False for these"
             )
     values = dict(values)
     weights = values.pop(WEIGHT, None)

@@ -188,7 +188,7 @@ class Trainer:
         The state is donated; the batch is from `batches` or `devices.shard`.
         """
         more = batch if isinstance(batch, StagedBatch) else (batch,)
-        new, scalars = self._step(state.trained(), state.frozen, *more)
+        new, scalars = self._step(state.without_frozen(), state.frozen, *more)
         return new._replace(frozen=state.frozen), scalars
 
     def eval_step(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
@@ -255,7 +255,9 @@ class Trainer:
         """Lowers the train step for a host batch of this shape."""
         shapes = self.devices.abstract_batch(batch)
         more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
-        return self._step.lower(self.abstract.trained(), self.abstract.frozen, *more)
+        return self._step.lower(
+            self.abstract.without_frozen(), self.abstract.frozen, *more
+        )
 
     def trace_init(self) -> None:
         """Traces the making of the first state, for interceptors to see."""

@@ -205,7 +205,7 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
     [
         (
             lambda outputs, batch: {"loss": jnp.mean(outputs)},
-            "padded: let the task take",
+            "padding: let the task take",
         ),
         (
             lambda outputs, batch: {"loss": outputs[:3, 0]},
