@@ -126,9 +126,9 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
-                f"the task's {name!r} has shape [] for {rows} examples, and is not one "
-                "number an example; in an evaluation set the last ones are padding: let "
-                "the task take `mask`, bool [B], which is False for these"
+                f"the task's {name!r} has shape [] for {rows} examples, and is not "
+                "one number an example; in an evaluation set the last ones are padding: "
+                "let the task take `mask`, bool [B], which is False for these"
             )
     values = dict(values)
     weights = values.pop(WEIGHT, None)
