@@ -59,8 +59,7 @@ class Experiment:
         step for each token; `trained` and `added` are sizes by path of trainable
         parameters and adapters, as in `gpt_flops_per_token`. None if not known.
       family: of the model, for exporting and generating text; None without one.
-      init_from: source of pretrained parameters; None for those of the seed. Frozen
-        ones are read again at each start.
+      init_from: source of pretrained parameters, at each start; None for the seed's.
       steps: module with the functions of `training.step`, to change its mathematics.
       init: custom first state, `init(rng, batch)` to a dictionary of `params`,
         `net_state`, `opt_state` or `ema_params`, any pytrees; None for the model's.

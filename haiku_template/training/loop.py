@@ -66,14 +66,12 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
-    Intervals are in steps; None means at the end alone. Other options are as in a
-    config.
+    Intervals are in steps, None means at the end alone; other options as in a config.
 
     Args:
       num_steps: updates in all, also when resuming.
       workdir: folder of metrics, checkpoints and the report.
-      config: saved as config.json; a run resumes with the same, but for when things
-        happen (`config.MAY_CHANGE`).
+      config: saved as config.json; resuming allows other `config.MAY_CHANGE` alone.
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
       writers: each, called with the workdir and the step to start at, returns a

@@ -36,8 +36,7 @@ class Task(NamedTuple):
     `batch` do not, in this order. It returns a dictionary of values, `loss` among them:
     each [B], [B, ...] (such as one a token), or [] for a whole batch. `count` maps
     (outputs, batch, mask) to integer arrays by name, summed over a set on the devices.
-    `derive` maps (averages, counts) to derived metrics, on the host; training has no
-    counts.
+    `derive` maps (averages, counts, {} in training) to more metrics, on the host.
     """
 
     values: Callable[..., Values]
@@ -126,9 +125,9 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
-                f"the task's {name!r} has shape [] for {rows} examples, and is not "
-                "one number an example; in an evaluation set the last ones are padding: "
-                "let the task take `mask`, bool [B], which is False for these"
+                f"the task's {name!r} has shape [] for {rows} examples, and is not one "
+                "number an example; in an evaluation set the last ones are padding: let"
+                " the task take `mask`, bool [B], which is False for these"
             )
     values = dict(values)
     weights = values.pop(WEIGHT, None)
