@@ -152,7 +152,7 @@ class _Run(NamedTuple):
             self._evaluate(start, state, stop)  # The run stopped before it could.
         if start and self._stops_early():
             return state, start
-        with self.trainer.batches(start, stop) as batches:
+        with self.trainer.batches(start, stop) as batches:  # By `shard`, in a thread.
             self.report.restart(start)
             for step, batch in enumerate(batches, start + 1):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -235,6 +235,7 @@ class _Run(NamedTuple):
         scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
+        """Saves in the background what is finite, and the same on all devices."""
         self.guards.before_save(step, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
             self.checkpoints.save(step, state.saved(), metrics)

@@ -3,8 +3,8 @@
 Evaluation sums in `training/evaluation.py` what `forward` gives here.
 
 Gradients, updates and averages are of the trainable `params`; `frozen` is empty without
-fine-tuning. Each function is written for one device's share of the batch, and averages
-over `axis_name`, which is None on one device.
+fine-tuning. Each function is for one device's share of the batch, and averages over
+`axis_name`, None on one device. `DeviceManager.compile` donates the state alone.
 
 Shapes: B examples in one device's share of a batch.
 """
