@@ -1,8 +1,6 @@
+import functools
 import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 # Tests compile many programs that others have compiled: of one model, say, the same
@@ -26,6 +24,7 @@ jax.config.update("jax_disable_most_optimizations", QUICK)
 
 from haiku_template.devices import DeviceManager  # noqa: E402
 from haiku_template.reporting import plots, report  # noqa: E402
+from tests.runs import run_command  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,17 +78,4 @@ def four_devices():
 @pytest.fixture(scope="session")
 def command():
     """Runs a command of the package, `command(name, *flags)`, on one CPU."""
-    root = Path(__file__).parents[1]
-
-    def run(name, *flags):
-        return subprocess.run(
-            [sys.executable, "-m", f"haiku_template.{name}", *flags],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-            timeout=120,
-            check=False,
-        )
-
-    return run
+    return functools.partial(run_command, JAX_PLATFORMS="cpu")

@@ -1,10 +1,40 @@
-"""Runs that tests share: what a finished run's directory gives on some devices."""
+"""Runs that tests share: of commands, of steps, and of finished runs."""
 
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from haiku_template.runs import Run
 from haiku_template.training.memory import place_data
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_command(name, *flags, cwd=ROOT, **variables):
+    """Runs a command of the package in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", f"haiku_template.{name}", *flags],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        timeout=200,
+        check=False,
+    )
+
+
+def run_steps(trainer, num_steps=1, state=None):
+    """The state and the scalars of each step, one step in flight."""
+    devices, history = trainer.devices, []
+    state = trainer.init() if state is None else state
+    for step in range(num_steps):
+        batch = devices.shard(trainer.experiment.data.train.batch(step))
+        state, scalars = trainer.step(state, batch)
+        history.append(devices.fetch(scalars))
+    return state, history
 
 
 def evaluated(workdir, devices, which="latest"):

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.runs import run_command
+
 ROOT = Path(__file__).parents[1]
 SHORT = ("--config.num_steps=40", "--config.optimizer.warmup_steps=10")
 
@@ -23,21 +25,10 @@ def command(name, *flags):
     return [sys.executable, "-m", f"haiku_template.{name}", *flags]
 
 
-def run(name, *flags, cwd=ROOT, **variables):
-    environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    return subprocess.run(
-        command(name, *flags),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environ,
-        timeout=200,
-        check=False,
-    )
-
-
 def train(workdir, *flags, config="configs/digits.py", **options):
-    return run("train", f"--config={config}", f"--workdir={workdir}", *flags, **options)
+    return run_command(
+        "train", f"--config={config}", f"--workdir={workdir}", *flags, **options
+    )
 
 
 def assert_refused(done, code, *words):
@@ -134,7 +125,9 @@ def test_the_workdir_holds_everything(finished):
 )
 def test_evaluate_gives_the_run_s_metrics_on_other_devices(finished, which, devices):
     workdir, _ = finished
-    done = run("evaluate", f"--workdir={workdir}", f"--checkpoint={which}", *devices)
+    done = run_command(
+        "evaluate", f"--workdir={workdir}", f"--checkpoint={which}", *devices
+    )
     assert done.returncode == 0, done.stderr
     last = numbers(workdir)[-1]
     assert json.loads(done.stdout) == pytest.approx(last, abs=1e-6)
@@ -149,7 +142,7 @@ def predicted(finished, tmp_path_factory):
     def predict(name, *devices):
         file = tmp_path_factory.mktemp("predicted") / "new" / name
         flags = (f"--workdir={workdir}", "--checkpoint=best", f"--output={file}")
-        done = run("predict", *flags, *devices)
+        done = run_command("predict", *flags, *devices)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{file}: 360 examples, step 40 of {workdir}\n"
         assert list(file.parent.iterdir()) == [file]
@@ -189,11 +182,13 @@ def test_predict_writes_the_same_in_either_format(predicted, devices):
 def test_predict_refuses_what_it_cannot_write(finished, tmp_path):
     workdir, _ = finished
     flags = (f"--workdir={workdir}", f"--output={tmp_path / 'out.csv'}")
-    assert_refused(run("predict", *flags), 64, "out.csv", ".npz", ".jsonl")
+    assert_refused(run_command("predict", *flags), 64, "out.csv", ".npz", ".jsonl")
     there = tmp_path / "there.npz"
     there.touch()
     flags = (f"--workdir={workdir}", f"--output={there}")
-    assert_refused(run("predict", *flags), 64, "exists", "nothing is overwritten")
+    assert_refused(
+        run_command("predict", *flags), 64, "exists", "nothing is overwritten"
+    )
 
 
 @pytest.mark.slow
@@ -269,7 +264,7 @@ def test_a_second_run_in_a_workdir_is_refused_and_evaluation_disturbs_nobody(tmp
         wait_for_step(workdir, 200)
         done = train(workdir, *LONG, "--config.num_steps=100000")
         assert_refused(done, 64, "another run is writing to")
-        done = run("evaluate", f"--workdir={workdir}")
+        done = run_command("evaluate", f"--workdir={workdir}")
         assert done.returncode == 0, done.stderr
         assert process.poll() is None
     finally:  # A failure leaves no process behind.
@@ -413,7 +408,7 @@ def test_a_mistake_that_the_parts_find_is_one_sentence(tmp_path, flags, words):
 def test_a_flag_that_is_needed_is_named(tmp_path, missing):
     flags = {"config": "configs/digits.py", "workdir": str(tmp_path / "run")}
     del flags[missing]
-    done = run("train", *(f"--{name}={value}" for name, value in flags.items()))
+    done = run_command("train", *(f"--{name}={value}" for name, value in flags.items()))
     assert_refused(done, 64, f"--{missing} is needed")
 
 
@@ -476,7 +471,7 @@ def test_a_model_of_yours_in_a_config_file_trains_and_is_evaluated(tmp_path):
     workdir = tmp_path / "run"
     done = train(workdir, "--simulate_devices=2", config="mine.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run("evaluate", f"--workdir={workdir}", cwd=tmp_path)
+    done = run_command("evaluate", f"--workdir={workdir}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
     assert metrics["eval/accuracy"] > 0.8 and metrics["eval/macro_f1"] > 0.8
@@ -581,9 +576,9 @@ def test_cifar10_files_train(tmp_path):
 
 def test_evaluate_says_what_is_not_there(finished, tmp_path):
     workdir, _ = finished
-    done = run("evaluate", f"--workdir={tmp_path}")
+    done = run_command("evaluate", f"--workdir={tmp_path}")
     assert_refused(done, 64, "is not the workdir of a run")
-    done = run("evaluate", f"--workdir={workdir}", "--checkpoint=7")
+    done = run_command("evaluate", f"--workdir={workdir}", "--checkpoint=7")
     assert_refused(done, 64, "--checkpoint=7", "there are steps [40]")
 
 
@@ -595,7 +590,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_python_is_not_read(
     (tmp_path / "run/config.py").write_text("raise SystemExit('executed')")
     for file in (tmp_path / "run/checkpoints/40/state/d").iterdir():
         file.write_bytes(file.read_bytes()[:100])
-    done = run("evaluate", f"--workdir={tmp_path / 'run'}")
+    done = run_command("evaluate", f"--workdir={tmp_path / 'run'}")
     assert_refused(done, 74, "checkpoint of step 40", "damaged")
 
 

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS
 from haiku_template.registry import make, resolve
 from haiku_template.training import Experiment
+from tests.runs import run_command
 
 ROOT = Path(__file__).parents[1]
 HEAD = "from haiku_template.config import default_config\n"
@@ -27,21 +26,9 @@ GIVES = """    config = default_config()
 """
 
 
-def run(name, *flags, cwd=ROOT):
-    return subprocess.run(
-        [sys.executable, "-m", f"haiku_template.{name}", *flags],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=200,
-        check=False,
-    )
-
-
 def train(directory, *flags):
     config = f"--config={directory / 'mine.py'}"
-    return run("train", config, "--workdir=run", *flags, cwd=directory)
+    return run_command("train", config, "--workdir=run", *flags, cwd=directory)
 
 
 def assert_sentence(done, *words):
@@ -83,11 +70,11 @@ def test_a_config_file_that_gives_no_config_is_one_sentence(tmp_path, text, word
 def test_a_config_file_takes_an_argument_after_a_colon(tmp_path):
     text = HEAD + "def get_config(size):\n" + GIVES.format("config.num_steps = size")
     (tmp_path / "mine.py").write_text(text)
-    done = run(
+    done = run_command(
         "train", f"--config={tmp_path / 'mine.py'}:small", "--workdir=w", cwd=tmp_path
     )
     assert_sentence(done, "mine.py, line 5", "small")  # A text, where a number belongs.
-    done = run(
+    done = run_command(
         "train", f"--config={tmp_path / 'no.py'}:small", "--workdir=w", cwd=tmp_path
     )
     assert_sentence(done, "no.py does not exist", "mine.py")
@@ -252,10 +239,10 @@ def test_nothing_inside_a_workdir_is_imported(tmp_path, name):
     (workdir / "payload.py").write_text(payload)
     (workdir / "__init__.py").write_text(payload)
     flags = ["--format=safetensors", "--output=out"] if name == "export" else []
-    done = run(name, "--workdir=shared_run", *flags, cwd=tmp_path)
+    done = run_command(name, "--workdir=shared_run", *flags, cwd=tmp_path)
     assert_sentence(done, "config.model.name='shared_run.payload:model'", "is inside")
     saved_config(workdir, "payload:model")
-    done = run(name, "--workdir=.", *flags, cwd=workdir)
+    done = run_command(name, "--workdir=.", *flags, cwd=workdir)
     assert_sentence(done, "payload.py", "is inside")
     assert not (tmp_path / "ran").exists() and not (workdir / "ran").exists()
 

@@ -16,7 +16,7 @@ from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import check_budget, memory_budget
-from tests.runs import placed
+from tests.runs import placed, run_steps
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 8, 8, 1)).astype(np.float32)
@@ -39,13 +39,8 @@ def made(devices, tuning=LORA, **options):
 
 
 def run(trainer, num_steps):
-    devices = trainer.devices
-    state, losses = trainer.init(), []
-    for step in range(num_steps):
-        batch = devices.shard(DATA.train.batch(step))
-        state, scalars = trainer.step(state, batch)
-        losses.append(float(devices.fetch(scalars)["loss"]))
-    return state, losses
+    state, history = run_steps(trainer, num_steps)
+    return state, [float(scalars["loss"]) for scalars in history]
 
 
 def num_bytes(tree):

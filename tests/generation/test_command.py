@@ -1,5 +1,6 @@
 """`generate` as a user runs it: real processes, files and exit codes."""
 
+import functools
 import json
 import os
 import shutil
@@ -11,21 +12,15 @@ from pathlib import Path
 import pytest
 from words import TEXT
 
+from tests.runs import run_command
+
 ROOT = Path(__file__).parents[2]
 WORDS = Path(__file__).with_name("words.py")
 COMMAND = [sys.executable, "-m", "haiku_template.generate"]
 ENVIRON = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
 
 
-def run(*flags):
-    return subprocess.run(
-        [*COMMAND, *flags],
-        capture_output=True,
-        text=True,
-        env=ENVIRON,
-        timeout=200,
-        check=False,
-    )
+run = functools.partial(run_command, "generate", PYTHONPATH=ENVIRON["PYTHONPATH"])
 
 
 def without_import(stderr, name="words:words"):

@@ -13,6 +13,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.models import resnet
 from haiku_template.models.precision import Precision
 from haiku_template.training import Experiment, classification
+from tests.runs import run_steps
 
 pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
@@ -36,14 +37,10 @@ def made(devices, precision, model=None, **options):
 
 
 def run(trainer, num_steps):
-    devices = trainer.devices
+    """Steps that leave shapes and dtypes of the state as they are."""
     state = trainer.init()
     before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    history = []
-    for step in range(num_steps):
-        batch = devices.shard(trainer.experiment.data.train.batch(step))
-        state, scalars = trainer.step(state, batch)
-        history.append(devices.fetch(scalars))
+    state, history = run_steps(trainer, num_steps, state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
     return state, history
 

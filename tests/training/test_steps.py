@@ -14,6 +14,7 @@ from haiku_template.models import mlp, resnet
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.state import split_seed
+from tests.runs import run_steps
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(96, 8, 8, 1)).astype(np.float32)
@@ -27,18 +28,6 @@ def trainer(devices, model=None, **options):
     options = {"task": classification, "optimizer": optax.sgd(0.1)} | options
     model = model or mlp(3, width=16)
     return Experiment(model=model, data=DATA, **options).trainer(devices)
-
-
-def run(trainer, num_steps=1, state=None):
-    """The state and the scalars of each step, one step in flight."""
-    devices = trainer.devices
-    state = trainer.init() if state is None else state
-    history = []
-    for step in range(num_steps):
-        batch = devices.shard(DATA.train.batch(step))
-        state, scalars = trainer.step(state, batch)
-        history.append(devices.fetch(scalars))
-    return state, history
 
 
 def assert_close(a, b, atol):
@@ -55,7 +44,7 @@ def params_of(state):
 @pytest.mark.slow(but="four devices")
 def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
     made = trainer(devices)
-    state, (scalars,) = run(made)
+    state, (scalars,) = run_steps(made)
 
     model = hk.without_apply_rng(mlp(3, width=16))
     params = devices.fetch(made.init()).params
@@ -83,7 +72,7 @@ def test_four_devices_equal_one(one_device, four_devices, model):
     for devices in (one_device, four_devices):
         options = {"channels": (4,), "blocks": 1} if model is resnet else {}
         made = trainer(devices, model(3, devices.axis_name, **options), ema_decay=0.9)
-        state, history = run(made, 5)
+        state, history = run_steps(made, 5)
         check_replicas(state)
         results.append((devices.fetch(state), history))
     assert_close(*results, 1e-5)
@@ -92,16 +81,16 @@ def test_four_devices_equal_one(one_device, four_devices, model):
 @pytest.mark.slow
 def test_a_norm_that_forgets_the_axis_is_found(four_devices):
     made = trainer(four_devices, resnet(3, axis_name=None, channels=(4,), blocks=1))
-    state, _ = run(made)
+    state, _ = run_steps(made)
     with pytest.raises(PlacementError, match=r"net_state.*cross_replica_axis"):
         check_replicas(state)
 
 
 @pytest.mark.slow(but="four devices")
 def test_accumulation_leaves_the_result_as_it_is(devices):
-    whole, history = run(trainer(devices), 3)
+    whole, history = run_steps(trainer(devices), 3)
     for parts in (2, 3, 6):
-        parted, parted_history = run(trainer(devices, accumulate_steps=parts), 3)
+        parted, parted_history = run_steps(trainer(devices, accumulate_steps=parts), 3)
         assert_close(params_of(whole), params_of(parted), 1e-6)
         assert_close(history, parted_history, 1e-5)
 
@@ -114,7 +103,7 @@ def test_batch_norm_with_accumulation_sees_the_same_rows_on_any_number_of_device
     results = []
     for devices in (one_device, four_devices):
         model = resnet(3, devices.axis_name, channels=(4,), blocks=1)
-        state, history = run(trainer(devices, model, accumulate_steps=parts), 5)
+        state, history = run_steps(trainer(devices, model, accumulate_steps=parts), 5)
         results.append((devices.fetch(state), history))
     assert_close(*results, 1e-5)
 
@@ -134,11 +123,11 @@ def test_accumulation_needs_less_memory(one_device):
 @pytest.mark.slow(but="four devices")
 def test_dropout_differs_by_step_and_by_device_and_repeats(devices):
     made = trainer(devices, mlp(3, width=64, dropout=0.5), optimizer=optax.sgd(0.0))
-    first = run(made, 3)[1]
-    again = run(made, 3)[1]
+    first = run_steps(made, 3)[1]
+    again = run_steps(made, 3)[1]
     assert first == again
     same_batch = [
-        run(made, 1, made.init()._replace(step=devices.replicate(step)))[1]
+        run_steps(made, 1, made.init()._replace(step=devices.replicate(step)))[1]
         for step in (np.int32(0), np.int32(1))
     ]
     assert same_batch[0] != same_batch[1]
@@ -199,7 +188,7 @@ def test_dropout_masks_differ_between_devices(four_devices):
 def test_ema_is_the_average_of_the_parameters(devices):
     made = trainer(devices, ema_decay=0.5)
     start = devices.fetch(made.init()).params
-    state, _ = run(made, 1)
+    state, _ = run_steps(made, 1)
     expected = jax.tree.map(lambda a, b: (a + b) / 2, start, params_of(state))
     assert_close(devices.fetch(state.ema_params), expected, 1e-6)
 
@@ -207,7 +196,7 @@ def test_ema_is_the_average_of_the_parameters(devices):
 def test_the_learning_rate_is_reported_and_used(one_device):
     schedule = make_schedule("linear", learning_rate=0.2, num_steps=10)
     made = trainer(one_device, optimizer=optax.sgd(schedule), schedule=schedule)
-    _, history = run(made, 2)
+    _, history = run_steps(made, 2)
     assert history[0]["learning_rate"] == pytest.approx(0.2)
     assert history[1]["learning_rate"] == pytest.approx(0.18)
 
@@ -237,7 +226,7 @@ def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
     schedule = make_schedule("constant", learning_rate=rate, num_steps=40)
     optimizer = make_optimizer(name, schedule, weight_decay=1e-4, clip_norm=1.0)
     made = trainer(four_devices, optimizer=optimizer)
-    state, history = run(made, 40)
+    state, history = run_steps(made, 40)
     check_replicas(state)
     assert history[-1]["loss"] < 0.7 * history[0]["loss"]
 
