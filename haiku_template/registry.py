@@ -9,6 +9,8 @@ from typing import Any
 
 from haiku_template.errors import ConfigError
 
+IMPORTING: list[str] = []  # Modules of a user that are being imported.
+
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """Looks up a name in a table, or imports `module:function`.
@@ -34,25 +36,40 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
         )
     found = getattr(imported, function)
     if not callable(found):
-        raise ConfigError(f"{given} is a {type(found).__name__}, and no function")
+        kind = type(found).__name__
+        raise ConfigError(f"{given} is of type {kind}; it must be a function")
     return found
 
 
-def module(key: str, name: str | None, default: ModuleType) -> ModuleType:
-    """Imports a user's module, or raises `ConfigError`; without a name the default."""
-    return default if name is None else _import(name, f"config.{key}={name!r}")
+def module(
+    key: str, name: str | None, default: ModuleType, *functions: str
+) -> ModuleType:
+    """Imports a user's module, which has these functions; without a name the default.
+
+    If it cannot, or has not, `ConfigError` says so.
+    """
+    if name is None:
+        return default
+    found, given = _import(name, f"config.{key}={name!r}"), f"config.{key}={name!r}"
+    missing = [function for function in functions if not hasattr(found, function)]
+    if missing:
+        raise ConfigError(f"{given} has no {', no '.join(missing)}, as a {key} needs")
+    return found
 
 
 def _import(module: str, given: str) -> ModuleType:
     refused = f"{given} cannot be imported from here"
     if not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{refused}: {module!r} is no name of a module")
+    IMPORTING.append(module)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # The module exists, but not one that it imports.
         raise ConfigError(f"{refused}: {error}") from error
+    finally:
+        IMPORTING.pop()
 
 
 def make(

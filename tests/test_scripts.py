@@ -1,6 +1,7 @@
 """A script's run is evaluated, predicted, exported and generated from as a config's."""
 
 import json
+import os
 
 import numpy as np
 import optax
@@ -16,12 +17,24 @@ from haiku_template.data import (
     Split,
     from_split,
 )
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.models import gpt, mlp
-from haiku_template.runs import Run, export_safetensors, export_stablehlo
+from haiku_template.runs import (
+    Run,
+    export_safetensors,
+    export_stablehlo,
+    write_predictions,
+)
 from haiku_template.storage import read
-from haiku_template.training import Experiment, classification, language_model, train
+from haiku_template.training import (
+    Experiment,
+    Task,
+    classification,
+    language_model,
+    train,
+)
+from tests.runs import ROOT
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -111,3 +124,43 @@ def test_text_is_generated_from_a_scripts_run(tmp_path, one_device):
     sampling = generation.Sampling(temperature=0, vocabulary=20)
     written = generation.make_generate(one_device, loaded, sampling)([[1, 2, 3]], 4)
     assert len(list(written)) == 4
+
+
+def test_a_script_that_trains_when_it_is_imported_is_refused(
+    workdir, command, tmp_path
+):
+    (tmp_path / "unguarded.py").write_text(
+        "from haiku_template.devices import DeviceManager, mean_over\n"
+        "from haiku_template.training import train\n"
+        "from tests.test_scripts import experiment\n"
+        "devices = DeviceManager.create('cpu')\n"
+        f"train(experiment(devices).trainer(devices), num_steps=9, workdir={str(workdir)!r})"
+    )
+    done = command(
+        "evaluate",
+        f"--workdir={workdir}",
+        "--experiment=unguarded:experiment",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+    )
+    assert done.returncode == 64 and "if __name__ == '__main__':" in done.stderr
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_run_without_a_model_has_no_outputs_to_predict(tmp_path, one_device):
+    task = Task(lambda batch: {"loss": batch["inputs"][:, 0]})
+
+    def step(state, batch, rng, axis_name):
+        return state, {"loss": mean_over(axis_name, batch["inputs"].mean())}
+
+    made = Experiment(
+        data=experiment(one_device).data,
+        init=lambda rng, batch: {"params": batch["inputs"][0]},
+        step=step,
+        task=task,
+    )
+    train(made.trainer(one_device), num_steps=1, workdir=tmp_path / "run")
+    run = Run.open(tmp_path / "run", one_device, experiment=made)
+    assert "eval/loss" in run.evaluate()
+    for write in (write_predictions, export_stablehlo):
+        with pytest.raises(ConfigError, match="no model, and so no outputs"):
+            write(run, tmp_path / "outputs.npz")

@@ -140,7 +140,7 @@ def test_an_error_while_a_users_module_is_imported_stays_what_it_is(module, erro
         ("", "nowhere:f", "cannot be imported from here"),
         ("", "theirs.nowhere:f", "cannot be imported from here"),
         ("g = 1", "theirs:f", r"theirs\.py has no f"),
-        ("f = 1", "theirs:f", "is a int, and no function"),
+        ("f = 1", "theirs:f", "is of type int; it must be a function"),
         ("", ":f", "cannot be imported from here"),
         ("", ".a:f", "cannot be imported from here"),
     ],

@@ -35,6 +35,7 @@ def write_predictions(run: Run, output: Path) -> int:
             "object an example)"
         )
     check_new(output)
+    run.check_outputs()
     dataset, state, count = run.evaluation_set(), run.state, 0
     with new_file(output) as file, run.devices.explicit_transfers():
         batches = _predict(run.trainer, state, dataset)

@@ -127,6 +127,14 @@ class Run:
             return self.trainer.experiment.family
         return family_of(self.config.model.name)
 
+    def check_outputs(self) -> None:
+        """Raises `ConfigError` for a script's run that has no model."""
+        if self.trainer.experiment.model is None:
+            raise ConfigError(
+                f"the experiment of {self.workdir} has no model, and so no outputs to "
+                "predict or export; give Experiment(model=...) beside its step"
+            )
+
     def evaluation_set(self) -> Any:
         """The data to evaluate on; raises `ConfigError` if there are none."""
         dataset = self.trainer.experiment.data.evaluation

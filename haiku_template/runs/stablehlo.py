@@ -36,6 +36,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
     of one size.
     """
     check_new(output)
+    run.check_outputs()
     if importlib.util.find_spec("flatbuffers") is None:
         raise ConfigError(
             "jax.export writes through flatbuffers, which is not installed: pip "

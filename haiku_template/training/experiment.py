@@ -154,7 +154,7 @@ class Experiment:
             flops_per_token=flops,
             finetuning=make_finetuning(config.init_from, **config.finetuning),
             init_from=source,
-            steps=module("step", config.step, step),
+            steps=module("step", config.step, step, "forward", "make_train_step"),
         )
         placement = config.data.get("placement", "host")
         return place_data(experiment, devices, placement, memory_limit)
@@ -247,5 +247,5 @@ def run(
     how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
-    train = module("loop", config.loop, loop).train
+    train = module("loop", config.loop, loop, "train").train
     train(trainer, workdir=workdir, config=saved, **how, **keys)

@@ -27,6 +27,7 @@ from haiku_template.errors import (
     PlacementError,
 )
 from haiku_template.params import leaves_by_path
+from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Trainer
@@ -285,6 +286,11 @@ def check_before_start(
       PlacementError: a norm is not averaged over the devices.
       ConfigError: the run would not fit, or `best_metric` is not measured.
     """
+    if IMPORTING:
+        raise ConfigError(
+            f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
+            "if __name__ == '__main__':"
+        )
     check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)
     check_evaluation(trainer, best_metric)

@@ -146,7 +146,14 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
         batch = batch | {"inputs": recipe.preprocess(batch["inputs"])}
         rng = step_rng(recipe, state.step)
         whole = state._replace(frozen=frozen)
-        new, scalars = step(whole, batch, rng, recipe.axis_name)
+        made = step(whole, batch, rng, recipe.axis_name)
+        kinds = [type(x) for x in made] if isinstance(made, tuple) else []
+        if kinds != [TrainState, dict]:
+            raise ConfigError(
+                "step(state, batch, rng, axis_name) must return the new state and a "
+                "dictionary of scalars, as (state._replace(params=...), {'loss': ...})"
+            )
+        new, scalars = made
         new = new._replace(step=state.step + 1, frozen={})
         _check_leaves(_leaves(state), _leaves(new))
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}

@@ -107,9 +107,14 @@ def grows(state, batch, rng, axis_name):
     return state._replace(net_state={"more": jnp.zeros(2)}), {"loss": jnp.zeros(())}
 
 
+def only_state(state, batch, rng, axis_name):
+    return state
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"step": only_state}, "must return the new state and a dictionary of scalars"),
         ({"task": None}, "has no task"),
         ({"step": None}, "has no model, no optimizer"),
         ({"init": None}, "has no model"),
