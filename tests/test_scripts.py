@@ -134,7 +134,8 @@ def test_a_script_that_trains_when_it_is_imported_is_refused(
         "from haiku_template.training import train\n"
         "from tests.test_scripts import experiment\n"
         "devices = DeviceManager.create('cpu')\n"
-        f"train(experiment(devices).trainer(devices), num_steps=9, workdir={str(workdir)!r})"
+        "trainer = experiment(devices).trainer(devices)\n"
+        f"train(trainer, num_steps=9, workdir={str(workdir)!r})\n"
     )
     done = command(
         "evaluate",
