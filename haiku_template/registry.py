@@ -44,10 +44,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
 def module(
     key: str, name: str | None, default: ModuleType, *functions: str
 ) -> ModuleType:
-    """Imports a user's module, which has these functions; without a name the default.
-
-    If it cannot, or has not, `ConfigError` says so.
-    """
+    """Imports a user's module, which must have these functions; or the default."""
     if name is None:
         return default
     found, given = _import(name, f"config.{key}={name!r}"), f"config.{key}={name!r}"

@@ -169,7 +169,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
     values = config.task.to_dict()
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))
-    given = dict.fromkeys(facts_of(task.values))
+    given = dict.fromkeys(facts_of(task.values, values))
     check_keys("task", name, task.values, values, **given)
     bound = functools.partial(task.values, **values) if values else task.values
     return task._replace(values=bound)

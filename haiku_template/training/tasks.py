@@ -10,7 +10,7 @@ Shapes: B examples, K classes or targets; T tokens, D width, V vocabulary.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 def as_task(task: Task | Callable[..., Values]) -> Task:
     """Makes a task of a plain function or a partial task; a task stays as it is.
 
-    Raises `ConfigError` for anything else, other arguments or kinds of labels.
+    Raises `ConfigError` for anything else, or another kind of labels.
     """
     if not callable(task):
         raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
@@ -66,13 +66,13 @@ def as_task(task: Task | Callable[..., Values]) -> Task:
         raise ConfigError(
             f"the task's labels={task.labels!r}; possible are {', '.join(LABELS)}"
         )
-    facts_of(task.values)
     return task
 
 
-def facts_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Maps the parameters of a task's function to the facts that they take."""
-    parameters = inspect.signature(function).parameters.values()
+def facts_of(function: Callable[..., Any], keys: Iterable[str] = ()) -> dict[str, str]:
+    """Maps a function's parameters, without its `keys`, to the facts that they take."""
+    known = inspect.signature(function).parameters
+    parameters = [p for name, p in known.items() if name not in keys]
     facts = {p.name: p.name for p in parameters if p.name in FACTS}
     free = [name for name in ("outputs", "batch") if name not in facts]
     others = [

@@ -38,7 +38,7 @@ from haiku_template.training.initial import (
     make_model_init,
 )
 from haiku_template.training.state import Recipe, TrainState
-from haiku_template.training.tasks import Task, as_task
+from haiku_template.training.tasks import Task, as_task, facts_of
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -330,6 +330,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     """Adapts an experiment's model, task and optimizer; the plan is still to make."""
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
+    facts_of(task.values)  # Raises for those that it cannot have.
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
         optimizer = optax.chain(optimizer, scale_updates(multipliers))

@@ -12,6 +12,7 @@ from haiku_template.devices import mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, train
+from haiku_template.training.tasks import facts_of
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -242,3 +243,13 @@ def test_further_evaluation_sets_have_metrics_of_their_own(tmp_path, devices):
     assert found == alone
     with pytest.raises(ConfigError, match="eval/shifted/loss"):
         train(trainer, num_steps=2, workdir=tmp_path / "b", best_metric="eval/none")
+
+
+def test_keys_of_the_config_are_no_facts_of_a_task():
+    def task(logits, batch, step, *, smoothing):
+        """As those of a project, whose keys have no defaults."""
+
+    facts = {"logits": "outputs", "batch": "batch", "step": "step"}
+    assert facts_of(task, {"smoothing": 0.1}) == facts
+    with pytest.raises(ConfigError, match="the task takes logits, smoothing"):
+        facts_of(task)
