@@ -19,7 +19,7 @@ from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.params import leaves_by_path
-from haiku_template.reporting.display import process_bytes
+from haiku_template.reporting.display import process_bytes, table
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -74,19 +74,17 @@ class Budget(NamedTuple):
 
     def table(self) -> Table:
         """Tabulates the budget, one row for each part."""
-        table = Table(title="Memory on each device", title_justify="left")
-        table.add_column("what")
-        table.add_column("bytes", justify="right")
+        made = table("Memory on each device", "what", "bytes")
         for name, size in self._asdict().items():
             if name not in ("limit", "process", "host") and (size or name == "params"):
-                table.add_row(name.replace("_", " "), f"{size:,}")
-        table.add_section()
+                made.add_row(name.replace("_", " "), f"{size:,}")
+        made.add_section()
         known = "not known here" if self.limit is None else f"{self.limit:,}"
-        table.add_row("limit", known)
+        made.add_row("limit", known)
         if self.process is not None:
-            table.add_row("this process already", f"{self.process:,}")
-            table.add_row("with all devices", f"{self.host:,}")
-        return table
+            made.add_row("this process already", f"{self.process:,}")
+            made.add_row("with all devices", f"{self.host:,}")
+        return made
 
 
 def memory_budget(
