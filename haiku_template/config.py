@@ -4,7 +4,6 @@ A config file is Python and returns `default_config()` with changes; a workdir k
 resolved values as JSON, and only that is read again. Imports no JAX.
 """
 
-import difflib
 import functools
 import json
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import MEANT, ConfigError, near
 
 # Once in a process: commands read a run's config before they open it.
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
@@ -221,9 +220,8 @@ def _check_keys(
     free = prefix == "optimizer."
     cutoff = 0.8 if free else 0.6
     for key in config:
-        near = difflib.get_close_matches(key, expected, n=1, cutoff=cutoff)
-        if key not in expected and (near or not free):
-            guess = f" (did you mean {near[0]}?)" if near else ""
+        guess = near(key, expected, MEANT, cutoff)
+        if key not in expected and (guess or not free):
             raise ConfigError(
                 f"the config has an unknown key {prefix}{key}{guess}; possible are "
                 f"{', '.join(sorted(expected))}"

@@ -4,6 +4,12 @@ A command shows the sentence without a traceback; an exception without an `exit_
 a defect and shows its traceback.
 """
 
+import difflib
+import itertools
+from collections.abc import Iterable
+
+NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
+
 
 class ConfigError(ValueError):
     """A configuration, data or a pretrained model that cannot be used as asked."""
@@ -47,3 +53,11 @@ class Interrupted(RuntimeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def near(
+    name: str, names: Iterable[str], words: str = NEAREST, cutoff: float = 0.6
+) -> str:
+    """Formats `words` with the most similar of the names; "" if none is similar."""
+    found = difflib.get_close_matches(name, [*itertools.islice(names, 1000)], 1, cutoff)
+    return words.format(found[0]) if found else ""

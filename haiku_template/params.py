@@ -1,8 +1,6 @@
 """Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name."""
 
-import difflib
 import fnmatch
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,9 +31,3 @@ def leaves_by_path(tree: Any, **form: Any) -> dict[str, Any]:
 def matching(pattern: str, paths: Iterable[str]) -> set[str]:
     """Selects paths by a shell pattern: `*` is anything, slashes too."""
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """Formats `; nearest is ...` with the most similar of the names, or nothing."""
-    found = difflib.get_close_matches(name, list(itertools.islice(names, 1000)), n=1)
-    return f"; nearest is {found[0]}" if found else ""

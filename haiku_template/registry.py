@@ -1,13 +1,12 @@
 """Names in a config: entries of a table, or a user's `module:function`."""
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import MEANT, ConfigError, near
 
 IMPORTING: list[str] = []  # Modules of a user that are being imported.
 
@@ -24,8 +23,7 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     given = f"{key}={name!r}"
     module, colon, function = str(name).partition(":")
     if not colon:
-        near = difflib.get_close_matches(str(name), table, n=1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
+        guess = near(str(name), table, MEANT)
         possible = ", ".join([*table, "a function of yours as module:function"])
         raise ConfigError(f"{given} is not known{guess}; possible are {possible}")
     imported = _import(module, given)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, near
 from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters
-from haiku_template.params import flatten, matching, near, unflatten
+from haiku_template.params import flatten, matching, unflatten
 
 DTYPES = ("float32", "bfloat16")
 SHOWN = 20  # Names in a message.

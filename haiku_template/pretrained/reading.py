@@ -8,8 +8,8 @@ import haiku as hk
 import jax
 
 from haiku_template.devices import DeviceManager, host_buffer
-from haiku_template.errors import ConfigError
-from haiku_template.params import flatten, matching, near, unflatten
+from haiku_template.errors import ConfigError, near
+from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained.rules import TRANSFORMS, Match, Rule, match
 from haiku_template.pretrained.tensors import pieces, read_headers
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, near
 from haiku_template.models import Rule
-from haiku_template.params import near
 from haiku_template.pretrained.tensors import FLOATS, Tensor
 
 GUESSES = 50  # Names for which the nearest is looked for, which takes milliseconds.

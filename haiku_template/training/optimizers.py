@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from haiku_template.errors import ConfigError
-from haiku_template.params import near
+from haiku_template.errors import ConfigError, near
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
