@@ -88,9 +88,8 @@ class Precision(NamedTuple):
         def run(
             call: Callable[..., Any], args: tuple, kwargs: dict, context: Any
         ) -> Any:
-            if not isinstance(context.module, NORMS):
-                return call(*args, **kwargs)
-            if context.method_name != "__call__":
+            is_norm = isinstance(context.module, NORMS)
+            if not is_norm or context.method_name != "__call__":
                 return call(*args, **kwargs)
             args, kwargs = jmp.cast_to_full((args, kwargs))
             outputs = call(*args, **kwargs)

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+PLACED = re.compile("sharding|mesh|layout")  # Parameters of no mathematics.
 
 
 def needed(config: dict[str, Any]) -> bool:
@@ -164,23 +166,16 @@ def _results(jaxpr: Any, given: list[str]) -> list[str]:
 
 def _equation(equation: Any, given: list[str]) -> list[str]:
     name, params = equation.primitive.name, equation.params
-    if name in IDENTITIES or (name == "div" and _is_one(equation.invars[1])):
+    # A division by one is an average over one device.
+    divisor = getattr(equation.invars[-1], "val", 0) if name == "div" else 0
+    if name in IDENTITIES or (np.ndim(divisor) == 0 and divisor == 1):
         return given[: len(equation.outvars)]
     if name in CALLS:
         return _results(next(params[key] for key in BODIES if key in params), given)
-    shown = [f"{key}={_value(params[key])}" for key in sorted(params) if _counts(key)]
+    shown = [f"{k}={_value(params[k])}" for k in sorted(params) if not PLACED.search(k)]
     shapes = [variable.aval.str_short() for variable in equation.outvars]
     whole = _digest(name, *shown, *shapes, *given)
     return [_digest(whole, i) for i in range(len(equation.outvars))]
-
-
-def _is_one(variable: Any) -> bool:
-    """Tests for the divisor of an average over one device."""
-    return hasattr(variable, "val") and np.ndim(variable.val) == 0 and variable.val == 1
-
-
-def _counts(key: str) -> bool:
-    return not any(word in key for word in ("sharding", "mesh", "layout"))
 
 
 def _value(value: Any) -> str:

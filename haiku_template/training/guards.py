@@ -61,36 +61,6 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     }
 
 
-def check_state(
-    devices: DeviceManager,
-    state: Any,
-    from_start: dict[str, str],
-    step: int,
-    latest: int | None,
-    blamed: Callable[[], str],
-) -> None:
-    """Asserts that the whole train state is finite, before it is saved.
-
-    Args:
-      from_start: leaves that were infinite when the run began, and may stay so.
-      latest: step of the newest checkpoint; None without any.
-      blamed: returns the likely cause in words, "" if unknown.
-
-    Raises:
-      NonFiniteError: some leaves are not finite; names them.
-    """
-    faults = {
-        name: fault
-        for name, fault in faulty_leaves(devices, state).items()
-        if fault == "NaN" or from_start.get(name) != fault
-    }
-    if faults:
-        some = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
-        more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        what = f"the state after step {step} is infinite or NaN in {some}{more}"
-        raise non_finite(what, latest, blamed())
-
-
 def faulty_steps(
     devices: DeviceManager, scalars: Iterable[tuple[int, Any]], *names: str
 ) -> Iterator[int]:
@@ -193,8 +163,16 @@ class Guards:
 
     def _check(self, step: int, state: Any) -> None:
         check_replicas(state, agreed=self._agreed)
-        blamed = self._latest(), self._blame
-        check_state(self._devices, state, self._from_start, step, *blamed)
+        faults = {
+            name: fault
+            for name, fault in faulty_leaves(self._devices, state).items()
+            if fault == "NaN" or self._from_start.get(name) != fault
+        }
+        if faults:
+            some = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
+            more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+            what = f"the state after step {step} is infinite or NaN in {some}{more}"
+            raise non_finite(what, self._latest(), self._blame())
 
     def _blame(self) -> str:
         """Searches the batches since the last save for the cause."""

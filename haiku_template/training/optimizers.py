@@ -48,9 +48,7 @@ def make_schedule(
         cut = max(num_steps - 1, 0)
         logger.warning(
             "warmup_steps=%s leaves nothing of num_steps=%s, and is cut to %s",
-            warmup_steps,
-            num_steps,
-            cut,
+            *(warmup_steps, num_steps, cut),
         )
         warmup_steps = cut
     make = resolve("optimizer.schedule", name, SCHEDULES)
@@ -66,10 +64,6 @@ def make_schedule(
         return shape
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     return optax.join_schedules([warmup, shape], [warmup_steps])
-
-
-def _cosine(rate: float, steps: int, final_fraction: float) -> Schedule:
-    return optax.cosine_decay_schedule(rate, steps, alpha=final_fraction)
 
 
 def _linear(rate: float, steps: int, final_fraction: float) -> Schedule:
@@ -88,7 +82,7 @@ def _warmup_stable_decay(rate: float, steps: int, final_fraction: float) -> Sche
 
 
 SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
-    "cosine": _cosine,
+    "cosine": optax.cosine_decay_schedule,
     "linear": _linear,
     "constant": _constant,
     "wsd": _warmup_stable_decay,
