@@ -47,8 +47,8 @@ def stop_on_sigterm() -> None:
 
     def stop(*_: object) -> None:
         stopped = KeyboardInterrupt(
-            "SIGTERM received while nothing was being trained; the same command goes "
-            "on from what is saved"
+            "SIGTERM received while nothing was being trained; the same command "
+            "resumes what is saved"
         )
         stopped.exit_code = 75
         raise stopped

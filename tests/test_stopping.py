@@ -77,6 +77,7 @@ def test_sigterm_before_the_first_step_ends_the_run_in_a_sentence(tmp_path, wher
         process.kill()
     assert process.returncode == 75, errors
     assert errors.startswith("error: SIGTERM received") and errors.count("\n") == 1
+    assert "the same command resumes" in errors
 
 
 @pytest.mark.slow
