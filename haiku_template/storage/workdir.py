@@ -82,9 +82,10 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
     there, here = (fixed(completed(x)) for x in (read_json(workdir / CONFIG), config))
     changed = differences(there, here)
     if changed:
+        apart = "\n  " if len(changed) > 1 else " "
         raise ConfigError(
             f"{workdir} belongs to a run with another config, and nothing was changed "
-            f"there; use another --workdir or restore: {'; '.join(changed)}"
+            f"there; use another --workdir or restore:{apart}{apart.join(changed)}"
         )
     if "id" not in run:
         raise ConfigError(

@@ -447,13 +447,13 @@ def test_another_config_is_refused_with_the_differences(tmp_path):
     train(made(), num_steps=2, workdir=tmp_path, config=config)
     files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     time.sleep(0.01)
-    with pytest.raises(ConfigError, match=r"model\.width: 8 there, 9 now"):
-        train(
-            made(),
-            num_steps=2,
-            workdir=tmp_path,
-            config=config | {"model": {"width": 9}},
-        )
+    again = {"num_steps": 2, "workdir": tmp_path}
+    wider = config | {"model": {"width": 9}}
+    with pytest.raises(ConfigError, match=r"restore: model\.width: 8 there, 9 now$"):
+        train(made(), config=wider, **again)
+    words = r"restore:\n  model\.width: 8 there, 9 now\n  seed: 0 there, 1 now$"
+    with pytest.raises(ConfigError, match=words):
+        train(made(), config=wider | {"seed": 1}, **again)
     assert files == {
         p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()
     }
