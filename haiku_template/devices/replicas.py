@@ -53,7 +53,8 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
         )
     raise PlacementError(
         f"{listed}should hold copies: {', '.join(differing[:3])}; something in the "
-        "step is not averaged over devices (hk.BatchNorm needs cross_replica_axis="
+        "step is not averaged over devices (a step of your own averages gradients and "
+        "scalars by mean_over(axis_name, ...), hk.BatchNorm needs cross_replica_axis="
         "devices.axis_name), or gives results of each example without "
         "devices.compile(..., out='split')"
     )
