@@ -18,7 +18,7 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 from haiku_template import config, doctor, registry
-from haiku_template.errors import ConfigError, DeviceError, StorageError
+from haiku_template.errors import MEANT, ConfigError, DeviceError, StorageError
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
@@ -197,8 +197,12 @@ def _sentence(error: Exception, argv: list[str]) -> str:
         return _returned(file, None)
     if not isinstance(error, flags.Error):
         return "the config has no key " * isinstance(error, KeyError) + last
-    number = "invalid literal for int|could not convert string"
-    for fault, kind in (number, "a number"), ("Non-boolean argument", "true or false"):
+    if isinstance(error, flags.UnrecognizedFlagError) and "config" in FLAGS:
+        known, asked = config.default_config().to_dict(), f".{error.flagname}"
+        meant = [key for key in config.flatten(known, "config.") if key.endswith(asked)]
+        text += MEANT.format(f"--{' or --'.join(meant)}") if meant else ""
+    numbers = ("literal for int", "a whole number"), ("to float", "a number")
+    for fault, kind in (*numbers, ("Non-boolean argument", "true or false")):
         words = rf"\1 has the wrong type: {kind} is needed here"
         text = re.sub(rf"flag (\S+): .*(?:{fault}).*", words, text)
     needed = r"flag --(\w+)=None: .*must have a value.*"
