@@ -64,7 +64,7 @@ gpu-check: $(VENV)/.train
 	$(BIN)/python -m benchmarks.gpu_check
 
 new:
-	@$(PYTHON) -m haiku_template.new --name="$(NAME)" --dest="$(DEST)" \
+	@$(PYTHON) skeleton/new.py --name="$(NAME)" --dest="$(DEST)" \
 		--eject="$(EJECT)" $(if $(filter-out 0,$(VENDOR)),--vendor)
 
 clean:

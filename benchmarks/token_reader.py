@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.data.text.files import TokenWriter, open_tokens
+from haiku_text.data.files import TokenWriter, open_tokens
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LENGTH = 1025  # Tokens in a window.

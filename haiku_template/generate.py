@@ -7,119 +7,12 @@ at the end, with a line of dashes between them. Exit codes: 0 done, 64 bad confi
 or prompt, 69 device not available, 74 checkpoint storage, 130 interrupted.
 """
 
-import itertools
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from absl import flags
 
 from haiku_template import cli
-from haiku_template.errors import ConfigError
+from haiku_text import generate
 
-if TYPE_CHECKING:
-    from haiku_template.runs import Run
-
-DASHES = "-" * 16
-FLAGS = flags.FLAGS
-flags.DEFINE_string("prompt", "\n", "The text to continue.")
-flags.DEFINE_string("prompt_file", None, "A prompt a line, continued side by side.")
-flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")
-flags.DEFINE_float(
-    "temperature", 0.8, "Above 1 bolder, below 1 safer; 0 takes the likeliest token."
-)
-flags.DEFINE_integer("top_k", None, "Choose among so many of the likeliest; or all.")
-flags.DEFINE_integer("seed", 0, "Of the choice: the same gives the same text.")
-flags.DEFINE_string(
-    "tokenizer", None, "bytes, or a tokenizer.json; else what the run's data set says."
-)
-cli.run_flags()
-flags.adopt_module_key_flags(cli)
-
-
-def main() -> None:
-    """Reads prompts, restores the parameters, and prints the text."""
-    prompts = read_prompts()
-    if FLAGS.num_tokens < 1:
-        raise ConfigError(f"--num_tokens={FLAGS.num_tokens}; possible is 1 or more")
-    run = cli.open_run(num_devices=1)
-    from haiku_template import generation
-    from haiku_template.data.text import Tokenizer
-
-    tokenizer = Tokenizer(FLAGS.tokenizer or _tokenizer_of(run))
-    tokens = tokenizer.encode(prompts)
-    model = generation.load(run)
-    sampling = generation.Sampling(
-        FLAGS.temperature, FLAGS.top_k, tokenizer.size, FLAGS.seed
-    )
-    generate = generation.make_generate(run.devices, model, sampling)
-    streams = [tokenizer.stream() for _ in prompts]
-    for stream, prompt in zip(streams, tokens, strict=True):
-        for token in prompt:
-            stream(token)  # The text of later tokens may depend on it.
-    with run.devices.explicit_transfers():
-        pieces = (
-            [stream(token) for stream, token in zip(streams, row.tolist(), strict=True)]
-            for row in generate(tokens, FLAGS.num_tokens)
-        )
-        _show(prompts, pieces)
-
-
-def read_prompts() -> list[str]:
-    """Reads --prompt or --prompt_file, or raises `ConfigError` if it cannot."""
-    path, prompts = FLAGS.prompt_file, [FLAGS.prompt]
-    if path is not None and FLAGS["prompt"].present:
-        raise ConfigError("--prompt and --prompt_file were given; give one of the two")
-    if path is not None:
-        try:
-            prompts = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
-    for number, prompt in enumerate(prompts, 1):
-        where = f"line {number} of {path}" if path else "--prompt"
-        if not prompt:
-            raise ConfigError(f"{where} is empty; a model continues some text")
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise ConfigError(f"{where} is not UTF-8")
-    if not prompts:
-        raise ConfigError(f"{path} is empty; give a prompt a line")
-    return prompts
-
-
-def _tokenizer_of(run: "Run") -> str:
-    """Names the tokenizer of a run's data set."""
-    try:
-        return run.tokenizer()
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
-        ) from error
-
-
-def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:
-    """Prints one text as it comes, or several when they are done."""
-    if len(prompts) > 1:
-        texts = map("".join, zip(prompts, *pieces, strict=True))
-        print(f"\n{DASHES}\n".join(texts), flush=True)
-        return
-    for (piece,) in itertools.chain([prompts], pieces):
-        print(piece, end="", flush=True)
-    print(flush=True)
-
-
-def guarded() -> None:
-    """Runs `main`; a closed pipe or Ctrl-C ends it quietly."""
-    try:
-        main()
-    except BrokenPipeError:
-        # Else Python reports it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print(flush=True)
-        sys.exit(cli.INTERRUPTED)
-
+flags.adopt_module_key_flags(generate)
 
 if __name__ == "__main__":
-    cli.run(guarded)
+    cli.run(generate.guarded)

@@ -14,10 +14,14 @@ IMPORTING: list[str] = []  # Modules of a user that are being imported.
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     """Looks up a name in a table, or imports `module:function`.
 
+    An entry of the table may be `module:function` too, imported when it is asked for.
     If neither is there, `ConfigError` lists the table and the nearest name.
     """
-    if name in table:
-        return table[name]
+    if isinstance(found := table.get(name), str):
+        module, _, function = found.partition(":")
+        return getattr(importlib.import_module(module), function)
+    if found is not None:
+        return found
     if not key.startswith("--"):  # A flag.
         key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
     given = f"{key}={name!r}"

@@ -19,8 +19,7 @@ from haiku_template.config import default_config
 from haiku_template.data import EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.models import bert, gpt, mlp, multiply_out
-from haiku_template.models.gpt import PRESETS
+from haiku_template.models import mlp
 from haiku_template.models.precision import Precision
 from haiku_template.pretrained import describe
 from haiku_template.runs import (
@@ -33,6 +32,8 @@ from haiku_template.runs import (
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import run
 from haiku_template.training.trainer import with_state
+from haiku_text.models import bert, gpt, multiply_out
+from haiku_text.models.gpt import PRESETS
 
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
 BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES

@@ -15,17 +15,18 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import finetune_gpt2_lora, finetune_text_classifier
 from haiku_template import config as configs
-from haiku_template import generation, runs
-from haiku_template.data.text import Tokenizer
+from haiku_template import runs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.models import FAMILIES, MODELS
 from haiku_template.params import flatten
 from haiku_template.pretrained import export_new, to_config
 from haiku_template.runs import Run
 from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import run
+from haiku_text import generation
+from haiku_text import models as text_models
+from haiku_text.data import Tokenizer
 from tests.runs import evaluated
 
 ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}
@@ -51,7 +52,8 @@ def write_folder(folder, kind, texts, devices, seed=0):
     )
     tokenizer.train_from_iterator(texts, trainer)
     vocabulary = tokenizer.get_vocab_size()
-    make, size = MODELS[{"bert": "bert", "gpt2": "gpt"}[kind]], "num_outputs"
+    make = {"bert": text_models.bert, "gpt2": text_models.gpt}[kind]
+    size = "num_outputs"
     arguments = SIZES | {"dropout": 0.0}
     if kind == "bert":
         size = "vocab_size"
@@ -61,8 +63,8 @@ def write_folder(folder, kind, texts, devices, seed=0):
     tokens = np.zeros((1, 4), np.int32)
     inputs = {"tokens": tokens, "mask": tokens} if kind == "bert" else tokens
     params = devices.init(lambda: model.init(jax.random.key(seed), inputs, False))
-    config = to_config(FAMILIES[kind], arguments)
-    export_new(folder, params, FAMILIES[kind].rules, devices, config=config)
+    config = to_config(make.family, arguments)
+    export_new(folder, params, make.family.rules, devices, config=config)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

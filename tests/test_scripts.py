@@ -8,7 +8,6 @@ import optax
 import pytest
 import safetensors.numpy
 
-from haiku_template import generation
 from haiku_template.data import (
     ArrayDataset,
     BatchSpec,
@@ -19,7 +18,7 @@ from haiku_template.data import (
 )
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError, StorageError
-from haiku_template.models import gpt, mlp
+from haiku_template.models import mlp
 from haiku_template.runs import (
     Run,
     export_safetensors,
@@ -27,13 +26,10 @@ from haiku_template.runs import (
     write_predictions,
 )
 from haiku_template.storage import read
-from haiku_template.training import (
-    Experiment,
-    Task,
-    classification,
-    language_model,
-    train,
-)
+from haiku_template.training import Experiment, Task, classification, train
+from haiku_text import generation
+from haiku_text.models import gpt
+from haiku_text.tasks import language_model
 from tests.runs import ROOT
 
 RNG = np.random.default_rng(0)

@@ -10,9 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "haiku_template"
+TEXT = ROOT / "haiku_text"  # Language models: a package of its own, which plugs in.
 FILES = sorted(PACKAGE.rglob("*.py"))
+TEXT_FILES = sorted(TEXT.rglob("*.py"))
 # What each room may import of the package; commands, which live beside them, anything.
-GROUND = {"errors", "params"}
+GROUND = {"errors", "params", "registry"}
 LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
     "doctor": set(),
@@ -34,7 +36,6 @@ MAY_IMPORT["training"] = MAY_IMPORT["finetuning"] | {
     "reporting",
 }
 MAY_IMPORT["runs"] = MAY_IMPORT["training"] | {"training"}
-MAY_IMPORT["generation"] = MAY_IMPORT["training"] | {"training", "runs"}
 # The hour: what a run does, from the command to a batch and back.
 CORE = (
     "train.py",
@@ -47,11 +48,11 @@ CORE = (
     "data/dataset.py",
 )
 # These rooms are seen by the core through their faces alone.
-ANNEXES = {"doctor", "finetuning", "generation", "pretrained", "runs"}
+ANNEXES = {"doctor", "finetuning", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
-# Of the package without the doctor, of the doctor, and of the hour.
-# The design wants 10,000 for the first: it only goes down.
-BUDGET, DOCTOR_BUDGET, HOUR_BUDGET = 12_850, 2_400, 1_400
+# Of the package without the doctor, of the doctor, of the language models, and of the
+# hour. Who adds a capability says in the commit what it is and what it costs.
+BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_000, 2_400, 2_650, 1_400
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",
@@ -76,14 +77,17 @@ PLACEMENT = {
 
 
 def relative(path):
-    return str(path.relative_to(PACKAGE))
+    top = TEXT.parent if path.is_relative_to(TEXT) else PACKAGE
+    return str(path.relative_to(top))
 
 
 def room(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return relative(path).partition("/")[0].removesuffix(".py")
 
 
 def is_command(path):
+    if path.parent == TEXT:  # Behind the command of the same name.
+        return (PACKAGE / path.name).exists()
     return path.parent == PACKAGE and "__main__" in path.read_text()
 
 
@@ -108,10 +112,10 @@ def names(path):
             yield node.id
 
 
-each_file = pytest.mark.parametrize("path", FILES, ids=relative)
+each_file = pytest.mark.parametrize("path", FILES + TEXT_FILES, ids=relative)
 
 
-@each_file
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_imports_go_one_way(path):
     own = room(path)
     allowed = None if is_command(path) else MAY_IMPORT.get(own)
@@ -120,8 +124,19 @@ def test_imports_go_one_way(path):
         if top == PACKAGE.name and rest and allowed is not None:
             used = rest.split(".")[0]
             assert used in allowed | {own}, f"{own} imports {name}"
+        # It is named in tables, and imported when a config asks for it.
+        assert top != TEXT.name or is_command(path), f"{own} imports {name}"
         if own in ("data", "config", "doctor", "errors", "registry"):
             assert top not in ("jax", "haiku", "optax"), f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", [TEXT / "__init__.py", *TEXT.glob("data/*.py")])
+def test_data_of_text_import_no_jax(path):
+    allowed = {PACKAGE.name, TEXT.name}
+    for name in imports(path):
+        top, *rest = name.split(".")
+        assert top not in ("jax", "haiku", "optax"), name
+        assert top not in allowed or not rest or rest[0] in {"data", "errors"}, name
 
 
 def test_every_room_has_its_place_in_the_order():
@@ -172,40 +187,44 @@ def test_files_and_functions_stay_short(path):
 
 
 def test_rooms_and_the_house_stay_small():
-    files = [path for path in FILES if path.name != "__init__.py"]
+    files = [path for path in FILES + TEXT_FILES if path.name != "__init__.py"]
     for folder in {path.parent for path in files}:
         most = MOST_COMMANDS if folder == PACKAGE else MOST_FILES
         assert sum(path.parent == folder for path in files) <= most, folder
     doctor = sum(lines(path) for path in FILES if room(path) == "doctor")
     assert doctor <= DOCTOR_BUDGET
     assert sum(map(lines, FILES)) - doctor <= BUDGET
+    assert sum(map(lines, TEXT_FILES)) <= TEXT_BUDGET
     assert sum(lines(PACKAGE / name) for name in CORE) <= HOUR_BUDGET
 
 
 def test_a_config_dict_is_seen_where_parts_are_made_and_nowhere_below():
     seen = {
         relative(path)
-        for path in FILES
+        for path in FILES + TEXT_FILES
         if not is_command(path) and set(names(path)) & {"ConfigDict", "config_dict"}
     }
     assert seen <= SEES_CONFIG_DICT
 
 
-def test_importing_starts_no_backend():
+@pytest.mark.parametrize("files", [FILES, TEXT_FILES], ids=["the package", "text"])
+def test_importing_starts_no_backend_and_needs_no_annex(files):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in FILES
+        for path in files
         if not is_command(path) and path.stem != "__main__"
     ]
+    absent = "sys.modules['haiku_text'] = None" if files is FILES else ""
     code = (
-        f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        f"import importlib, sys\n{absent}\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
         "from haiku_template.devices import selection\n"
         "assert not selection.backend_started()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-NO_JAX = ["", ".config", ".cli", ".doctor", ".prepare", ".train", ".new", ".predict"]
+NO_JAX = ["", ".config", ".cli", ".doctor", ".prepare", ".train", ".predict"]
 NO_JAX += [".evaluate", ".export", ".generate", ".registry"]
 
 

@@ -16,6 +16,4 @@ from haiku_template.data.datasets import from_split as from_split
 from haiku_template.data.files import Split as Split
 from haiku_template.data.sources import GrainDataset as GrainDataset
 from haiku_template.data.sources import from_iterator as from_iterator
-from haiku_template.data.text import TokenDataset as TokenDataset
-from haiku_template.data.text import TokenEvaluationSet as TokenEvaluationSet
 from haiku_template.errors import ConfigError as ConfigError

@@ -13,7 +13,6 @@ import numpy as np
 
 from haiku_template.data import dataset, files, images
 from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.text import byte_text, jsonl, tokens
 from haiku_template.errors import ConfigError
 
 MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
@@ -157,7 +156,7 @@ def cifar10(
     )
 
 
-DATASETS: dict[str, Callable[..., Data]] = {
+DATASETS: dict[str, Callable[..., Data] | str] = {
     "digits": digits,
     "npz": _arrays("npz", "a .npz file", files.read_npz),
     "safetensors": _arrays(
@@ -166,7 +165,7 @@ DATASETS: dict[str, Callable[..., Data]] = {
     "npy": _arrays("npy", "a directory of .npy files", files.read_npy),
     "mnist": mnist,
     "cifar10": cifar10,
-    "jsonl": jsonl,
-    "tokens": tokens,
-    "bytes": byte_text,
+    "jsonl": "haiku_text.data:jsonl",
+    "tokens": "haiku_text.data:tokens",
+    "bytes": "haiku_text.data:byte_text",
 }

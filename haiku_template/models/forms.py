@@ -12,6 +12,18 @@ from haiku_template.errors import ConfigError
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
+def is_lazy(outputs: Any) -> bool:
+    """Tests for outputs in factors, such as the logits of a large vocabulary."""
+    return hasattr(outputs, "multiply_out")
+
+
+def plain_outputs(outputs: Any) -> Any:
+    """Multiplies out all lazy outputs in a pytree."""
+    return jax.tree.map(
+        lambda x: x.multiply_out() if is_lazy(x) else x, outputs, is_leaf=is_lazy
+    )
+
+
 def with_state(model: Any) -> hk.TransformedWithState:
     """Adapts a model to `apply(params, net_state, rng, inputs, is_training)`.
 

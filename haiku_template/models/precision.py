@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from haiku_template.models import LazyLogits
+from haiku_template.models.forms import is_lazy
 
 POLICIES = {
     "float32": "params=float32,compute=float32,output=float32",
@@ -64,11 +64,7 @@ class Precision(NamedTuple):
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
 
     def cast_outputs(self, outputs: Any) -> Any:
-        """Casts outputs to float32; `LazyLogits` stay: their product is float32."""
-
-        def is_lazy(x: Any) -> bool:
-            return isinstance(x, LazyLogits)
-
+        """Casts outputs to float32; lazy ones stay: their product is float32."""
         cast = self.policy.cast_to_output
         return jax.tree.map(
             lambda x: x if is_lazy(x) else cast(x), outputs, is_leaf=is_lazy

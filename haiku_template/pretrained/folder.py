@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import FAMILIES, Family
+from haiku_template.models import FAMILIES, MODELS, Family
 from haiku_template.pretrained.tensors import read_json
+from haiku_template.registry import resolve
 
 CONFIG = "config.json"
 
@@ -32,13 +33,14 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
     path = Path(folder) / CONFIG
     config = read_json(path, "model_type", str)
     kind = config["model_type"]
-    known = FAMILIES if expected is None else {expected.model_type: expected}
+    known = FAMILIES if expected is None else {expected.model_type: None}
     if kind not in known:
         raise ConfigError(
             f"{path} describes a model of type {kind!r}; possible are "
             f"{', '.join(known)}" + " for this model" * (expected is not None)
         )
-    family, arguments = known[kind], {}
+    family = expected or resolve("model", FAMILIES[kind], MODELS).family
+    arguments = {}
     architectures = [str(name) for name in config.get("architectures") or []]
     if not set(architectures) <= set(family.architectures):
         raise ConfigError(

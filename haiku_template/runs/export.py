@@ -2,29 +2,19 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from haiku_template import pretrained
 from haiku_template.config import to_dict
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
 from haiku_template.params import flatten
-from haiku_template.pretrained import (
-    CONFIG,
-    check_new,
-    export_like,
-    export_new,
-    new_folder,
-    to_config,
-    to_json,
-    write_folder,
-)
 from haiku_template.runs.run import Run
+from haiku_template.storage.workdir import CONFIG
 from haiku_template.training.experiment import model_keys
 
 SINGLE = "model.safetensors"
-HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
 
 
 def export_safetensors(run: Run, output: Path) -> int:
@@ -39,7 +29,7 @@ def export_safetensors(run: Run, output: Path) -> int:
     something else from the classifier; `StorageError` if the checkpoint is damaged, or
     `output` cannot be written.
     """
-    check_new(output)
+    pretrained.check_new(output)
     config, devices = run.config, run.devices
     params, net_state = run.model()
     family = run.family
@@ -47,17 +37,19 @@ def export_safetensors(run: Run, output: Path) -> int:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
         trees = {file: flatten(tree) for file, tree in trees.items()}
         shards = jax.tree.map(lambda x: functools.partial(devices.fetch, x), trees)
-        files = {CONFIG: to_json(to_dict(config))} if config else {}
-        write_folder(output, shards, files, SINGLE, {})
+        files = {CONFIG: pretrained.to_json(to_dict(config))} if config else {}
+        pretrained.write_folder(output, shards, files, SINGLE, {})
         return run.step
-    described = _classes(run) if HEAD in params else {}
+    data, keys = run.trainer.experiment.data, model_keys(config)
+    classes = data.class_names or range(data.num_outputs)
+    described = family.describe_classes(params, keys, [*map(str, classes)])
     where = output, params, family.rules, devices
     if is_folder(config.init_from):
-        export_like(config.init_from, *where, config=described or None)
+        pretrained.export_like(config.init_from, *where, config=described or None)
         return run.step
-    arguments = {"num_outputs": run.trainer.experiment.data.num_outputs}
-    made = to_config(family, family.sizes(arguments | model_keys(config)))
-    export_new(*where, config=made | described)
+    arguments = {"num_outputs": data.num_outputs} | keys
+    made = pretrained.to_config(family, family.sizes(arguments))
+    pretrained.export_new(*where, config=made | described)
     return run.step
 
 
@@ -69,7 +61,7 @@ def export_adapters(run: Run, output: Path) -> int:
     in its config.json. Returns and raises as `export_safetensors`, and `ConfigError` if
     the run has network state, or no frozen parameters that were read.
     """
-    check_new(output)
+    pretrained.check_new(output)
     plan, state = run.trainer.plan, run.state
     if state.net_state or not plan.frozen:
         found = "network state besides parameters" if plan.frozen else "a whole model"
@@ -83,27 +75,8 @@ def export_adapters(run: Run, output: Path) -> int:
             "which gives other last bits on other devices, so that no hash can tell "
             "them; --format=safetensors writes all of the model"
         )
-    with new_folder(output) as folder:
+    with pretrained.new_folder(output) as folder:
         parts = state.averaged(), state.frozen, plan.lora, run.devices
         save_adapters(folder / ADAPTERS, *parts, step=run.step)
-        (folder / CONFIG).write_bytes(to_json(to_dict(run.config)))
+        (folder / CONFIG).write_bytes(pretrained.to_json(to_dict(run.config)))
     return run.step
-
-
-def _classes(run: Run) -> dict[str, Any]:
-    """Keys of a classifier in Hugging Face's config.json, which must have its like."""
-    pooling = model_keys(run.config).get("pooling", "cls")
-    if pooling != "cls":
-        raise ConfigError(
-            f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
-            "alone: transformers would load the folder and compute something else; "
-            "train with --config.model.pooling=cls, or export this run with "
-            "--format=stablehlo"
-        )
-    data = run.trainer.experiment.data
-    names = data.class_names or tuple(map(str, range(data.num_outputs)))
-    return {
-        "architectures": ["BertForSequenceClassification"],
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-    }

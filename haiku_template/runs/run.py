@@ -17,7 +17,7 @@ from haiku_template.models import Family
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
 from haiku_template.training import Experiment, Trainer, fingerprint
-from haiku_template.training.experiment import family_of, make_data
+from haiku_template.training.experiment import family_of
 from haiku_template.training.state import TrainState
 
 
@@ -108,17 +108,6 @@ class Run:
     def model(self) -> tuple[hk.Params, hk.State]:
         """Parameters and network state: averages if there are any, adapters merged."""
         return self.trainer.merged(self.state)
-
-    def tokenizer(self) -> str:
-        """Tokenizer of the data, `bytes` or a file; `ConfigError` if they name none."""
-        config = self.config
-        data = make_data(config) if config else self.trainer.experiment.data
-        if data.text is None:
-            name = f" {config.data.name}" if config else ""
-            raise ConfigError(
-                f"the data set{name} of the run does not say what its tokens stand for"
-            )
-        return data.text
 
     @property
     def family(self) -> Family | None:

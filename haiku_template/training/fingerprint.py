@@ -21,12 +21,7 @@ import numpy as np
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
-from haiku_template.storage.workdir import (
-    has_checkpoints,
-    read_json,
-    usable,
-    write_json,
-)
+from haiku_template.storage import workdir as workdirs
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -84,11 +79,11 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
     if not needed(config):
         return
     file, found = workdir / FILE, of(trainer)
-    if has_checkpoints(workdir) and file.exists():
+    if workdirs.has_checkpoints(workdir) and file.exists():
         _check(workdir, file, found)
     else:
-        with usable(workdir):
-            write_json(file, found)
+        with workdirs.usable(workdir):
+            workdirs.write_json(file, found)
 
 
 def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
@@ -101,7 +96,7 @@ def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
 
 
 def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
-    kept = read_json(file)
+    kept = workdirs.read_json(file)
     names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
     changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
     if not changed:

@@ -164,11 +164,10 @@ def divide(sums: Any, weight: jax.Array) -> Any:
 classification = Task(
     losses.classification, "classes", losses.confusion, losses.macro_f1
 )
-language_model = Task(losses.language_model, "tokens", derive=losses.perplexity)
 regression = Task(losses.regression, "numbers")
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Task | str] = {
     "classification": classification,
-    "language_model": language_model,
+    "language_model": "haiku_text.tasks:language_model",
     "regression": regression,
 }

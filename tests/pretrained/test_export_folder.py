@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.errors import ConfigError, StorageError
-from haiku_template.models import FAMILIES, Rule, bert, gpt
+from haiku_template.models import Rule
 from haiku_template.params import flatten
 from haiku_template.pretrained import (
     check_new,
@@ -23,7 +23,9 @@ from haiku_template.pretrained import (
     to_config,
     writing,
 )
+from haiku_text.models import bert, gpt
 
+FAMILIES = {"bert": bert.family, "gpt2": gpt.family}
 BERT = FAMILIES["bert"].rules
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import gpt
 from haiku_template.pretrained import describe
+from haiku_text.models import gpt
 
 
 def test_a_gpt2_folder_is_described(references):

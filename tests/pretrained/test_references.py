@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from haiku_template.models import bert, gpt
-from haiku_template.models.bert import Sizes, encode, pool
 from haiku_template.params import flatten
 from haiku_template.pretrained import describe, restore
+from haiku_text.models import bert, gpt
+from haiku_text.models.bert import Sizes, encode, pool
 
 pytestmark = pytest.mark.usefixtures("optimized")
 TOLERANCE = 1e-5  # Ten times what was seen, and a tenth of what would do.

@@ -11,16 +11,12 @@ from ml_collections import config_dict
 from haiku_template.config import default_config
 from haiku_template.data import Data
 from haiku_template.errors import ConfigError
-from haiku_template.models import gpt_flops_per_token
 from haiku_template.reporting.perf import Work, matmul_peak, rate_text, rates
 from haiku_template.storage.metrics import read
-from haiku_template.training import (
-    Experiment,
-    language_model,
-    perplexity,
-    train,
-)
+from haiku_template.training import Experiment, train
 from haiku_template.training.tasks import Task, as_task
+from haiku_text.models import gpt_flops_per_token
+from haiku_text.tasks import language_model, perplexity
 
 
 class Tokens:

@@ -14,10 +14,10 @@ from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.source import open_source, with_sizes
-from haiku_template.models import bert, gpt
 from haiku_template.params import flatten
 from haiku_template.runs import Run
 from haiku_template.training import Experiment, experiment
+from haiku_text.models import bert, gpt
 from tests.runs import changed, evaluated
 
 REFERENCES = Path(__file__).parents[1] / "pretrained" / "references"
@@ -159,13 +159,12 @@ def test_a_folder_says_the_sizes_of_its_model(tmp_path):
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     from haiku_template.finetuning.lora import Lora
     from haiku_template.finetuning.plan import Finetuning, make_plan
-    from haiku_template.models import MODELS
 
     folder = REFERENCES / "gpt2"
     values = with_sizes({"name": "gpt"}, str(folder), gpt.family)
     values.pop("name")
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    model = MODELS["gpt"](vocabulary, **values)
+    model = gpt(vocabulary, **values)
     tokens = np.zeros((1, 4), np.int32)
     shapes = cpu.abstract(lambda: model.init(jax.random.key(0), tokens, False))
     plan = make_plan(Finetuning(lora=Lora(2, patterns=("*/qkv/w",))), shapes)

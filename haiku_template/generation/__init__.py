@@ -1,7 +1,0 @@
-"""Generation of text with a trained language model."""
-
-from haiku_template.generation.generator import LanguageModel as LanguageModel
-from haiku_template.generation.generator import load as load
-from haiku_template.generation.generator import make_generate as make_generate
-from haiku_template.generation.sampling import Sampling as Sampling
-from haiku_template.generation.sampling import sample as sample

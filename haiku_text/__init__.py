@@ -1,0 +1,1 @@
+"""Language models for `haiku_template`: GPT-2, BERT, tokens, generation of text."""

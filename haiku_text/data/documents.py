@@ -1,0 +1,213 @@
+"""Data set `bytes`: text of files, Python's standard library or Python's help."""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from haiku_template.data.dataset import BatchSpec, Data
+from haiku_template.data.files import read_with
+from haiku_template.errors import ConfigError
+from haiku_text.data.stream import Shard, TokenStream
+from haiku_text.data.tokenizer import BYTES
+from haiku_text.data.windows import TokenDataset, TokenEvaluationSet, widen
+
+# Of the standard library: other programs, tests and tables; pydoc_data, which is a
+# source of its own; and what is the same again as __hello__.py.
+LEFT_OUT = """__phello__ __pycache__ dist-packages encodings ensurepip idlelib
+lib-dynload lib2to3 pydoc_data site-packages test tests turtledemo
+"""
+PIECE = 2**14  # Characters, about, that one thread works on.
+LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
+T = TypeVar("T")
+D = TypeVar("D", "Document", "TextFile")
+
+
+def byte_text(
+    spec: BatchSpec,
+    *,
+    path: str | tuple[str, ...] | None = None,
+    context: int = 256,  # T, bytes of a window's inputs.
+    order: str = "random",  # Or `epochs`, as in `TokenDataset`.
+    validation_fraction: float = 0.1,  # Of the files, to evaluate on; 0 for none.
+    eval_windows: int | None = 1024,  # At most, spread evenly; None means all.
+) -> Data:
+    """Text as bytes of UTF-8, a vocabulary of 256, in memory; whole files held out.
+
+    `path` is a text file, a folder or several; None is the source of Python's standard
+    library, `pydoc` the topics of its help, in English. A zero byte ends each file:
+    text holds none. Files are held out by a hash of their names, whatever other files
+    there are; of a single file it is the end.
+    """
+    training, held_out = split_text(read_documents(path), validation_fraction)
+    train = TokenDataset(_stream(training), context, spec, 256, order)
+    evaluation = held_out and TokenEvaluationSet(
+        _stream(held_out), context, spec.batch_size, 256, eval_windows
+    )
+    return Data(train, evaluation or None, 256, widen, BYTES)
+
+
+def _stream(documents: list["Document"]) -> TokenStream:
+    joined = b"".join(document.content + b"\0" for document in documents)
+    name = f"{documents[0].name} and {len(documents) - 1} more"
+    return TokenStream((Shard(np.frombuffer(joined, np.uint8), name),))
+
+
+class Document(NamedTuple):
+    """Text in memory: its path below the folder that was named, and its UTF-8."""
+
+    name: str
+    content: bytes
+
+
+class TextFile(NamedTuple):
+    """Text file: its path below the folder that was named, and its full path."""
+
+    name: str
+    path: Path
+
+
+def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
+    """Reads all text of `byte_text`'s `path` into memory, sorted by name."""
+    if path == "pydoc":
+        return _pydoc_topics()
+    found = library_files() if path is None else text_files(path)
+    documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in found]
+    texts = [document for document in documents if is_text(document.content)]
+    return check_any(texts, "Python's standard library" if path is None else path)
+
+
+def is_text(content: bytes) -> bool:
+    """Tests for bytes of a text; other files are empty or soon hold a zero byte."""
+    return bool(content) and b"\0" not in content
+
+
+def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
+    """Returns `found`, or raises `ConfigError` when it is empty."""
+    if not found:
+        words = "a text is a file with something in it, and without zero bytes"
+        raise ConfigError(f"{where} holds no text; {words}")
+    return found
+
+
+def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
+    """Lists all files of files and folders but hidden ones, sorted by name."""
+    paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
+    return sorted(found for p in paths for found in _walk(p))
+
+
+def library_files() -> list[TextFile]:
+    """Lists the source files of Python's standard library, but for `LEFT_OUT`."""
+    built = "_sysconfigdata", "config-"  # With this Python, elsewhere differently.
+    found = sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
+    names = [file for file in found if not file.name.startswith(built)]
+    return [file for file in names if file.name.endswith(".py")]
+
+
+def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
+    if not root.is_dir():
+        yield read_with(root, lambda path: TextFile(path.name, path))
+        return
+
+    def refuse(error: OSError) -> None:
+        words = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"the folder {error.filename} {words}")
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
+        for name in names:
+            path = Path(folder, name)
+            if name[0] != "." and path.is_file():
+                yield TextFile(path.relative_to(root).as_posix(), path)
+
+
+def _pydoc_topics() -> list[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        words = "the help on its topics; some distributions package it apart"
+        raise ConfigError(f"this Python has no pydoc_data.topics, {words}") from error
+    return [Document(name, text.encode()) for name, text in sorted(topics.items())]
+
+
+def hold_out(
+    items: list[T], keys: list[tuple], fraction: float, alone: str
+) -> tuple[list[T], list[T]]:
+    """Splits items by hash into training and held-out ones, alike on every machine.
+
+    Holding one out does not depend on the others, and equal `keys` (each begins with
+    its item's `rank`) are on one side. One is moved where all would be; a single one is
+    a `ConfigError`, which begins with `alone`.
+    """
+    if not 0 <= fraction < 1:
+        possible = "possible is from 0 to below 1"
+        raise ConfigError(f"validation_fraction={fraction}; {possible}")
+    if fraction == 0:
+        return items, []
+    found = sorted(set(keys))
+    if len(found) < 2:
+        raise ConfigError(f"{alone}; give several, or validation_fraction=0")
+    edge = min(max((fraction,), found[1]), found[-1])  # One at least on each side.
+    sides: tuple[list[T], list[T]] = ([], [])
+    for item, key in zip(items, keys, strict=True):
+        sides[key < edge].append(item)
+    return sides
+
+
+def rank(name: bytes) -> float:
+    """Hashes a name to [0, 1); those below a fraction are held out."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
+
+
+def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[D]]:
+    """Holds out whole documents, by their names."""
+    # What a file system gives as a name need not be UTF-8; two may have the same.
+    names = [document.name.encode(errors="surrogateescape") for document in documents]
+    keys = [(rank(name), i) for i, name in enumerate(names)]
+    alone = f"{documents[0].name} is a single text, and whole texts are held out"
+    return hold_out(documents, keys, fraction, alone)
+
+
+def split_text(
+    documents: list[Document], fraction: float
+) -> tuple[list[Document], list[Document]]:
+    """Holds out whole documents; of a single one, its end."""
+    if len(documents) > 1 or not 0 < fraction < 1:
+        return split_documents(documents, fraction)
+    name, content = documents[0]
+    cut = len(content) - max(int(len(content) * fraction), 1)
+    return [Document(name, content[:cut])], [Document(name, content[cut:])]
+
+
+def pieces(file: TextFile) -> Iterator[str]:
+    """Reads a text of any length in pieces, which give the tokens of the whole.
+
+    It is cut before a space between two letters, where tokenizers split, too; anywhere
+    only if it has no such place for `LONGEST_PIECE` characters.
+    """
+    held = ""
+    try:
+        with file.path.open(encoding="utf-8", newline="") as f:
+            while chunk := f.read(PIECE):
+                held += chunk
+                cut = _last_cut(held)
+                if len(held) > PIECE and (cut or len(held) >= LONGEST_PIECE):
+                    yield held[: cut or None]
+                    held = held[cut:] if cut else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file.path} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"{file.path} cannot be read: {error.strerror}") from error
+    if held:
+        yield held
+
+
+def _last_cut(text: str) -> int:
+    """Position of the last space between two letters; 0 for none."""
+    at = text.rfind(" ", 0, len(text) - 1)
+    while at > 0 and not (text[at - 1].isalpha() and text[at + 1].isalpha()):
+        at = text.rfind(" ", 0, at)
+    return max(at, 0)

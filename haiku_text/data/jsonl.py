@@ -1,0 +1,205 @@
+"""Data set `jsonl`: texts with labels, or prompts with completions.
+
+{"text": "A fine film.", "label": "positive"}
+{"prompt": "Capital of France?", "completion": " Paris"}
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from haiku_template.data.dataset import BatchSpec, Data
+from haiku_template.data.files import given_path, read_with
+from haiku_template.errors import ConfigError
+from haiku_text.data import buckets
+from haiku_text.data.buckets import Completions, Texts, Tokens
+from haiku_text.data.documents import hold_out, rank
+from haiku_text.data.tokenizer import Tokenizer
+
+# Keys by the kind of labels that a task needs; other keys of a line are not read.
+KEYS = {
+    "classes": {"text": (str, "text"), "label": (str | int, "text or a whole number")},
+    "tokens": {"prompt": (str, "text"), "completion": (str, "text")},
+}
+TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
+
+
+class Line(NamedTuple):
+    """Example: its place, its text or prompt, and its label or completion."""
+
+    where: str
+    text: str
+    target: Any
+
+
+def jsonl(
+    spec: BatchSpec,
+    *,
+    path: str | None = None,
+    tokenizer: str | None = None,  # A tokenizer.json or its folder; None means bytes.
+    context: int = 512,  # Longest inputs, in tokens: at most the model's positions.
+    vocab_size: int | None = None,  # Of the model; None means the tokenizer's.
+    num_buckets: int = 4,  # Most lengths of batches; each is compiled.
+    truncate: bool = False,  # Else what is longer than `context` is refused.
+    validation_path: str | None = None,  # Evaluate on this, and train on all of `path`.
+    validation_fraction: float = 0.1,  # Else hold out lines by a hash; 0 for none.
+) -> Data:
+    """Reads JSON-lines: `text` and `label`, or `prompt` and `completion`.
+
+    For the task `classification`, inputs are an encoder's, and the classes are the
+    labels to train on, sorted. For `language_model`, an input is prompt, completion and
+    the end of a text, and the loss is of the last two. Others take either. `truncate`
+    cuts the end of a text, or the beginning of a prompt and its completion.
+    """
+    file = given_path(path, "jsonl", "a file with a JSON object in each line")
+    if context < 1:
+        raise ConfigError(f"context={context}; possible is 1 or more")
+    rows = _read_rows(file)
+    labels = _labels(rows, spec.labels)
+    training = [_line(*row, labels) for row in rows]
+    if validation_path is not None:
+        rows = _read_rows(Path(validation_path).expanduser())
+        held_out = [_line(*row, labels) for row in rows]
+    else:
+        training, held_out = _split(training, validation_fraction)
+    coder = Tokenizer(tokenizer)
+    size = coder.size if vocab_size is None else vocab_size
+    if size < coder.size:
+        words = f"vocab_size={vocab_size}; the model must know all of them"
+        raise ConfigError(f"{coder.name} has {coder.size} tokens, and {words}")
+    cut = context if truncate else None
+    if labels == "classes":
+        classes = _classes(training)
+        num_outputs, names = len(classes), tuple(map(str, classes))
+        parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]
+    else:
+        num_outputs, names = size, ()
+        parts = [_completions(part, coder, cut) for part in (training, held_out)]
+    for part, lines in zip(parts, (training, held_out), strict=True):
+        _check_sizes(part.sizes, lines, context)
+    longest = max(part.sizes.max(initial=0) for part in parts)
+    lengths = buckets.choose_lengths(parts[0].sizes, num_buckets, context, longest)
+    train = buckets.BucketedDataset(parts[0], lengths, spec)
+    evaluation = buckets.BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
+    given = {"text": coder.name, "class_names": names, "vocab_size": size}
+    return Data(train, evaluation if held_out else None, num_outputs, **given)
+
+
+def _read_rows(path: Path) -> list[tuple[str, str]]:
+    try:
+        text = read_with(path, Path.read_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        words = f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        raise ConfigError(words) from error
+    lines = enumerate(text.split("\n"), 1)
+    rows = [(f"line {n} of {path}", line) for n, line in lines if line.strip()]
+    if not rows:
+        raise ConfigError(f"{path} is empty; at least one example is needed")
+    return rows
+
+
+def _labels(rows: list[tuple[str, str]], labels: str) -> str:
+    if labels in KEYS:
+        return labels
+    if labels == "numbers":
+        words = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
+        raise ConfigError(f"JSON-lines are for the tasks {words}")
+    try:
+        return _kind(json.loads(rows[0][1])) or "classes"
+    except (ValueError, RecursionError, TypeError):
+        return "classes"  # `_line` tells what is wrong with it.
+
+
+def _kind(keys: Iterable[str]) -> str | None:
+    return next((kind for kind, own in KEYS.items() if own.keys() <= set(keys)), None)
+
+
+def _line(where: str, text: str, labels: str) -> Line:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        words = getattr(error, "msg", "it is nested too deeply")
+        raise ConfigError(f"{where} is no JSON: {words}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
+    keys, other = KEYS[labels], _kind(values)
+    if missing := " and no ".join(key for key in keys if key not in values):
+        found = ", ".join(values) or "an empty object"
+        words = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
+        if other:
+            words += f"; it is of the kind for config.task.name={TASKS[other]}"
+        raise ConfigError(f"{where} has no {missing}, only {found}; {words}")
+    for key, (kinds, words) in keys.items():
+        if not isinstance(values[key], kinds) or isinstance(values[key], bool):
+            found = json.dumps(values[key])
+            raise ConfigError(f"{where} has {key}={found}; {words} is needed")
+    return Line(where, *(values[key] for key in keys))
+
+
+def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+    # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
+    keys = [(rank(line.text.encode(errors="surrogatepass")),) for line in lines]
+    alone = f"{lines[0].where} and all others have the same text, so that nothing can "
+    return hold_out(lines, keys, fraction, alone + "be held out")
+
+
+def _classes(lines: list[Line]) -> dict[Any, int]:
+    where, _, first = lines[0]
+    for line in lines:
+        if type(line.target) is not type(first):
+            raise ConfigError(
+                f"{line.where} has the label {line.target!r} and {where} the label "
+                f"{first!r}; all are text, or all whole numbers"
+            )
+    return {label: i for i, label in enumerate(sorted({x.target for x in lines}))}
+
+
+def _texts(
+    lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
+) -> Texts:
+    for where, _, label in lines:
+        if label not in classes:
+            possible = ", ".join(map(str, list(classes)[:20]))
+            raise ConfigError(
+                f"{where} has the label {label!r}, which no example to train on has; "
+                f"those have {possible}"
+            )
+    tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
+    labels = [classes[line.target] for line in lines]
+    return Texts(Tokens.create(tokens), np.array(labels, np.int32))
+
+
+def _completions(
+    lines: list[Line], tokenizer: Tokenizer, cut: int | None
+) -> Completions:
+    prompts = tokenizer.encode([line.text for line in lines], special=True)
+    # What begins a text does not begin a completion.
+    completions = tokenizer.encode([line.target for line in lines])
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    kept, left = [], []
+    for line, prompt, completion in zip(lines, prompts, completions, strict=True):
+        prompt = prompt or end  # Of the text before: it tells that this one is empty.
+        tokens = prompt + completion + end
+        if len(tokens) < 2 or len(tokens) == len(prompt):
+            sizes = f"{len(prompt)} tokens and its completion {len(completion + end)}"
+            words = f"has nothing to learn from: its prompt has {sizes}"
+            raise ConfigError(f"{line.where} {words}")
+        before = max(len(tokens) - (cut + 1), 0) if cut else 0
+        kept.append(tokens[before:])
+        left.append(max(len(prompt) - before, 0))
+    return Completions(Tokens.create(kept), np.array(left, np.int64))
+
+
+def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:
+    if (size := sizes.max(initial=0)) > context:
+        raise ConfigError(
+            f"{lines[sizes.argmax()].where} is the longest example, with {size} tokens "
+            f"for the model to see, and context={context}; cut it, raise context as "
+            "far as the model has positions, or set config.data.truncate=True"
+        )
+    if sizes.min(initial=1) < 1:
+        raise ConfigError(f"{lines[sizes.argmin()].where} has a text of no tokens")

@@ -1,0 +1,231 @@
+"""BERT encoders (Devlin et al. 2018, arXiv:1810.04805), in Hugging Face's arithmetic.
+
+Post-normalization, exact GELU, learned positions. MiniLM and the sentence encoders made
+of it are BERT encoders of other sizes.
+
+Shapes: B texts, T tokens, D width, K outputs.
+"""
+
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_template.errors import ConfigError
+from haiku_template.models import Family, Keyword
+from haiku_template.models.attention import attend
+from haiku_text.models import layers
+from haiku_text.models.rules import layer_rules
+
+POOLINGS = ("cls", "mean")
+HEAD = "bert/head"  # Of a classifier; sentence encoders have none.
+
+
+class Sizes(NamedTuple):
+    """Sizes of the encoder, as `bert` takes them."""
+
+    vocab_size: int
+    context: int
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_width: int
+    token_types: int
+
+
+def bert(
+    num_outputs: int | None,
+    axis_name: str | None = None,
+    *,
+    pooling: str = "cls",
+    vocab_size: int = 30522,
+    context: int = 512,
+    width: int = 768,
+    num_layers: int = 12,
+    num_heads: int = 12,
+    mlp_width: int = 3072,
+    token_types: int = 2,
+    dropout: float = 0.1,
+    norm_eps: float = 1e-12,
+    remat: bool = False,
+) -> hk.Transformed:
+    """A text classifier, or a sentence encoder: texts to [B, K] or to [B, D].
+
+    Inputs are a dictionary of `tokens` (int [B, T]), `mask` (int or bool [B, T], 0 for
+    padding) and, optionally, `token_types` (int [B, T]; 0 without). The model keeps no
+    statistics of the batch, so `axis_name` is not used.
+
+    Args:
+      num_outputs: K; None gives the pooled texts themselves, each of length 1.
+      pooling: `cls` for the first token, through the pooler; `mean` over the tokens.
+      context: longest text, in tokens.
+      width: D, a multiple of `num_heads`.
+      mlp_width: units of the hidden layer of each MLP.
+      token_types: number of token types (segments).
+      dropout: share of units dropped in training, in [0, 1); none of the attention's.
+      norm_eps: added to variances.
+      remat: recompute each block in the backward pass: more work, much less memory.
+
+    Raises:
+      ValueError: an unknown pooling, or a value out of its range.
+      ConfigError: when traced: a text of more tokens than `context`.
+    """
+    del axis_name
+    sizes = Sizes(
+        vocab_size, context, width, num_layers, num_heads, mlp_width, token_types
+    )
+    if pooling not in POOLINGS:
+        raise ValueError(
+            f"pooling={pooling!r} is not known; possible are {', '.join(POOLINGS)}"
+        )
+    if min(sizes) < 1 or width % num_heads or not 0 <= dropout < 1:
+        raise ValueError(
+            f"{sizes} and dropout={dropout} are not all possible: sizes are 1 or more, "
+            "num_heads divides width, and dropout is in [0, 1)"
+        )
+
+    def forward(inputs: dict[str, jax.Array], is_training: bool) -> jax.Array:
+        with hk.name_scope("bert"):
+            rate = dropout if is_training else 0.0
+            hidden = encode(inputs, sizes, norm_eps, rate, remat)
+            pooled = pool(hidden, inputs["mask"], pooling)
+            if num_outputs is None:
+                return _normalized(pooled)
+            return layers.linear(num_outputs, "head")(layers.drop(rate, pooled))
+
+    return hk.transform(forward)
+
+
+def encode(
+    inputs: dict[str, jax.Array],
+    sizes: Sizes,
+    norm_eps: float,
+    rate: float = 0.0,
+    remat: bool = False,
+) -> jax.Array:
+    """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing."""
+    tokens = inputs["tokens"]
+    length = tokens.shape[1]
+    if length > sizes.context:
+        raise ConfigError(
+            f"a text of {length} tokens is longer than the {sizes.context} that the "
+            "model has positions for (context): cut texts to that length, in a config "
+            f"with data.context={sizes.context} and data.truncate=True"
+        )
+    types = inputs.get("token_types", jnp.zeros_like(tokens))
+    x = layers.look_up(layers.table(sizes.vocab_size, sizes.width, "embed"), tokens)
+    segments = layers.table(sizes.token_types, sizes.width, "token_types")
+    x += layers.look_up(segments, types)
+    x += layers.table(sizes.context, sizes.width, "positions")[None, :length]
+    x = layers.drop(rate, layers.norm("norm", norm_eps)(x))
+    mask = inputs["mask"][:, None, None, :].astype(bool)  # Of the tokens that are seen.
+    heads = (*tokens.shape, sizes.num_heads, sizes.width // sizes.num_heads)
+
+    def block(x: jax.Array, mask: jax.Array) -> jax.Array:
+        with hk.name_scope("attention"):
+            query, key, value = (
+                layers.linear(sizes.width, name)(x).reshape(heads)
+                for name in ("query", "key", "value")
+            )
+            y = attend("xla", query, key, value, mask).reshape(x.shape)
+            y = layers.linear(sizes.width, "projection")(y)
+        x = layers.norm("norm_1", norm_eps)(x + layers.drop(rate, y))
+        y = layers.feed_forward(x, sizes.mlp_width, approximate=False)
+        return layers.norm("norm_2", norm_eps)(x + layers.drop(rate, y))
+
+    block = hk.remat(block) if remat else block
+    for i in range(sizes.num_layers):
+        with hk.name_scope(f"block_{i}"):
+            x = block(x, mask)
+    return x
+
+
+def pool(hidden: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
+    """Pools as `bert` is asked to: [B, T, D] to [B, D]."""
+    if pooling == "cls":
+        return jnp.tanh(layers.linear(hidden.shape[-1], "pooler")(hidden[:, 0]))
+    weights = mask[:, :, None].astype(jnp.float32)  # bfloat16 counts to 256.
+    count = jnp.maximum(jnp.sum(weights, axis=1), 1)  # A row may be all padding.
+    return (jnp.sum(hidden * weights, axis=1) / count).astype(hidden.dtype)
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    """Scales each row to length 1, in float32; a row of zeros stays."""
+    x = x.astype(jnp.float32)
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def describe_classes(
+    params: hk.Params, keys: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
+    """Makes the keys of a classifier in Hugging Face's config.json, which has its like.
+
+    Raises `ConfigError` for a pooling that Hugging Face's classifiers do not compute.
+    """
+    if HEAD not in params:
+        return {}
+    pooling = keys.get("pooling", "cls")
+    if pooling != "cls":
+        raise ConfigError(
+            f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
+            "alone: transformers would load the folder and compute something else; "
+            "train with --config.model.pooling=cls, or export this run with "
+            "--format=stablehlo"
+        )
+    return {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+_LAYER, _BLOCK = "[bert.]encoder.layer.{}.", "bert/block_{}/"
+bert.family = Family(
+    model_type="bert",
+    architectures=(
+        "BertModel",
+        "BertForSequenceClassification",
+        "BertForMaskedLM",
+        "BertForPreTraining",
+        "BertForNextSentencePrediction",
+    ),
+    keywords=(
+        Keyword("vocab_size", "vocab_size", 30522),
+        Keyword("context", "max_position_embeddings", 512),
+        Keyword("width", "hidden_size", 768),
+        Keyword("num_layers", "num_hidden_layers", 12),
+        Keyword("num_heads", "num_attention_heads", 12),
+        Keyword("mlp_width", "intermediate_size", 3072),
+        Keyword("token_types", "type_vocab_size", 2),
+        Keyword("dropout", "hidden_dropout_prob", 0.1),
+        Keyword("norm_eps", "layer_norm_eps", 1e-12),
+    ),
+    fixed=lambda config: {
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    # Skipped are positions that count from 0, and the heads of pretraining.
+    rules=layer_rules(f"""
+        embedding  [bert.]embeddings.word_embeddings        bert/embed
+        embedding  [bert.]embeddings.position_embeddings    bert/positions
+        embedding  [bert.]embeddings.token_type_embeddings  bert/token_types
+        norm       [bert.]embeddings.LayerNorm              bert/norm
+        linear     {_LAYER}attention.self.query             {_BLOCK}attention/query
+        linear     {_LAYER}attention.self.key               {_BLOCK}attention/key
+        linear     {_LAYER}attention.self.value             {_BLOCK}attention/value
+        linear     {_LAYER}attention.output.dense           {_BLOCK}attention/projection
+        norm       {_LAYER}attention.output.LayerNorm       {_BLOCK}norm_1
+        linear     {_LAYER}intermediate.dense               {_BLOCK}mlp/up
+        linear     {_LAYER}output.dense                     {_BLOCK}mlp/down
+        norm       {_LAYER}output.LayerNorm                 {_BLOCK}norm_2
+        linear?    [bert.]pooler.dense                      bert/pooler
+        linear?    classifier                               bert/head
+        skip       [bert.]embeddings.position_ids
+        skip       cls.*
+    """),
+    describe_classes=describe_classes,
+)

@@ -1,0 +1,173 @@
+"""The command `haiku_template.prepare`: text to token files, in bounded memory."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from absl import flags
+
+from haiku_template.data.files import read_with
+from haiku_template.errors import ConfigError
+from haiku_text.data import documents
+from haiku_text.data.documents import TextFile, pieces
+from haiku_text.data.files import TokenWriter, check_same, write_new
+from haiku_text.data.tokenizer import FILE, Tokenizer, learn_tokenizer
+
+REPORT_SECONDS = 10  # Between lines where there is no terminal.
+BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
+BATCH = 2**19  # Characters for the tokenizer's threads at once.
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("input", None, "A text file, or a folder of them.")
+flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
+flags.DEFINE_string("output", None, "The .safetensors file to write.")
+flags.DEFINE_integer("train_vocab_size", None, "Learn so many; write --tokenizer.")
+flags.DEFINE_string("validation_output", None, "The same for tokens of held-out files.")
+flags.DEFINE_float("validation_fraction", 0.01, "Of the files to hold out.", 0.0, 1.0)
+flags.DEFINE_string("end_of_text", None, "Token after each file; else a usual one.")
+flags.mark_flags_as_required(["input", "tokenizer", "output"])
+
+
+def main() -> None:
+    """Checks the paths, gets a tokenizer, and writes the token files.
+
+    Raises:
+      ConfigError: flags, text or tokenizer do not fit; no token file was written.
+    """
+    named = (FLAGS.output, FLAGS.validation_output)
+    outputs = [Path(path).expanduser() for path in named if path]
+    source = Path(FLAGS.tokenizer).expanduser()
+    beside = outputs[0].parent / FILE
+    _check_paths(source, beside, outputs)
+    parts = _read_input({path.resolve() for path in (source, beside, *outputs)})
+    try:
+        if FLAGS.train_vocab_size is not None:
+            with _progress("learn", parts[0]) as report:
+                texts = _pieces(parts[0], report)
+                contents = learn_tokenizer(texts, FLAGS.train_vocab_size)
+            write_new(source, contents)
+        tokenizer = Tokenizer(source, end=FLAGS.end_of_text, literal=True)
+        contents = Path(tokenizer.name).read_bytes()
+        check_same(beside, contents)
+        _write(tokenizer, outputs, parts)
+        write_new(beside, contents)
+    except OSError as error:
+        where = error.filename or outputs[0].parent
+        raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
+
+
+def _write(
+    tokenizer: Tokenizer, outputs: list[Path], parts: list[list[TextFile]]
+) -> None:
+    """Writes a token file for each part, all or none."""
+    dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
+        for writer, files in zip(writers, parts, strict=True):
+            with _progress("write", files) as report:
+                write_tokens(files, tokenizer, writer, report)
+        for writer, files in zip(writers, parts, strict=True):
+            writer.publish()
+            print(
+                f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} "
+                f"files; the vocabulary has {tokenizer.size}"
+            )
+
+
+def write_tokens(
+    files: list[TextFile],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    report: Callable[[int], None],
+) -> None:
+    """Writes the tokens of all files, each with its end.
+
+    `report` is called with the number of bytes done since its last call.
+
+    Raises:
+      ConfigError: a file cannot be read, is not UTF-8, or cannot be encoded.
+    """
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    for batch in _batches(_pieces(files, report)):
+        for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
+            writer.write(ids if text else end)
+
+
+def _pieces(files: list[TextFile], report: Callable[[int], None]) -> Iterator[str]:
+    """Reads the pieces of all files, with an empty one at the end of each."""
+    for file in files:
+        for piece in pieces(file):
+            yield piece
+            report(len(piece.encode()))
+        yield ""
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch, length = [], 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
+    yield batch
+
+
+def _read_input(own: set[Path]) -> list[list[TextFile]]:
+    """Lists files to train on and to hold out; `own`, the command's, are no input."""
+    found = documents.text_files(FLAGS.input)
+    files = [f for f in found if f.path.resolve() not in own and _is_text(f)]
+    documents.check_any(files, FLAGS.input)
+    if not FLAGS.validation_output:
+        return [files]
+    if FLAGS.validation_fraction == 0:
+        words = "holds no files when --validation_fraction is 0"
+        raise ConfigError(f"--validation_output {words}; give more, or leave it out")
+    return list(documents.split_documents(files, FLAGS.validation_fraction))
+
+
+def _is_text(file: TextFile) -> bool:
+    def start(path: Path) -> bytes:
+        with path.open("rb") as f:
+            return f.read(BINARY_BYTES)
+
+    return documents.is_text(read_with(file.path, start))
+
+
+def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
+    """Raises `ConfigError` if a file would be overwritten or cannot be written."""
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
+    training = FLAGS.train_vocab_size is not None
+    for path in [*outputs, *[tokenizer, beside] * training]:
+        if path.exists():
+            raise ConfigError(f"{path} exists; remove it, or name another file")
+        if not path.parent.is_dir():
+            raise ConfigError(f"the folder {path.parent} of {path.name} does not exist")
+        if path in outputs and path.suffix != ".safetensors":
+            raise ConfigError(f"{path} must end in .safetensors, which is its format")
+
+
+@contextlib.contextmanager
+def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None]]:
+    """Shows the bytes done: a bar, or a line now and then."""
+    from rich.progress import Progress, TransferSpeedColumn
+
+    total = sum(file.path.stat().st_size for file in files)
+    bar = Progress(*Progress.get_default_columns(), TransferSpeedColumn())
+    task = bar.add_task(f"{verb} {len(files)} files", total=total)
+    bar.disable = not bar.console.is_terminal
+    begun = said = time.monotonic()
+
+    def report(count: int) -> None:
+        nonlocal said
+        bar.advance(task, count)
+        now = time.monotonic()
+        if bar.disable and now - said >= REPORT_SECONDS:
+            said, done = now, bar.tasks[0].completed
+            rate = done / (now - begun) / 1e6
+            print(f"{verb} {done / total:.0%}, {rate:.1f} MB/s", flush=True)
+
+    with bar:
+        yield report

@@ -1,0 +1,214 @@
+"""Starts a project of yours, pinned to this commit of the package.
+
+    python3 skeleton/new.py --name=my_project --dest=DIR
+
+The project is this folder with your name in it. `--vendor` puts a wheel of the package
+into it, in place of a Git URL; `--eject=loop` copies the loop and the mathematics of a
+step, to be changed. Needs the standard library alone, so that it runs before anything
+is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or the directory
+cannot be used, or there is nothing to pin, and nothing was written.
+"""
+
+import hashlib
+import importlib.machinery
+import keyword
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentError, ArgumentParser
+from pathlib import Path
+
+PACKAGE = "haiku_template"
+SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
+PACKAGES = (PACKAGE, "haiku_text")
+PACKAGED = (*PACKAGES, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+EXTRAS = "[plots]"  # Of the package, in a project.
+LOCAL = "file://localhost"
+# Modules of training/ that --eject copies; keys of the config name the copies.
+EJECT = {"loop": ("loop", "step")}
+# Files that tools and runs make.
+MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
+IGNORED = shutil.ignore_patterns(*MADE)
+# Names as they are imported and as pip spells them.
+DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
+jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
+orbax_checkpoint pip pytest pytest_timeout pytest_xdist rich ruff safetensors
+scikit_learn setuptools sklearn tensorboardx tokenizers xdist
+"""
+
+
+def check_name(name: str, root: Path) -> None:
+    """Asserts that `name` is a lower-case identifier, and not taken."""
+    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
+        given = f"--name={name} cannot be a package" if name else "--name is needed"
+        raise ArgumentError(None, f"{given}; use lower-case letters, as in my_project")
+    elsewhere = [path for path in sys.path if Path(path).resolve() != root]
+    taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
+    taken |= {"configs", "runs", "tests", "vendor"}
+    if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):
+        owner = "Python's, an installed package's or a folder of the template"
+        raise ArgumentError(None, f"--name={name} is {owner}; choose another name")
+
+
+def check_dest(dest: str, root: Path) -> Path:
+    """Resolves `dest`, which must be a new or empty directory outside `root`."""
+    path = Path(dest).expanduser().resolve()
+    if dest and not path.is_relative_to(root):
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return path
+        found = f"--dest={dest} exists and is not an empty directory"
+    else:
+        found = f"--dest={dest} is inside the template" if dest else "--dest is needed"
+    raise ArgumentError(None, f"{found}; name a new one, as in --dest=../my_project")
+
+
+def git(root: Path, *arguments: str) -> str:
+    """Runs git in `root`, and returns its output."""
+    options = {"stderr": subprocess.PIPE, "text": True}
+    try:
+        return subprocess.check_output(["git", *arguments], cwd=root, **options).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        words = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
+        found = f"git knows no commit of {root} that a project could depend on"
+        remedy = "--vendor (make new VENDOR=1) puts a wheel of it into the project"
+        raise ArgumentError(None, f"{found} ({words}); {remedy}") from error
+
+
+def commit_of(root: Path) -> str:
+    """Commit of `root`, from which no installed file may differ."""
+    commit = git(root, "rev-parse", "HEAD")
+    changed = git(root, "status", "--porcelain", "--", *PACKAGED)
+    if changed:
+        words = "has changes that no commit holds, and a project depends on a commit; "
+        words += f"commit or stash them first: {', '.join(changed.split()[1::2])}"
+        raise ArgumentError(None, f"{root} {words}")
+    return commit
+
+
+def git_requirement(root: Path) -> tuple[str, str]:
+    """Makes pip's requirement of the package at this commit; and a caution, or ""."""
+    commit, caution = commit_of(root), ""
+    branches = git(root, "branch", "-r", "--contains", commit, "--format=%(refname)")
+    if branches:
+        remote = branches.split("/")[2]
+        url = address(git(root, "config", "--get", f"remote.{remote}.url"), root)
+    else:
+        url = local(Path(git(root, "rev-parse", "--show-toplevel")))
+        caution = f"commit {commit[:12]} is on no remote of {root}, so the project is "
+        caution += "pinned to this folder: it installs on this machine alone"
+    folder = git(root, "rev-parse", "--show-prefix").rstrip("/")
+    part = f"#subdirectory={folder}" if folder else ""
+    return f"{PACKAGE}{EXTRAS} @ git+{url}@{commit}{part}", caution
+
+
+def address(url: str, root: Path) -> str:
+    """Converts a remote's URL to pip's form, without its password."""
+    if url.startswith("file:///"):
+        return url.replace("file://", LOCAL, 1)
+    if "://" in url:
+        return re.sub(r"^(https?://)[^/@]*@", r"\1", url)
+    host, colon, path = url.partition(":")
+    if colon and "/" not in host:  # user@host:path
+        return f"ssh://{host}/{path.lstrip('/')}"
+    return local((root / url).resolve())
+
+
+def local(path: Path) -> str:
+    """URL of a file with a host name, which pip 23 requires."""
+    return path.as_uri().replace("file://", LOCAL, 1)
+
+
+def vendor(root: Path, folder: Path) -> str:
+    """Builds a wheel of the package in `folder`; returns pip's requirement of it.
+
+    No index has its version, which ends in the commit or in a hash of the files.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch)
+        for name in PACKAGES:
+            shutil.copytree(root / name, source / name, ignore=IGNORED)
+        for name in PACKAGED[len(PACKAGES) :]:
+            shutil.copy(root / name, source)
+        if (root / ".git").exists():
+            local = f"g{commit_of(root)[:12]}"
+        else:
+            files = sorted(path for path in source.rglob("*") if path.is_file())
+            content = b"".join(path.read_bytes() for path in files)
+            local = f"h{hashlib.sha256(content).hexdigest()[:12]}"
+        setup = (source / "setup.cfg").read_text()
+        old = re.search(r"(?m)^version = .+$", setup)[0]
+        (source / "setup.cfg").write_text(setup.replace(old, f"{old}+{local}", 1))
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        command += [f"--wheel-dir={folder}", scratch]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        words = done.stderr.strip() or "no words"
+        raise ArgumentError(None, f"`{sys.executable} -m pip wheel` failed: {words}")
+    return f"{PACKAGE}{EXTRAS}=={old.removeprefix('version = ')}+{local}"
+
+
+def eject(root: Path, folder: Path, name: str, parts: tuple[str, ...]) -> None:
+    """Copies modules of `training` into a project, whose config names the copies."""
+    config = folder / "configs" / "first.py"
+    lines = "".join(f'    config.{part} = "{name}.{part}"\n' for part in parts)
+    config.write_text(config.read_text().replace("    return", f"{lines}    return"))
+    originals = rf"\b{PACKAGE}\.training\.({'|'.join(parts)})\b"
+    for part in parts:
+        text = (root / PACKAGE / "training" / f"{part}.py").read_text()
+        copy = folder / name / f"{part}.py"
+        copy.write_text(re.sub(originals, rf"{name}.\1", text))
+
+
+def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
+    """Makes the project at `dest`, whole or not at all; returns lines to print."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+        partial = Path(scratch, name)
+        if vendored:
+            requirement, caution = vendor(root, partial / "vendor"), ""
+        else:
+            requirement, caution = git_requirement(root)
+        ignored = shutil.ignore_patterns(*MADE, Path(__file__).name)
+        shutil.copytree(root / SKELETON, partial, ignore=ignored, dirs_exist_ok=True)
+        (partial / PLACEHOLDER).rename(partial / name)
+        for path in partial.rglob("*"):
+            if path.is_file() and path.suffix != ".whl":
+                text = path.read_text().replace(PLACEHOLDER, name)
+                path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
+        eject(root, partial, name, EJECT.get(what, ()))
+        partial.rename(dest)
+    return [f"{name} depends on {requirement}", *filter(None, [caution])]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes the project that the command line asks for; returns the exit code."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--name", default="", help="of the package, as in my_project")
+    parser.add_argument("--dest", default="", help="a new directory for the project")
+    parser.add_argument("--vendor", action="store_true", help="a wheel and no Git URL")
+    parser.add_argument("--eject", default="", help=f"copies {', '.join(EJECT)}")
+    root = Path(__file__).resolve().parents[1]
+    try:
+        values, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise ArgumentError(None, f"unexpected argument {unknown[0]}")
+        check_name(values.name, root)
+        dest = check_dest(values.dest, root)
+        if values.eject not in ("", *EJECT):
+            possible = f"possible is {', '.join(EJECT)}, or nothing"
+            raise ArgumentError(None, f"--eject={values.eject}; {possible}")
+        said = make(root, dest, values.name, values.vendor, values.eject)
+    except (ArgumentError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 64
+    first = f"  cd {shlex.quote(str(dest))}"
+    print(*said, "next:", first, "  make train", "  make test", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
