@@ -4,6 +4,7 @@ Shapes: N examples in the set, B of them in one batch over all devices and proce
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from haiku_template.data.files import check_memory
-from haiku_template.data.order import epochs
 from haiku_template.errors import ConfigError
 
 Batch = dict[str, Any]
@@ -75,6 +75,32 @@ def each_shape(dataset: Dataset) -> list[Batch]:
     """Makes a batch of each shape, the largest first: `dataset.each_shape`, if any."""
     several = getattr(dataset, "each_shape", None)
     return several() if several else [dataset.batch(0)]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(size)
+
+
+def shuffle(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Maps places through a stored permutation of `range(size)`: int64."""
+    return _permutation(size, seed)[places]
+
+
+def epochs(
+    size: int, spec: BatchSpec, step: int, permute: Callable[..., Any] = shuffle
+) -> np.ndarray:
+    """Indices of the examples in the whole batch of `step`: int64 [B].
+
+    Epochs follow without a gap: a batch may hold the end of one and the next's start.
+    """
+    start, stop = step * spec.batch_size, (step + 1) * spec.batch_size
+    parts = []
+    for epoch in range(start // size, (stop - 1) // size + 1):
+        first = epoch * size
+        places = np.arange(max(start, first), min(stop, first + size)) - first
+        parts.append(permute(places, size, (spec.seed, 0, epoch)))
+    return np.concatenate(parts)
 
 
 def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
+from haiku_template.errors import ConfigError
 from haiku_template.models.forms import is_lazy
 
 POLICIES = {
@@ -40,12 +41,11 @@ class Precision(NamedTuple):
     def create(cls, name: str, platform: str = "cpu") -> "Precision":
         """Makes `float32`, `bfloat16` or `float16` for `cpu`, `gpu` or `tpu`.
 
-        Raises:
-          ValueError: another name; the message lists these.
+        Raises `ConfigError` for another name.
         """
         if name not in POLICIES:
-            raise ValueError(
-                f"precision {name!r} is not known; possible are {', '.join(POLICIES)}"
+            raise ConfigError(
+                f"config.precision={name!r}; possible are {', '.join(POLICIES)}"
             )
         # The CPU compiler of jax 0.12.0.1 gives NaN for a bfloat16 convolution, a
         # normalization in float32 and a cast back, where it fuses them.

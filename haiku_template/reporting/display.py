@@ -22,7 +22,6 @@ from rich.text import Text
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
-from haiku_template.reporting.perf import bound_text, rate_text, speed_text
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import LOG
 
@@ -32,6 +31,15 @@ WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 ROWS = 20  # Of parameters on the screen.
 WIDTH = 120  # Columns of tables in files and pipes.
 NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
+# Parts of a step's time in the loop's thread, which add up to the whole.
+PARTS = {
+    "perf/data_seconds": "data",
+    "perf/to_devices_seconds": "host-to-device",
+    "perf/dispatch_seconds": "dispatch",
+    "perf/compute_seconds": "compute",
+    "perf/from_devices_seconds": "device-to-host",
+    "perf/other_seconds": "the loop",
+}
 
 
 class _Screen(Console):
@@ -241,6 +249,32 @@ def memory_text(devices: DeviceManager) -> str:
     size = process_bytes() if used is None else used
     where = " (host)" if used is None else ""
     return "unknown" if size is None else f"{size / 2**20:,.0f} MiB{where}"
+
+
+def bound(metrics: dict[str, float]) -> tuple[str, float]:
+    """Names the largest part of a step, and its share of the time in [0, 1]."""
+    seconds = {name: metrics[key] for key, name in PARTS.items() if key in metrics}
+    name = max(seconds, key=seconds.__getitem__)
+    return name, seconds[name] / max(sum(seconds.values()), 1e-12)
+
+
+def bound_text(metrics: dict[str, float]) -> str:
+    """`bound by compute 93%`."""
+    name, share = bound(metrics)
+    return f"bound by {name} {share:.0%}"
+
+
+def speed_text(metrics: dict[str, float]) -> str:
+    """`1,234 tokens/s`, or `1,234 examples/s`."""
+    unit = "tokens" if "perf/tokens_per_second" in metrics else "examples"
+    return f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+
+
+def rate_text(metrics: dict[str, float]) -> str:
+    """`1,234 tokens/s (31% of matmul peak)`: throughput with its MFU, if known."""
+    share = metrics.get("perf/utilisation")
+    peak = "" if share is None else f" ({share:.0%} of matmul peak)"
+    return speed_text(metrics) + peak
 
 
 def _numbers(metrics: dict[str, float], prefix: str) -> str:

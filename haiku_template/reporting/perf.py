@@ -11,16 +11,6 @@ import jax.numpy as jnp
 
 from haiku_template.devices import DeviceManager
 
-# Parts of a step's time in the loop's thread, which add up to the whole.
-PARTS = {
-    "perf/data_seconds": "data",
-    "perf/to_devices_seconds": "host-to-device",
-    "perf/dispatch_seconds": "dispatch",
-    "perf/compute_seconds": "compute",
-    "perf/from_devices_seconds": "device-to-host",
-    "perf/other_seconds": "the loop",
-}
-
 
 class Clock:
     """Measures the time between two reports, less evaluation and saving."""
@@ -68,19 +58,6 @@ class Clock:
         }
 
 
-def bound(metrics: dict[str, float]) -> tuple[str, float]:
-    """Names the largest part of a step, and its share of the time in [0, 1]."""
-    seconds = {name: metrics[key] for key, name in PARTS.items() if key in metrics}
-    name = max(seconds, key=seconds.__getitem__)
-    return name, seconds[name] / max(sum(seconds.values()), 1e-12)
-
-
-def bound_text(metrics: dict[str, float]) -> str:
-    """`bound by compute 93%`."""
-    name, share = bound(metrics)
-    return f"bound by {name} {share:.0%}"
-
-
 class Work(NamedTuple):
     """Size of one training example."""
 
@@ -104,19 +81,6 @@ def rates(
         "perf/utilisation": flops / peak if peak else 0.0,
     }
     return {name: value for name, value in metrics.items() if value}
-
-
-def speed_text(metrics: dict[str, float]) -> str:
-    """`1,234 tokens/s`, or `1,234 examples/s`."""
-    unit = "tokens" if "perf/tokens_per_second" in metrics else "examples"
-    return f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
-
-
-def rate_text(metrics: dict[str, float]) -> str:
-    """`1,234 tokens/s (31% of matmul peak)`: throughput with its MFU, if known."""
-    share = metrics.get("perf/utilisation")
-    peak = "" if share is None else f" ({share:.0%} of matmul peak)"
-    return speed_text(metrics) + peak
 
 
 ENOUGH_SECONDS = 2e-3  # A product of this length hides what starting it costs.

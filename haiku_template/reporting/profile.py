@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from haiku_template.devices import DeviceManager
-from haiku_template.reporting.perf import PARTS, Clock, bound_text
+from haiku_template.reporting.display import PARTS, bound_text
+from haiku_template.reporting.perf import Clock
 
 SHOWN_OPERATIONS = 20
 PAGE = """\

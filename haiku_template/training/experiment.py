@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,20 +11,12 @@ import optax
 from ml_collections import config_dict
 from rich.console import Console
 
+from haiku_template import finetuning as tuning
 from haiku_template.config import LOOP_KEYS, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import (
-    Finetuning,
-    Source,
-    make_finetuning,
-    open_source,
-    vocabulary_of,
-    with_sizes,
-)
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
-from haiku_template.models.precision import POLICIES
 from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import loop, step
@@ -34,8 +25,6 @@ from haiku_template.training.memory import check_budget, place_data
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
-
-logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 10_000
 
@@ -81,8 +70,8 @@ class Experiment:
     why_on_host: str = ""
     flops_per_token: Callable[..., float] | None = None
     family: Family | None = None
-    finetuning: Finetuning = Finetuning()
-    init_from: Source | None = None
+    finetuning: tuning.Finetuning = tuning.Finetuning()
+    init_from: tuning.Source | None = None
     steps: ModuleType = step  # The module: below here `step` is a field.
     init: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
@@ -103,7 +92,7 @@ class Experiment:
             raise ConfigError(
                 "data.evaluations come after data.evaluation, which is None"
             )
-        if self.init and (self.init_from or self.finetuning != Finetuning()):
+        if self.init and (self.init_from or self.finetuning != tuning.Finetuning()):
             raise ConfigError(
                 "init makes the whole first state; init_from and finetuning are for "
                 "the parameters of a model"
@@ -121,18 +110,13 @@ class Experiment:
         `memory_limit` is in bytes on each device; None asks JAX. Raises `ConfigError`
         for unknown names and keys, and values that do not fit.
         """
-        if config.precision not in POLICIES:
-            raise ConfigError(
-                f"config.precision={config.precision!r}; possible are "
-                f"{', '.join(POLICIES)}"
-            )
         task = make_task(config)
         values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
         optimizer, schedule = make_optimization(config.num_steps, **values)
         family = family_of(config.model.name)
         source = None
         if config.init_from is not None:
-            source = open_source(config.init_from, family, devices)
+            source = tuning.open_source(config.init_from, family, devices)
         data = make_data(config)
         keys = model_keys(config)
         function = resolve("model", keys.pop("name"), MODELS)
@@ -152,7 +136,7 @@ class Experiment:
             seed=config.seed,
             family=family,
             flops_per_token=flops,
-            finetuning=make_finetuning(config.init_from, **config.finetuning),
+            finetuning=tuning.make_finetuning(config.init_from, **config.finetuning),
             init_from=source,
             steps=module("step", config.step, step, "forward", "make_train_step"),
         )
@@ -182,7 +166,7 @@ def make_data(config: config_dict.ConfigDict) -> Data:
     values = config.data.to_dict()
     values.pop("placement", None)  # Not an argument of the data set.
     if "vocab_size" in values and values["vocab_size"] is None:
-        values["vocab_size"] = vocabulary_of(config.init_from)
+        values["vocab_size"] = tuning.vocabulary_of(config.init_from)
     name, data = values["name"], make("data", values, DATASETS, spec)
     if not isinstance(data, Data):
         raise ConfigError(
@@ -212,7 +196,7 @@ def family_of(model: str) -> Family | None:
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     family = family_of(config.model.name)
-    return with_sizes(config.model.to_dict(), config.init_from, family)
+    return tuning.with_sizes(config.model.to_dict(), config.init_from, family)
 
 
 def run(
@@ -233,11 +217,6 @@ def run(
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
     trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
-    if trainer.plan.frozen and config.init_from is None:
-        logger.warning(
-            "frozen parameters were never trained: config.init_from is None, so that "
-            "they come from the seed"
-        )
     if dry_run:
         budget = check_budget(trainer, memory_limit)
         Console(markup=False).print(devices.describe(), budget.table(), sep="\n")

@@ -20,12 +20,7 @@ import jmp
 import optax
 
 from haiku_template.devices import mean_over, sum_over
-from haiku_template.training.state import (
-    Recipe,
-    TrainState,
-    Variables,
-    split_seed,
-)
+from haiku_template.training.state import Recipe, TrainState, Variables, split_seed
 from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = dict[str, Any]

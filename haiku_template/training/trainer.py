@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,8 @@ from haiku_template.training.tasks import Task, as_task, facts_of
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
+
+logger = logging.getLogger(__name__)
 
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
@@ -174,6 +177,10 @@ class Trainer:
         if not self.plan.frozen:
             return {}
         if self.experiment.init_from is None:
+            logger.warning(
+                "frozen parameters were never trained: config.init_from is None, so "
+                "that they come from the seed"
+            )
             return self.devices.init(self._frozen_of_seed)
         shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
         leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec
-from haiku_template.data.order import epochs
+from haiku_template.data.dataset import Batch, BatchSpec, epochs
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.

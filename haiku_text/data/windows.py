@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, Data
+from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
 from haiku_template.data.files import given_path
-from haiku_template.data.order import epochs
 from haiku_template.errors import ConfigError
 from haiku_text.data.files import open_tokens
 from haiku_text.data.permutation import permute

@@ -11,7 +11,8 @@ import pytest
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
-from haiku_template.reporting.perf import PARTS, Clock, bound, bound_text
+from haiku_template.reporting.display import PARTS, bound, bound_text
+from haiku_template.reporting.perf import Clock
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
 

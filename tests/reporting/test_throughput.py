@@ -11,7 +11,8 @@ from ml_collections import config_dict
 from haiku_template.config import default_config
 from haiku_template.data import Data
 from haiku_template.errors import ConfigError
-from haiku_template.reporting.perf import Work, matmul_peak, rate_text, rates
+from haiku_template.reporting.display import rate_text
+from haiku_template.reporting.perf import Work, matmul_peak, rates
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, train
 from haiku_template.training.tasks import Task, as_task
