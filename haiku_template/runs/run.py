@@ -51,21 +51,23 @@ class Run:
     @functools.cached_property
     def trainer(self) -> Trainer:
         """Trainer of the run; raises `ConfigError` if it cannot be made here."""
-        if self.config is None:
-            is_function = not isinstance(self.made, Experiment)
-            made = self.made(self.devices) if is_function else self.made
-            trainer = dataclasses.replace(made, placement="host").trainer(self.devices)
+        made, more = self.made, 0
+        if self.config is not None:
+            config = self.config.copy_and_resolve_references()
+            config.data.placement = "host"
+            # Larger, so that it splits over these devices; the rest is padding.
+            parts = self.devices.num_devices * config.accumulate_steps
+            more = -config.batch_size % parts
+            config.batch_size += more
+            if self._holds_adapters:
+                config.finetuning.adapters = str(self.workdir)
+            made = Experiment.from_config(config, self.devices)
+        elif not isinstance(made, Experiment):
+            made = made(self.devices)
+        trainer = dataclasses.replace(made, placement="host").trainer(self.devices)
+        if not more:  # Other shapes have another fingerprint.
             fingerprint.warn_of_changes(self.workdir, trainer)
-            return trainer
-        config = self.config.copy_and_resolve_references()
-        config.data.placement = "host"
-        # Larger, so that it splits over these devices; the rest is padding.
-        config.batch_size += -config.batch_size % (
-            self.devices.num_devices * config.accumulate_steps
-        )
-        if self._holds_adapters:
-            config.finetuning.adapters = str(self.workdir)
-        return Experiment.from_config(config, self.devices).trainer(self.devices)
+        return trainer
 
     @functools.cached_property
     def checkpoint(self) -> tuple[int, TrainState]:

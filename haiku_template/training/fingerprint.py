@@ -80,7 +80,9 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
         return
     file, found = workdir / FILE, of(trainer)
     if workdirs.has_checkpoints(workdir) and file.exists():
-        _check(workdir, file, found)
+        advice = "Nothing was changed there: use another --workdir or restore what was "
+        advice += f"edited; to resume all the same, remove {file}"
+        _check(workdir, found, f". {advice}")
     else:
         with workdirs.usable(workdir):
             workdirs.write_json(file, found)
@@ -90,13 +92,13 @@ def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
     """Warns if a finished run's experiment is not the one that it was trained with."""
     if (workdir / FILE).exists():
         try:
-            _check(workdir, workdir / FILE, of(trainer))
+            _check(workdir, of(trainer))
         except ConfigError as error:
             logger.warning("%s", error)
 
 
-def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
-    kept = workdirs.read_json(file)
+def _check(workdir: Path, found: dict[str, str], advice: str = "") -> None:
+    kept = workdirs.read_json(workdir / FILE)
     names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
     changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
     if not changed:
@@ -115,9 +117,7 @@ def _check(workdir: Path, file: Path, found: dict[str, str]) -> None:
             "code or its data was edited since"
         )
     raise ConfigError(
-        f"the run in {workdir} computed something else ({changed}): {reason}. Nothing "
-        "was changed there: use another --workdir or restore what was edited; to "
-        f"resume all the same, remove {file}"
+        f"the run in {workdir} computed something else ({changed}): {reason}{advice}"
     )
 
 

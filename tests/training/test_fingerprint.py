@@ -14,6 +14,7 @@ from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import resnet
+from haiku_template.runs import Run
 from haiku_template.training import Experiment, experiment, fingerprint, train
 from haiku_template.training.tasks import classification
 
@@ -191,10 +192,13 @@ def get_config():
 """
 
 
-def test_an_edited_function_that_a_config_names_is_refused(tmp_path, monkeypatch):
+def test_an_edited_function_that_a_config_names_is_refused_and_evaluation_warns(
+    tmp_path, monkeypatch, caplog
+):
     import sys
 
     monkeypatch.syspath_prepend(tmp_path)
+    workdir = tmp_path / "run"
 
     def run_with(scale):
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -205,12 +209,21 @@ def test_an_edited_function_that_a_config_names_is_refused(tmp_path, monkeypatch
         importlib.invalidate_caches()
         config = importlib.import_module("edited").get_config()
         devices = DeviceManager.create("cpu", num_devices=1)
-        experiment.run(config, devices, str(tmp_path / "run"))
+        experiment.run(config, devices, str(workdir))
 
     run_with(1.5)
     run_with(1.5)
+    one, three = (DeviceManager.create("cpu", num_devices=n) for n in (1, 3))
+    assert Run.open(workdir, one).trainer and "computed" not in caplog.text
     with pytest.raises(ConfigError, match="train step"):
         run_with(2.5)
+    assert Run.open(workdir, three).trainer  # Batches of 129 have another fingerprint.
+    assert "computed" not in caplog.text
+    assert Run.open(workdir, one).trainer
+    assert caplog.messages[-1].endswith(
+        "computed something else (evaluation step, train step): its code or its data "
+        "was edited since"
+    )
     sys.modules.pop("edited", None)
 
 
