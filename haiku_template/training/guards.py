@@ -25,6 +25,7 @@ from haiku_template.errors import (
     Interrupted,
     NonFiniteError,
     PlacementError,
+    near,
 )
 from haiku_template.params import leaves_by_path
 from haiku_template.registry import IMPORTING
@@ -244,17 +245,33 @@ def early_stop(
     """
 
     def stops(rows: list[dict[str, Any]]) -> bool:
+        names = dict.fromkeys(name for row in rows for name in row)
+        if any(name.startswith("eval/") for name in names):
+            check_measured("early_stop.metric", metric, names)
         values = [row[metric] for row in rows if row.get(metric) is not None]
         if not values:
             return False
         best = values.index((min if mode == "min" else max)(values))
         return len(values) - 1 - best >= patience
 
+    stops.metric = metric
     return stops
 
 
+def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
+    """Raises `ConfigError` unless a metric that `key` asks for is among the names."""
+    if metric not in names:
+        found = ", ".join(names) or "none without data to evaluate on"
+        words = f"{key}={metric} is not measured{near(metric, names)}"
+        raise ConfigError(f"{words}; possible are {found}")
+
+
 def check_before_start(
-    trainer: Trainer, best_metric: str, memory_limit: int | None, starts: bool
+    trainer: Trainer,
+    best_metric: str,
+    memory_limit: int | None,
+    starts: bool,
+    stop_when: Any = None,
 ) -> Budget:
     """Traces a run for faults before step 0, and returns its memory budget.
 
@@ -262,7 +279,7 @@ def check_before_start(
 
     Raises:
       PlacementError: a norm is not averaged over the devices.
-      ConfigError: the run would not fit, or `best_metric` is not measured.
+      ConfigError: the run would not fit, or a metric that it needs is not measured.
     """
     if IMPORTING:
         raise ConfigError(
@@ -271,7 +288,7 @@ def check_before_start(
         )
     check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)
-    check_evaluation(trainer, best_metric)
+    check_evaluation(trainer, best_metric, stop_when)
     return budget
 
 
@@ -304,10 +321,16 @@ def check_norms(trainer: Trainer) -> None:
         )
 
 
-def check_evaluation(trainer: Trainer, best_metric: str) -> None:
-    """Traces the evaluation, and asserts that `best_metric` is one of its metrics."""
+def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
+    """Traces the evaluation; its metrics must have `best_metric`, and early stopping's.
+
+    `stop_when` is from `early_stop`, or anything without its `metric`.
+    """
     devices, dataset = trainer.devices, trainer.experiment.data.evaluation
+    early = getattr(stop_when, "metric", None)
     if dataset is None:
+        if early:
+            check_measured("early_stop.metric", early, ())
         return
     batch = pad(dataset.batch(0), padded_size(devices, dataset))
     shapes = canonical_shapes(batch)
@@ -320,8 +343,6 @@ def check_evaluation(trainer: Trainer, best_metric: str) -> None:
         return
     further = trainer.experiment.data.evaluations
     names = [*names, *(k.replace("/", f"/{s}/", 1) for s in further for k in names)]
-    if best_metric not in names:
-        raise ConfigError(
-            f"best_metric={best_metric} is not measured; possible are "
-            f"{', '.join(names)}"
-        )
+    check_measured("best_metric", best_metric, names)
+    if early and not early.startswith(("train/", "perf/")):
+        check_measured("early_stop.metric", early, names)

@@ -92,7 +92,7 @@ def train(
     directory, devices, config = Path(workdir), trainer.devices, config or {}
     workdirs.check(directory, config)  # Before anything is compiled.
     starts = not workdirs.has_checkpoints(directory)
-    budget = check_before_start(trainer, best_metric, memory_limit, starts)
+    budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config)
@@ -187,13 +187,13 @@ class _Run(NamedTuple):
         with self.report.paused():
             try:
                 metrics = self._evaluate(step, state, last)
+                early = metrics is not None and step < last and self._stops_early()
             except NonFiniteError:
                 raise
             except Exception:
                 self._save(step, state, scalars, None)
                 self.checkpoints.wait()
                 raise
-            early = metrics is not None and step < last and self._stops_early()
             stopping = self.signals.received is not None and step < last
             if early or stopping or _due(step, self.every.save, last):
                 self._save(step, state, scalars, metrics)

@@ -24,7 +24,7 @@ from haiku_template.errors import (
 )
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
+from haiku_template.training import Experiment, classification, early_stop, train
 from tests.runs import with_data, with_step
 
 RNG = np.random.default_rng(0)
@@ -505,9 +505,15 @@ def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, wor
     assert not any(tmp_path.iterdir())
 
 
-def test_a_best_metric_that_is_not_measured_is_named_before_step_0(tmp_path):
-    with pytest.raises(ConfigError, match="eval/acuracy.*eval/loss") as caught:
-        train(made(), num_steps=2, workdir=tmp_path, best_metric="eval/acuracy")
+@pytest.mark.parametrize(
+    "asked",
+    [{"best_metric": "eval/acuracy"}, {"stop_when": early_stop("eval/acuracy", 1)}],
+    ids=["best", "early stopping"],
+)
+def test_a_metric_that_is_not_measured_is_named_before_step_0(tmp_path, asked):
+    words = "acuracy is not measured; nearest is eval/accuracy; possible.*eval/loss"
+    with pytest.raises(ConfigError, match=words) as caught:
+        train(made(), num_steps=2, workdir=tmp_path, **asked)
     assert caught.value.exit_code == 64 and not any(tmp_path.iterdir())
 
 

@@ -11,6 +11,8 @@ from haiku_template.errors import ConfigError
 from haiku_template.storage.metrics import read
 from haiku_template.training import early_stop, experiment, train
 from haiku_template.training.experiment import Experiment
+from haiku_template.training.guards import check_evaluation
+from tests.runs import with_data
 
 CPU = DeviceManager.create("cpu", num_devices=1)
 
@@ -107,6 +109,19 @@ def test_early_stopping_waits_for_its_patience(values, mode, stops):
     rows = [{"step": i, "eval/x": value} for i, value in enumerate(values)]
     rows += [{"step": 9, "train/loss": 1.0}]
     assert early_stop("eval/x", 2, mode)(rows) is stops
+
+
+def test_early_stopping_by_what_is_never_measured_is_refused():
+    made = trainer()
+    check_evaluation(made, "eval/loss", early_stop("train/loss", 2))
+    rows = [{"step": 1, "train/loss": 1.0}, {"step": 1, "eval/loss": 1.0}]
+    assert not early_stop("train/los", 2)(rows[:1])  # Nothing is evaluated yet.
+    with pytest.raises(ConfigError, match="early_stop.metric=train/los is not.*loss"):
+        early_stop("train/los", 2)(rows)
+    unseen = with_data(made, evaluation=None)
+    check_evaluation(unseen, "eval/loss")
+    with pytest.raises(ConfigError, match="possible are none without data"):
+        check_evaluation(unseen, "eval/loss", early_stop("eval/loss", 2))
 
 
 def test_a_run_that_stops_early_is_saved_and_stays_stopped_when_resumed(
