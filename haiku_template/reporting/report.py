@@ -19,8 +19,10 @@ Writer = Callable[[int, dict[str, float]], None]
 class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
-    `print` and `step` are those of its `Display`. `peak` is the FLOP/s of matrix
-    products on all devices; None if not measured.
+    `print` and `step` are those of its `Display`; `restart(step)` measures throughput
+    from a step on, so that compilation does not count; after `begin`, `due(step)` tests
+    if `profile` has something to do. `peak` is the FLOP/s of matrix products on all
+    devices; None if not measured.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Report:
         self._display = Display(workdir, num_steps)
         self.print, self.step = self._display.print, self._display.step
         self._clock = Clock(devices)
+        self.restart = self._clock.start
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
         self._writers: list[tuple[str, Writer]] = []
@@ -59,6 +62,7 @@ class Report:
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
         self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
+        self.due = self._profiler.due
         self._stack.callback(self._profiler.close)
         for make in (MetricsWriter, *writers):
             name = f"writer {getattr(make, '__qualname__', make)}"
@@ -67,19 +71,11 @@ class Report:
         self.print(*self._profiler.begin(step))
         self.restart(step)
 
-    def restart(self, step: int) -> None:
-        """Measures throughput from `step` on, so that compilation does not count."""
-        self._clock.start(step)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context of evaluation and saving, which the throughput leaves out."""
         with self._clock.paused(), self._profiler.clock.paused():
             yield
-
-    def due(self, step: int) -> bool:
-        """Tests if `profile` has something to do at `step`."""
-        return self._profiler.due(step)
 
     def profile(self, step: int) -> None:
         """Starts or stops the trace at `step`, with no step in flight."""

@@ -62,16 +62,6 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     }
 
 
-def faulty_steps(
-    devices: DeviceManager, scalars: Iterable[tuple[int, Any]], *names: str
-) -> Iterator[int]:
-    """Yields the steps at which a scalar of these names is not finite."""
-    for step, values in scalars:
-        fetched = devices.fetch([values[name] for name in names if name in values])
-        if not all(math.isfinite(value) for value in fetched):
-            yield step
-
-
 def blame(devices: DeviceManager, train: Any, step: int) -> str:
     """Describes a non-finite or too large value in a step's batch; "" without one.
 
@@ -139,7 +129,7 @@ class Guards:
         """Fetches scalars; raises `NonFiniteError` if the loss is not finite."""
         values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
         if not math.isfinite(values["loss"]):
-            step = next(faulty_steps(self._devices, self._unchecked, "loss"), step)
+            step = next(self._faulty_steps("loss"), step)
             what = f"the loss of step {step} is infinite or NaN"
             raise non_finite(what, self._latest(), self._blame())
         return values
@@ -175,9 +165,16 @@ class Guards:
             what = f"the state after step {step} is infinite or NaN in {some}{more}"
             raise non_finite(what, self._latest(), self._blame())
 
+    def _faulty_steps(self, *names: str) -> Iterator[int]:
+        """Yields the unchecked steps at which a scalar of these is not finite."""
+        for step, values in self._unchecked:
+            found = [values[name] for name in names if name in values]
+            if not all(map(math.isfinite, self._devices.fetch(found))):
+                yield step
+
     def _blame(self) -> str:
         """Searches the batches since the last save for the cause."""
-        steps = faulty_steps(self._devices, self._unchecked, "loss", "grad_norm")
+        steps = self._faulty_steps("loss", "grad_norm")
         words = (blame(self._devices, self._train, step) for step in steps)
         return next(filter(None, words), "")
 

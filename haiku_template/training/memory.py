@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from haiku.data_structures import tree_bytes
 from rich.table import Table
 
 from haiku_template.data import each_shape
@@ -102,18 +103,18 @@ def memory_budget(
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
     memory = limit or host_memory()
-    if _bytes(state) > memory:
+    if tree_bytes(state) > memory:
         raise ConfigError(
-            f"the state of a run is {in_units(_bytes(state))} on each device and there "
-            f"are {in_units(memory)}; its largest arrays are {_largest(state)}; no "
-            "accumulate_steps is enough for a model of this size"
+            f"the state of a run is {in_units(tree_bytes(state))} on each device and "
+            f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; "
+            "no accumulate_steps is enough for a model of this size"
         )
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
     # On several devices the program, and so its analysis, is one device's.
     analysis = trainer.lower(largest).compile().memory_analysis()
-    share = _bytes(batch) // devices.num_devices
-    data = _bytes(trainer.abstract_staged)
+    share = tree_bytes(batch) // devices.num_devices
+    data = tree_bytes(trainer.abstract_staged)
     batches = WAITING_BATCHES + devices.steps_in_flight - 1
     waiting = share * (WAITING_BLOCKS if data else batches)
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
@@ -126,7 +127,7 @@ def memory_budget(
     process = process_bytes() if devices.platform == "cpu" else None
     kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
     return Budget(
-        **{name: _bytes(getattr(state, name)) for name in kept},
+        **{name: tree_bytes(getattr(state, name)) for name in kept},
         data=data,
         closed_over=closed_over,
         batch=share,
@@ -144,7 +145,7 @@ def memory_budget(
 
 def _largest(state: TrainState) -> str:
     """Names the largest arrays of a state, with their sizes."""
-    sizes = {path: _bytes(leaf) for path, leaf in leaves_by_path(state).items()}
+    sizes = {path: tree_bytes(leaf) for path, leaf in leaves_by_path(state).items()}
     largest = sorted(sizes.items(), key=lambda leaf: -leaf[1])[:LARGEST]
     return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
@@ -164,8 +165,8 @@ def _init_peak(trainer: Trainer) -> int:
     state = trainer.abstract
     if trainer.experiment.init_from is not None:
         # The parameters that were read exist beside the state made of them.
-        return _bytes((state.params, state.net_state)) + _bytes(state)
-    frozen = _bytes(state.frozen)
+        return tree_bytes((state.params, state.net_state)) + tree_bytes(state)
+    frozen = tree_bytes(state.frozen)
     return frozen + _peak(trainer.lower_init().compile().memory_analysis())
 
 
@@ -283,10 +284,6 @@ def parse_bytes(text: str) -> int:
             "number of bytes, and amounts such as 500MiB or 24GiB"
         )
     return size
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 PLACEMENTS = ("host", "device", "auto")

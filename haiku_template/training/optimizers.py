@@ -53,26 +53,14 @@ def make_schedule(
         warmup_steps = cut
     make = resolve("optimizer.schedule", name, SCHEDULES)
     if name not in SCHEDULES:
-        return make(
-            learning_rate=learning_rate,
-            num_steps=num_steps,
-            warmup_steps=warmup_steps,
-            final_fraction=final_fraction,
-        )
+        keys = {"learning_rate": learning_rate, "num_steps": num_steps}
+        keys |= {"warmup_steps": warmup_steps, "final_fraction": final_fraction}
+        return make(**keys)
     shape = make(learning_rate, num_steps - warmup_steps, final_fraction)
     if not warmup_steps:
         return shape
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
     return optax.join_schedules([warmup, shape], [warmup_steps])
-
-
-def _linear(rate: float, steps: int, final_fraction: float) -> Schedule:
-    return optax.linear_schedule(rate, rate * final_fraction, steps)
-
-
-def _constant(rate: float, steps: int, final_fraction: float) -> Schedule:
-    del steps, final_fraction
-    return optax.constant_schedule(rate)
 
 
 def _warmup_stable_decay(rate: float, steps: int, final_fraction: float) -> Schedule:
@@ -83,8 +71,8 @@ def _warmup_stable_decay(rate: float, steps: int, final_fraction: float) -> Sche
 
 SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
     "cosine": optax.cosine_decay_schedule,
-    "linear": _linear,
-    "constant": _constant,
+    "linear": lambda rate, steps, end: optax.linear_schedule(rate, rate * end, steps),
+    "constant": lambda rate, steps, end: optax.constant_schedule(rate),
     "wsd": _warmup_stable_decay,
 }
 
@@ -165,13 +153,9 @@ def make_optimization(
 
     Arguments and errors are those of `make_schedule` and `make_optimizer`.
     """
-    rate = make_schedule(
-        schedule,
-        learning_rate=learning_rate,
-        num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        final_fraction=final_fraction,
-    )
+    shape = {"learning_rate": learning_rate, "final_fraction": final_fraction}
+    shape |= {"num_steps": num_steps, "warmup_steps": warmup_steps}
+    rate = make_schedule(schedule, **shape)
     return make_optimizer(name, rate, **keys), rate
 
 
