@@ -17,5 +17,6 @@ from haiku_template.finetuning.source import STATE as STATE
 from haiku_template.finetuning.source import Source as Source
 from haiku_template.finetuning.source import is_folder as is_folder
 from haiku_template.finetuning.source import open_source as open_source
+from haiku_template.finetuning.source import trains_a_part as trains_a_part
 from haiku_template.finetuning.source import vocabulary_of as vocabulary_of
 from haiku_template.finetuning.source import with_sizes as with_sizes

@@ -75,6 +75,11 @@ def open_source(
     return of_files
 
 
+def trains_a_part(finetuning: Any) -> bool:
+    """Tests if `config.finetuning` trains a part of the model, or adapters of it."""
+    return bool(finetuning.train) or finetuning.lora.rank is not None
+
+
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
     """Opens a run's best checkpoint, or its latest: the averages if there are any."""
     saved = load(workdir / CONFIG)
@@ -82,7 +87,7 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         raise ConfigError(
             f"the run in {workdir} was made by a script, without a config"
         )
-    if saved.finetuning.train or saved.finetuning.lora.rank is not None:
+    if trains_a_part(saved.finetuning):
         raise ConfigError(
             f"config.init_from={workdir} is a run that trained a part of its model, "
             "and holds no more than that; export it with --format=safetensors and "

@@ -5,9 +5,11 @@ import numpy as np
 import optax
 import pytest
 
+from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import trains_a_part
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import mlp
@@ -29,6 +31,22 @@ MODEL = mlp(3, width=WIDTH)
 HEAD = ("mlp/~/linear_2/*",)
 LORA = Finetuning(lora=Lora(rank=4, alpha=8.0))
 BOTH = Finetuning(train=HEAD, lora=Lora(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "a_part"),
+    [
+        ("train", (), False),
+        ("train", HEAD, True),
+        ("lora.rank", 4, True),
+        ("lora.rank", 0, True),
+        ("fresh", HEAD, False),
+    ],
+)
+def test_a_config_says_if_only_a_part_of_the_model_trains(key, value, a_part):
+    finetuning = default_config().finetuning
+    finetuning.update_from_flattened_dict({key: value})
+    assert trains_a_part(finetuning) is a_part
 
 
 def made(devices, tuning=LORA, **options):
