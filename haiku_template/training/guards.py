@@ -1,5 +1,6 @@
 """Guards of a run: checks before step 0, non-finite numbers, signals to stop."""
 
+import logging
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_template.data import ArrayDataset
 from haiku_template.devices import (
     DeviceManager,
     canonical_shapes,
@@ -32,6 +34,8 @@ from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import pad, padded_size, summarize
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 # Beyond it a square, as in Adam's second moment, overflows float32.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
@@ -282,6 +286,13 @@ def check_before_start(
         raise ConfigError(
             f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
             "if __name__ == '__main__':"
+        )
+    train, size = trainer.experiment.data.train, trainer.batch_size
+    if isinstance(train, ArrayDataset) and len(train.inputs) < size:
+        logger.warning(
+            "a batch has %d examples and the training set %d, so that some are in a "
+            "batch several times; give a batch_size of %d or less",
+            *(size, len(train.inputs), len(train.inputs)),
         )
     check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)

@@ -25,6 +25,7 @@ from haiku_template.errors import (
 from haiku_template.models import mlp, resnet
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, early_stop, train
+from haiku_template.training.guards import check_before_start
 from tests.runs import with_data, with_step
 
 RNG = np.random.default_rng(0)
@@ -336,6 +337,14 @@ def test_a_fault_in_evaluation_costs_no_step(tmp_path):
     train(evaluated_on(HeldOut()), num_steps=4, workdir=tmp_path / "a")
     train(evaluated_on(HeldOut()), num_steps=4, workdir=tmp_path / "b")
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+
+
+@pytest.mark.parametrize(("batch_size", "said"), [(51, True), (50, False)])
+def test_a_batch_larger_than_the_training_set_is_warned_of(batch_size, said, caplog):
+    data = ArrayDataset(INPUTS, LABELS, BatchSpec(batch_size))
+    check_before_start(with_data(made(), train=data), "eval/loss", None, starts=False)
+    words = "a batch has 51 examples and the training set 50, so that some are in a"
+    assert (words in caplog.text) is said
 
 
 def test_evaluation_is_traced_before_step_0(tmp_path):
