@@ -94,8 +94,12 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show(self._bar.stop)
+        self.stop()
         self._file.close()
+
+    def stop(self) -> None:
+        """Draws the bar for the last time; what is printed then is below it."""
+        self._show(self._bar.stop)
 
     def print(self, *things: Any) -> None:
         """Prints texts and tables; of a pair one is for the screen, one for the log."""

@@ -98,6 +98,7 @@ class Report:
 
     def finish(self, step: int) -> dict[str, float]:
         """Draws report.png and prints its path; returns the last metrics."""
+        self._display.stop()
         shown = self._workdir
         with dispensable(self._workdir / REPORT):
             shown = plots.write(self._workdir) or self._workdir

@@ -2,12 +2,13 @@
 
 import io
 import re
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from haiku_template.reporting import display, plots
+from haiku_template.reporting import Report, Work, display, plots
 
 METRICS = {
     "train/loss": 0.0009687,
@@ -40,6 +41,21 @@ def test_eighty_columns_show_the_bar_and_what_bounds_the_run(tmp_path, step):
         "12,406 MiB (host)",
     ):
         assert words in text, text
+
+
+def test_the_bar_is_not_drawn_again_below_the_last_line(
+    tmp_path, monkeypatch, one_device
+):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    sizes = {"num_steps": 3, "batch_size": 1, "work": Work()}
+    with Report(tmp_path, one_device, **sizes) as report:
+        report.step(3)
+        report.finish(3)
+    drawn = terminal.getvalue()
+    assert 0 < drawn.rindex("━") < drawn.rindex("done      step 3")
 
 
 def gpt(num_blocks):
