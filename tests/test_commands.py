@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -613,3 +614,11 @@ def test_help_answers_without_starting_jax():
     )
     assert "--simulate_devices" in begun.stdout and "Exit codes" in begun.stdout
     assert "jax" not in begun.stderr.replace("no jax", "")
+
+
+def test_the_package_lists_its_commands_without_importing_jax():
+    begun = run_command("__main__", PYTHONPROFILEIMPORTTIME="1")
+    assert re.findall(r"(?m)^python -m haiku_template\.(\w+) +[A-Z]", begun.stdout) == [
+        *("evaluate", "export", "generate", "predict", "prepare", "train", "doctor")
+    ]
+    assert "jax" not in begun.stderr
