@@ -319,7 +319,7 @@ def check_norms(trainer: Trainer) -> None:
         return call(*args, **kwargs)
 
     with hk.intercept_methods(look):
-        trainer.trace_init()
+        devices.abstract(trainer.functions(devices.axis_name).init, {})
     if alone:
         raise PlacementError(
             f"{', '.join(alone[:3])} would keep statistics of its own on each of the "

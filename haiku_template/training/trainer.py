@@ -266,10 +266,6 @@ class Trainer:
             self.abstract.without_frozen(), self.abstract.frozen, *more
         )
 
-    def trace_init(self) -> None:
-        """Traces the making of the first state, for interceptors to see."""
-        self.devices.abstract(self._init, {})
-
     def lower_init(self) -> Any:
         """Lowers the function that makes the first state from the seed."""
         return self.devices.lower_init(functools.partial(self._init, {}))
