@@ -40,7 +40,7 @@ def get_config() -> config_dict.ConfigDict:
     config.task = {
         "name": "language_model",
         "bytes_per_token": placeholder(float),
-        "chunk": 256,  # Tokens whose logits are in memory at a time.
+        "chunk": placeholder(int),  # Tokens whose logits are in memory at a time.
     }
     config.data = {
         "name": "jsonl",

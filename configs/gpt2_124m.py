@@ -34,7 +34,7 @@ def get_config() -> config_dict.ConfigDict:
     config.task = {
         "name": "language_model",
         "bytes_per_token": placeholder(float),
-        "chunk": 256,
+        "chunk": placeholder(int),  # Logits of about 8,192 tokens exist at a time.
     }
     config.data = {
         "name": "tokens",

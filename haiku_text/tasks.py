@@ -32,8 +32,8 @@ def token_values(
       outputs: logits [B, T, V], or `LazyLogits` of them.
       batch: `labels`, int [B, T], each in [0, V); and perhaps `loss_mask`, bool [B, T],
         with the tokens that count.
-      chunk: tokens of an example whose lazy logits exist at a time, computed again in
-        the backward pass; None means all.
+      chunk: tokens of an example whose lazy logits exist at a time, at most; None
+        means about 8,192 tokens of the batch.
       bytes_per_token: bytes of text behind a token; None reports no `bits_per_byte`.
 
     Raises:

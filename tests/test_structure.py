@@ -52,7 +52,7 @@ ANNEXES = {"doctor", "finetuning", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
 # Of the package without the doctor, of the doctor, of the language models, and of the
 # hour. Who adds a capability says in the commit what it is and what it costs.
-BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_000, 2_400, 2_650, 1_400
+BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_000, 2_400, 2_690, 1_400
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",

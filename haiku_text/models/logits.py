@@ -1,6 +1,6 @@
-"""Lazy logits, which a loss may multiply out a part at a time.
+"""Lazy logits, and their cross-entropy a tile of tokens at a time.
 
-Shapes: B examples, T tokens, D width, V vocabulary.
+Shapes: B examples, T tokens, D width, V vocabulary; N tiles of R tokens each.
 """
 
 import functools
@@ -9,6 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+
+TILE = 8192  # Tokens of a tile, or more: of fewer a GPU multiplies slowly.
+COLUMNS = 128  # Of logits, for the same reason: a multiple, if the vocabulary is LARGE.
+LARGE = 1024
 
 
 class LazyLogits(NamedTuple):
@@ -35,33 +39,25 @@ def token_losses(
 ) -> jax.Array:
     """Cross-entropy of each token in nats: float32 [B, T].
 
-    At most `chunk` tokens of an example have their lazy logits at a time, computed
-    again in the backward pass; None means all.
+    Lazy logits are in the compute dtype, and in memory for a tile of tokens at a time:
+    at most `chunk` of each example, or with None about `TILE` of all.
     """
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     if not isinstance(outputs, LazyLogits):
-        return cross_entropy(outputs.astype(jnp.float32), labels)
-    size, num_tokens = labels.shape
-    if chunk is None or chunk >= num_tokens:
-        return cross_entropy(outputs.multiply_out(), labels)
-    # The embedding's gradients are added up over the chunks in float32.
-    embedding = outputs.embedding.astype(jnp.float32)
-
-    def part(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden, labels = inputs
-        logits = LazyLogits(hidden, embedding.astype(hidden.dtype)).multiply_out()
-        return cross_entropy(logits, labels)
+        logits = outputs.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    size, rows = len(outputs.embedding), labels.size
+    tiles = max(rows // TILE, 1) if chunk is None else -(-labels.shape[1] // chunk)
 
     def split(x: jax.Array) -> jax.Array:
-        """Splits [B, T, ...] to [chunks, B, chunk, ...], padded with zeros."""
-        padding = [(0, 0), (0, -num_tokens % chunk), *[(0, 0)] * (x.ndim - 2)]
-        parts = jnp.pad(x, padding).reshape(size, -1, chunk, *x.shape[2:])
-        return jnp.moveaxis(parts, 1, 0)
+        """Splits [B, T, ...] to [N, R, ...], filled up with zeros."""
+        x = x.reshape(rows, *x.shape[2:])
+        x = jnp.pad(x, [(0, -rows % tiles), *[(0, 0)] * (x.ndim - 1)])
+        return x.reshape(tiles, -1, *x.shape[1:])
 
-    # The backward pass keeps only a chunk's inputs.
-    part = jax.checkpoint(part, prevent_cse=False)
-    losses = jax.lax.map(part, (split(outputs.hidden), split(labels)))
-    return jnp.moveaxis(losses, 0, 1).reshape(size, -1)[:, :num_tokens]
+    columns = -size % COLUMNS if size > LARGE else 0
+    embedding = jnp.pad(outputs.embedding, [(0, columns), (0, 0)])
+    losses = _losses(size, split(outputs.hidden), embedding, split(labels))
+    return losses.reshape(-1)[:rows].reshape(labels.shape)
 
 
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -85,3 +81,57 @@ def _backward(
 
 
 _product.defvjp(lambda *factors: (_product(*factors), factors), _backward)
+
+
+def _logits(size: int, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+    """Logits [R, V] of a tile, rounded to the compute dtype; -inf from `size` on."""
+    logits = jnp.einsum("rd,vd->rv", hidden, embedding)
+    known = jnp.arange(len(embedding)) < size
+    return jnp.where(known, logits, -jnp.inf).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(
+    size: int, hidden: jax.Array, embedding: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """Losses [N, R] of tiles [N, R, D], in a vocabulary of `size`."""
+    return _losses_forward(size, hidden, embedding, labels)[0]
+
+
+def _losses_forward(
+    size: int, hidden: jax.Array, embedding: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def part(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits, labels = _logits(size, tile[0], embedding), tile[1]
+        log_sums = jax.nn.logsumexp(logits, axis=1)
+        # A label that the vocabulary lacks has no place, and gives NaN.
+        places = jnp.where((labels >= 0) & (labels < size), labels, len(embedding))
+        found = jnp.take_along_axis(logits, places[:, None], axis=1, mode="fill")
+        return log_sums - found[:, 0], log_sums
+
+    losses, log_sums = jax.lax.map(part, (hidden, labels))
+    return losses, (hidden, embedding, labels, log_sums)
+
+
+def _losses_backward(
+    size: int, kept: tuple[jax.Array, ...], grads: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    hidden, embedding, labels, log_sums = kept
+
+    def part(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        hidden, labels, log_sums, grads = tile
+        # The compiler finds these logits computed if there is one tile.
+        shares = jnp.exp(_logits(size, hidden, embedding) - log_sums[:, None])
+        ones = jnp.arange(len(embedding)) == labels[:, None]
+        slopes = ((shares - ones) * grads[:, None]).astype(hidden.dtype)
+        for_hidden = _einsum("rv,vd->rd", slopes, embedding).astype(hidden.dtype)
+        return total + _einsum("rv,rd->vd", slopes, hidden), for_hidden
+
+    # The embedding's gradients are added up over the tiles in float32.
+    total = jnp.zeros(embedding.shape, jnp.float32)
+    tiles = hidden, labels, log_sums, grads
+    total, for_hidden = jax.lax.scan(part, total, tiles)
+    return for_hidden, total.astype(embedding.dtype), None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
