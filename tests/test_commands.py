@@ -239,6 +239,13 @@ def test_a_gpu_that_cannot_be_used_is_refused_at_once_with_the_cause(
     assert not (tmp_path / "run").exists()
 
 
+def test_targets_are_listed_and_are_for_a_dry_run_alone(tmp_path):
+    listed = run_command("train", "--target=list")
+    assert listed.returncode == 0 and "h100       NVIDIA H100" in listed.stdout
+    done = train(tmp_path / "run", "--target=h100x8")
+    assert_refused(done, 64, "--target=h100x8", "not here", "--dry_run")
+
+
 @pytest.mark.slow
 def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
     """And a misspelled variable is warned of, on the CPU too."""

@@ -24,6 +24,7 @@ class DeviceManager(NamedTuple):
     devices: tuple[jax.Device, ...]
     reason: str  # For these devices, in one sentence.
     ledger: Ledger  # Adds up bytes and seconds of what is done with them.
+    memory: int | None = None  # Of each GPU that is compiled for, and not here.
 
     @classmethod
     def create(
@@ -204,6 +205,8 @@ class DeviceManager(NamedTuple):
 
     def memory_limit(self) -> int | None:
         """Smallest number of bytes left on a device; None where JAX cannot tell."""
+        if self.memory is not None:
+            return self.memory
         stats = [device.memory_stats() for device in self.devices]
         left = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
         return min(left, default=None)

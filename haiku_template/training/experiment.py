@@ -9,7 +9,6 @@ from typing import Any
 
 import optax
 from ml_collections import config_dict
-from rich.console import Console
 
 from haiku_template import finetuning as tuning
 from haiku_template.config import LOOP_KEYS, default_config, to_dict
@@ -21,7 +20,7 @@ from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import loop, step
 from haiku_template.training.guards import early_stop
-from haiku_template.training.memory import check_budget, place_data
+from haiku_template.training.memory import place_data, print_budget
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
@@ -218,9 +217,7 @@ def run(
     check_workdir(Path(workdir), saved)
     trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
     if dry_run:
-        budget = check_budget(trainer, memory_limit)
-        Console(markup=False).print(devices.describe(), budget.table(), sep="\n")
-        return
+        return print_budget(trainer, memory_limit)
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
     how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)

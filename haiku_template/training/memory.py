@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from haiku.data_structures import tree_bytes
+from rich.console import Console
 from rich.table import Table
 
 from haiku_template.data import each_shape
 from haiku_template.data.files import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager, canonical_shapes, describe
+from haiku_template.devices.program import describe_program, read_program
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.params import leaves_by_path
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 LARGEST = 3
+MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -46,8 +49,10 @@ class Budget(NamedTuple):
       batch: one device's share of a batch, or of the row numbers of many.
       waiting: batches that are prefetched, or belong to other steps in flight.
       temporaries: of the step, such as activations and gradients.
+      outside: of a target, workspaces beside XLA's plan, and `MARGIN`.
       step_peak: state, batch, temporaries, code, and outputs that reuse no memory.
       init_peak: of making the first state; 0 for a run that resumes.
+      evaluation_peak: of a target, state, batch and temporaries of an evaluation.
       matmul: of measuring the devices, before there is a state.
       peak: the largest of these, the step's with the waiting batches.
       limit: bytes available; None where JAX cannot tell.
@@ -65,8 +70,10 @@ class Budget(NamedTuple):
     batch: int
     waiting: int
     temporaries: int
+    outside: int
     step_peak: int
     init_peak: int
+    evaluation_peak: int
     matmul: int
     peak: int
     limit: int | None
@@ -75,7 +82,8 @@ class Budget(NamedTuple):
 
     def table(self) -> Table:
         """Tabulates the budget, one row for each part."""
-        made = table("Memory on each device", "what", "bytes")
+        about = ", about" * bool(self.outside)
+        made = table(f"Memory on each device{about}", "what", "bytes")
         for name, size in self._asdict().items():
             if name not in ("limit", "process", "host") and (size or name == "params"):
                 made.add_row(name.replace("_", " "), f"{size:,}")
@@ -112,18 +120,23 @@ def memory_budget(
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
     # On several devices the program, and so its analysis, is one device's.
-    analysis = trainer.lower(largest).compile().memory_analysis()
+    compiled = trainer.lower(largest).compile()
+    analysis, outside, evaluation = compiled.memory_analysis(), 0, 0
+    if devices.memory is not None:
+        workspace = read_program(compiled.as_text()).workspace
+        outside = workspace + int(MARGIN * analysis.temp_size_in_bytes)
+        evaluation = _evaluation_peak(trainer) if starts else 0
     share = tree_bytes(batch) // devices.num_devices
     data = tree_bytes(trainer.abstract_staged)
     batches = WAITING_BATCHES + devices.steps_in_flight - 1
     waiting = share * (WAITING_BLOCKS if data else batches)
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
-    step_peak = _peak(analysis, closed_over)
+    step_peak = _peak(analysis, closed_over) + outside
     init_peak = _init_peak(trainer) if starts else 0
     matmul = 0
     if trainer.work.flops:
         matmul = matmul_bytes(devices, trainer.precision.policy.compute_dtype, limit)
-    peak = max(step_peak + waiting, init_peak, matmul)
+    peak = max(step_peak + waiting, init_peak, evaluation, matmul)
     process = process_bytes() if devices.platform == "cpu" else None
     kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
     return Budget(
@@ -133,8 +146,10 @@ def memory_budget(
         batch=share,
         waiting=waiting,
         temporaries=analysis.temp_size_in_bytes,
+        outside=outside,
         step_peak=step_peak,
         init_peak=init_peak,
+        evaluation_peak=evaluation,
         matmul=matmul,
         peak=peak,
         limit=limit,
@@ -168,6 +183,14 @@ def _init_peak(trainer: Trainer) -> int:
         return tree_bytes((state.params, state.net_state)) + tree_bytes(state)
     frozen = tree_bytes(state.frozen)
     return frozen + _peak(trainer.lower_init().compile().memory_analysis())
+
+
+def _evaluation_peak(trainer: Trainer) -> int:
+    lowered, state = trainer.lower_evaluation(), trainer.abstract
+    if lowered is None:
+        return 0
+    kept = tree_bytes(state) - tree_bytes((state.variables(), state.frozen))
+    return kept + _peak(lowered.compile().memory_analysis())
 
 
 def _closed_over(trainer: Trainer) -> list[Any]:
@@ -231,6 +254,30 @@ def check_budget(
     )
 
 
+def print_budget(trainer: Trainer, limit: int | None = None) -> None:
+    """Prints the budget, or raises as `check_budget`; of a target its program, too."""
+    devices, budget = trainer.devices, check_budget(trainer, limit)
+    parts = [devices.describe(), budget.table()]
+    if devices.memory is not None:
+        parts.append(_program_table(trainer))
+    Console(markup=False).print(*parts, sep="\n")
+
+
+def _program_table(trainer: Trainer) -> Table:
+    """Tabulates what the compiled train step holds."""
+    compiled = trainer.lower(trainer.shapes()[0]).compile()
+    rows = describe_program(read_program(compiled.as_text()))
+    size = tree_bytes(trainer.abstract.without_frozen())
+    donated = compiled.memory_analysis().alias_size_in_bytes
+    part = f"{in_units(donated)} of {in_units(size)} are donated"
+    rows["state"] = "donated whole" if donated >= size else part
+    made = table("Train step", "what", "found")
+    made.columns[1].no_wrap = False
+    for row in rows.items():
+        made.add_row(*row)
+    return made
+
+
 def _suggestion(trainer: Trainer, budget: Budget) -> str:
     share = trainer.batch_size // trainer.devices.num_devices
     now = trainer.experiment.accumulate_steps
@@ -242,15 +289,16 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
     if kept > budget.limit:  # Compiling takes minutes, and would not find a way.
         size = in_units(kept)
         return f"{none} {size} are what the run keeps, its state, data and batches"
-    if budget.init_peak > budget.limit:
-        size = in_units(budget.init_peak)
-        return f"{none} {size} are what making the first state needs"
+    fixed = max(budget.init_peak, budget.evaluation_peak)
+    if fixed > budget.limit:
+        what = "evaluation" if fixed > budget.init_peak else "making the first state"
+        return f"{none} {in_units(fixed)} are what {what} needs"
     least = budget.peak
     for parts in possible:
         smaller = dataclasses.replace(trainer.experiment, accumulate_steps=parts)
         parted = smaller.trainer(trainer.devices)
         peak = memory_budget(parted, budget.limit, starts=False).peak
-        peak = max(peak, budget.init_peak)
+        peak = max(peak, fixed)
         if peak <= budget.limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "

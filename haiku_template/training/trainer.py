@@ -28,6 +28,7 @@ from haiku_template.training.evaluation import (
     add_up,
     make_eval_step,
     make_predict_step,
+    pad,
     padded_size,
     placed_inputs,
     summarize,
@@ -265,6 +266,15 @@ class Trainer:
         return self._step.lower(
             self.abstract.without_frozen(), self.abstract.frozen, *more
         )
+
+    def lower_evaluation(self) -> Any:
+        """Lowers the evaluation of a batch; None without an evaluation set."""
+        dataset, state = self.experiment.data.evaluation, self.abstract
+        if dataset is None:
+            return None
+        batch = pad(dataset.batch(0), padded_size(self.devices, dataset))
+        shapes = self.devices.abstract_batch(batch)
+        return self._eval_step.lower(state.variables(), state.frozen, shapes)
 
     def lower_init(self) -> Any:
         """Lowers the function that makes the first state from the seed."""

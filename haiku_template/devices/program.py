@@ -1,0 +1,198 @@
+"""What a program compiled for GPUs holds, read from its optimized HLO."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+SHAPE = re.compile(r"(pred|[a-z]+\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
+TARGET = re.compile(r'custom_call_target="([^"]+)"')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+FORWARD, BACKWARD = "__cudnn$fmha", "Backward"
+GEMM = ("__cublas", "__cudnn$conv")
+# They start no kernel.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+FREE |= {"all-reduce-done", "copy-done", "partition-id", "replica-id"}
+CALLS = re.compile(r"(?:calls|body|to_apply)=%([\w.\-]+)")
+TO_HOST = {"infeed", "outfeed", "send", "recv", "send-done", "recv-done"}
+
+
+class Instruction(NamedTuple):
+    """Line of a computation."""
+
+    name: str
+    shapes: tuple[tuple[str, int], ...]  # Dtype and number of elements of each result.
+    op: str
+    operands: tuple[str, ...]
+    line: str
+
+    @property
+    def target(self) -> str:
+        """Function of a custom call; "" for others."""
+        found = TARGET.search(self.line)
+        return found[1] if found else ""
+
+
+class Program(NamedTuple):
+    """Facts of a compiled step.
+
+    Attributes:
+      attention: calls of cuDNN's fused attention, forward and backward.
+      products: number of matrix products and convolutions, by `bf16 x bf16 to f32`.
+      all_reduces: bytes of each all-reduce.
+      overlapped: number of these with a product or attention between start and done.
+      host_copies: number of transfers to or from the host.
+      launches: about the number of kernels that a step starts.
+      workspace: bytes that attention's backward pass takes beside XLA's plan.
+    """
+
+    attention: tuple[int, int]
+    products: dict[str, int]
+    all_reduces: tuple[int, ...]
+    overlapped: int
+    host_copies: int
+    launches: int
+    workspace: int
+
+
+def describe_program(program: Program) -> dict[str, str]:
+    """Describes a program's facts in words, by what they are of."""
+    forward, backward = program.attention
+    calls = f"cuDNN: {forward} calls forward, {backward} backward"
+    products = [f"{n} of {dtypes}" for dtypes, n in program.products.items()]
+    reduces = f"{len(program.all_reduces)} of {sum(program.all_reduces):,} bytes; "
+    reduces += f"{program.overlapped} run beside a product or attention"
+    return {
+        "attention": calls if forward else "no call of cuDNN's",
+        "products": ", ".join(products) or "none",
+        "all-reduces": reduces if program.all_reduces else "none",
+        "host transfers": str(program.host_copies),
+        "kernels": f"about {program.launches:,} for each step",
+    }
+
+
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Parses optimized HLO: the instructions of each computation, the entry's name."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, name = "", ""
+    for line in text.split("\n"):
+        if header := COMPUTATION.match(line):
+            name = header[2]
+            computations[name] = []
+            entry = name if header[1] else entry
+        elif (found := INSTRUCTION.match(line)) and name:
+            arguments = found[4].split("), ")[0]
+            computations[name].append(
+                Instruction(
+                    found[1],
+                    tuple(_sizes(found[2])),
+                    found[3],
+                    tuple(re.findall(r"%([\w.\-]+)", arguments)),
+                    line,
+                )
+            )
+    return computations, entry
+
+
+def _sizes(text: str) -> Iterator[tuple[str, int]]:
+    for dtype, dimensions in SHAPE.findall(text):
+        yield dtype, math.prod(map(int, filter(None, dimensions.split(","))))
+
+
+def read_program(text: str) -> Program:
+    """Reads the facts of a program from its optimized HLO, in the order of its run."""
+    computations, entry = parse(text)
+    products: collections.Counter[str] = collections.Counter()
+    attention = [0, 0]
+    reduces: list[int] = []
+    overlapped = host = launches = workspace = 0
+    for times, body in _run(computations, entry, 1):
+        dtypes = {i.name: i.shapes[0][0] if i.shapes else "" for i in body}
+        open_since: dict[str, bool] = {}
+        for instruction in body:
+            launches += times * (instruction.op not in FREE | {"while", "call"})
+            host += times * (instruction.op in TO_HOST)
+            inner = _inside(computations, instruction)
+            gemms = [i for i in inner if _is_product(i)]
+            fused = instruction.target.startswith(FORWARD)
+            if fused:
+                attention[BACKWARD in instruction.target] += times
+            if BACKWARD in instruction.target:
+                workspace = max(workspace, _workspace(instruction, body))
+            for product in gemms:
+                # A fusion's product has its operands in the fusion.
+                known = dtypes | {i.name: i.shapes[0][0] for i in inner if i.shapes}
+                products[_dtypes(product, known)] += times
+            if gemms or fused:
+                open_since = dict.fromkeys(open_since, True)
+            if instruction.op in ("all-reduce-start", "all-reduce"):
+                reduces += [_bytes(instruction)] * times
+            if instruction.op == "all-reduce-start":
+                open_since[instruction.name] = False
+            if instruction.op == "all-reduce-done":
+                overlapped += times * open_since.pop(instruction.operands[0], False)
+    where = dict(products.most_common())
+    counts = overlapped, host, launches, workspace
+    return Program(tuple(attention), where, tuple(reduces), *counts)
+
+
+def _workspace(call: Instruction, body: list[Instruction]) -> int:
+    """Workspace of cuDNN's backward pass, where its plan is not built.
+
+    4 B H T C + 4 B H T + 256 bytes, fitted to one plan that was: of 8 x 12 x 1,024 x 64
+    on an H100.
+    """
+    if call.shapes[-1][1]:
+        return 0  # XLA's plan has it.
+    sizes = {i.name: i.shapes[0] for i in body if i.shapes}
+    found = (sizes.get(name, ("", 0)) for name in call.operands)
+    sums = next((size for dtype, size in found if dtype == "f32"), 0)
+    return 4 * call.shapes[0][1] + 4 * sums + 256
+
+
+def _run(
+    computations: dict[str, list[Instruction]], name: str, times: int
+) -> Iterator[tuple[int, list[Instruction]]]:
+    """Yields each computation that runs by itself, and how often: bodies of loops."""
+    body = computations[name]
+    yield times, body
+    for instruction in body:
+        if instruction.op in ("while", "call", "conditional"):
+            trips = TRIPS.search(instruction.line)
+            for inner in CALLS.findall(instruction.line):
+                often = times * int(trips[1] if trips else 1)
+                yield from _run(computations, inner, often)
+
+
+def _inside(
+    computations: dict[str, list[Instruction]], instruction: Instruction
+) -> list[Instruction]:
+    """Instructions of a fusion, or the instruction itself."""
+    if instruction.op != "fusion":
+        return [instruction]
+    found = CALLS.search(instruction.line)
+    return computations.get(found[1], []) if found else []
+
+
+def _is_product(instruction: Instruction) -> bool:
+    return instruction.op in ("dot", "convolution") or instruction.target.startswith(
+        GEMM
+    )
+
+
+def _dtypes(product: Instruction, known: dict[str, str]) -> str:
+    first, second = (known.get(name, "?") for name in product.operands[:2])
+    return f"{first} x {second} to {product.shapes[0][0]}"
+
+
+def _bytes(instruction: Instruction) -> int:
+    # A start of several arrays has its operands among its results in some versions.
+    return sum(_width(dtype) * size for dtype, size in instruction.shapes)
+
+
+def _width(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1

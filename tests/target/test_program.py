@@ -1,0 +1,152 @@
+"""The train step as it is compiled for H100s that are not here.
+
+Tried by hand, each fails with: `attention="xla"` in the config (attention),
+`donate_argnums=()` in `Trainer` (donation), the hidden layer of a block's MLP cast to
+float32 (products).
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from haiku.data_structures import tree_bytes
+from safetensors.numpy import save_file
+
+from configs import digits_resnet, gpt2_124m
+from haiku_template.devices.program import parse, read_program
+from haiku_template.devices.targets import CARDS, target_devices
+from haiku_template.errors import ConfigError
+from haiku_template.training import Experiment
+from haiku_template.training.memory import check_budget, memory_budget
+
+pytestmark = pytest.mark.target
+GIB = 2**30
+
+
+@dataclasses.dataclass
+class Compiled:
+    trainer: object
+    budget: object
+    text: str
+    donated: int
+
+    @property
+    def program(self):
+        return read_program(self.text)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "tokens.safetensors"
+    save_file({"tokens": np.zeros(2_000_000, np.uint16)}, path)
+    return str(path)
+
+
+def gpt2(tokens, **changes):
+    config = gpt2_124m.get_config()
+    config.data.path, config.data.validation_fraction = tokens, 0.1
+    config.data.eval_windows = 64
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def compiled(config, target):
+    devices = target_devices(target)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    budget = memory_budget(trainer)
+    made = trainer.lower(trainer.shapes()[0]).compile()
+    donated = made.memory_analysis().alias_size_in_bytes
+    return Compiled(trainer, budget, made.as_text(), donated)
+
+
+@pytest.fixture(scope="session")
+def one_gpt(tokens):
+    changes = {"batch_size": 8, "accumulate_steps": 1}
+    return compiled(gpt2(tokens, **changes), "h100")
+
+
+@pytest.fixture(scope="session")
+def eight_gpts(tokens):
+    return compiled(gpt2(tokens), "h100x8")
+
+
+@pytest.fixture(params=["one_gpt", "eight_gpts"])
+def gpt(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_attention_is_cudnns_in_each_layer_forward_and_backward(gpt):
+    layers = 12 * gpt.trainer.experiment.accumulate_steps
+    assert gpt.program.attention == (layers, layers)
+    computations, _ = parse(gpt.text)
+    calls = {i.target for body in computations.values() for i in body}
+    # With a mask that is an array, they would have a bias.
+    attention = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert {name for name in calls if "fmha" in name} == attention
+
+
+def test_all_products_are_of_bfloat16(gpt):
+    assert gpt.program.products
+    assert all(name.startswith("bf16 x bf16") for name in gpt.program.products)
+
+
+def test_the_state_is_donated_whole_and_not_copied(gpt):
+    size = tree_bytes(gpt.trainer.abstract.without_frozen())
+    assert gpt.donated >= size
+    computations, entry = parse(gpt.text)
+    copied = sum(
+        4 * number
+        for i in computations[entry]
+        if i.op in ("copy", "copy-start")
+        for dtype, number in i.shapes[:1]
+        if dtype == "f32"  # Activations are bfloat16.
+    )
+    assert copied < 0.02 * size
+
+
+def test_nothing_goes_to_the_host(gpt):
+    assert gpt.program.host_copies == 0
+
+
+def test_gradients_are_reduced_once(eight_gpts):
+    size = tree_bytes(eight_gpts.trainer.abstract.params)
+    assert size <= sum(eight_gpts.program.all_reduces) < 1.01 * size
+
+
+def test_budgets_are_what_they_were(one_gpt, eight_gpts):
+    assert one_gpt.budget.peak == pytest.approx(6.0 * GIB, rel=0.1)
+    assert eight_gpts.budget.peak == pytest.approx(8.6 * GIB, rel=0.1)
+
+
+def test_a_run_that_does_not_fit_is_told_what_does(tokens):
+    changes = {"batch_size": 64, "accumulate_steps": 1, "model.attention": "xla"}
+    devices = target_devices("h100")
+    trainer = Experiment.from_config(gpt2(tokens, **changes), devices).trainer(devices)
+    with pytest.raises(ConfigError, match="accumulate_steps=2 would fit with 4"):
+        check_budget(trainer)
+
+
+def test_a_convolutional_net_compiles_for_one_and_for_eight():
+    for target in ("h100", "h100x8"):
+        made = compiled(digits_resnet.get_config(), target)
+        assert made.program.host_copies == 0
+        assert made.budget.peak < GIB
+        assert bool(made.program.all_reduces) == (target == "h100x8")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_is_known_to_xla(card):
+    devices = target_devices(card, memory_fraction=0.5)
+    assert devices.memory_limit() == CARDS[card].gigabytes * 10**9 // 2
+    product = devices.compile(lambda x, batch: (x @ batch, batch), donate_argnums=())
+    x = devices.abstract(lambda: np.zeros((64, 64), np.float32))
+    assert product.lower(x, x).compile().memory_analysis().argument_size_in_bytes
+
+
+def test_a_card_in_a_file_is_compiled_for(tmp_path):
+    from haiku_template.devices.targets import _spec
+
+    file = tmp_path / "card.txtpb"
+    file.write_text(_spec(CARDS["h200"]))
+    devices = target_devices(f"{file}x2")
+    assert devices.num_devices == 2 and devices.memory_limit() == 105_750_000_000
