@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 import tempfile
 from types import SimpleNamespace
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items):
             mark.kwargs and mark.kwargs["but"] in item.callspec.id for mark in marks
         ):
             item.own_markers = [m for m in item.own_markers if m not in marks]
+
+
+def pytest_collection_finish():
+    """Spares the collector, which JAX's tracing calls often, what stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
