@@ -187,8 +187,8 @@ def test_a_program_exported_on_four_devices_needs_one(tmp_path, four_devices):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_predictions_read_each_batch_once(tmp_path, one_device, monkeypatch):
-    _, workdir = trained(tmp_path, one_device, "mlp")
+def test_predictions_read_each_batch_once(tmp_path, one_device, shared, monkeypatch):
+    _, workdir = shared("mlp")
     finished, read, batch = Run.open(workdir, one_device, "1"), [], EvaluationSet.batch
     assert int(finished.state.step) == 1
     monkeypatch.setattr(

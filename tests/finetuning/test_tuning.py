@@ -1,5 +1,7 @@
 """What trains, what is frozen, and low-rank adapters: properties of whole steps."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -49,7 +51,9 @@ def test_a_config_says_if_only_a_part_of_the_model_trains(key, value, a_part):
     assert trains_a_part(finetuning) is a_part
 
 
+@functools.cache
 def made(devices, tuning=LORA, **options):
+    """A trainer, which compiles its step once for all tests."""
     options = {"optimizer": optax.adam(1e-2)} | options
     return Experiment(
         model=MODEL, task=classification, data=DATA, finetuning=tuning, **options

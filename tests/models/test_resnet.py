@@ -42,6 +42,10 @@ def train(devices, axis_name):
     )
 
 
+def init(model):
+    return jax.jit(model.init, static_argnums=2)(jax.random.key(0), STEPS[0], True)
+
+
 def abstract_init(model):
     """Shapes of the parameters and the network state; nothing is computed."""
     return jax.eval_shape(lambda x: model.init(jax.random.key(0), x, True), STEPS[0])
@@ -56,7 +60,7 @@ def largest_difference(tree, other):
 def trained():
     """Parameters and a network state that has seen batches, on one device."""
     model = resnet(5, **SMALL)
-    params, net_state = model.init(jax.random.key(0), STEPS[0], True)
+    params, net_state = init(model)
     apply = jax.jit(model.apply, static_argnums=4)
     for inputs in STEPS:
         _, net_state = apply(params, net_state, None, inputs, True)
@@ -106,7 +110,7 @@ def test_blocks_have_two_convolutions_each(blocks):
 
 def test_running_statistics_decay_as_asked():
     model = resnet(5, channels=(4,), blocks=1, norm_decay=0.75)
-    params, start = model.init(jax.random.key(0), STEPS[0], True)
+    params, start = init(model)
     apply = jax.jit(lambda state, x: model.apply(params, state, None, x, True)[1])
 
     def averages(net_state):

@@ -11,6 +11,7 @@ import pytest
 
 from haiku_template.config import interval
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.reporting.profile import operations
@@ -21,8 +22,8 @@ INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3
 
 
-@pytest.fixture
-def trainer(devices):
+@pytest.fixture(scope="module", params=[1, 4], ids=["one device", "four devices"])
+def trainer(request):
     data = Data(
         ArrayDataset(INPUTS, LABELS, BatchSpec(8)), EvaluationSet(INPUTS, LABELS, 16), 3
     )
@@ -31,7 +32,7 @@ def trainer(devices):
         task=classification,
         data=data,
         optimizer=optax.adam(1e-3),
-    ).trainer(devices)
+    ).trainer(DeviceManager.create("cpu", num_devices=request.param))
 
 
 def folders(workdir):

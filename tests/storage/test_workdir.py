@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import resource
@@ -31,7 +32,9 @@ INPUTS = np.random.default_rng(0).normal(size=(32, 5)).astype(np.float32)
 LABELS = (np.arange(32) % 3).astype(np.int32)
 
 
+@functools.cache
 def made(train_data=None):
+    """A trainer, which compiles its step once for all tests."""
     data = train_data or ArrayDataset(INPUTS, LABELS, BatchSpec(8))
     return Experiment(
         model=mlp(3, width=4),

@@ -1,5 +1,7 @@
 """Parts of a user's own: train steps, first states, what a task asks for by name."""
 
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import mean_over
+from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, train
@@ -62,33 +64,37 @@ def own(**changes):
     )
 
 
+@functools.cache
+def own_trainer(num_devices):
+    return own().trainer(DeviceManager.create("cpu", num_devices=num_devices))
+
+
 def numbers(workdir):
     rows = read(workdir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_custom_step_with_a_state_of_its_own_is_resumed_bitwise(tmp_path, devices):
     options = {"log_every": 1, "eval_every": 2}
-    whole = train(
-        own().trainer(devices), num_steps=4, workdir=tmp_path / "a", **options
-    )
+    trainer = own_trainer(devices.num_devices)
+    whole = train(trainer, num_steps=4, workdir=tmp_path / "a", **options)
+    start = trainer.init().params["target"]
+    trainer = own().trainer(devices)
     for stop in (2, 4):
-        trainer = own().trainer(devices)
         parts = train(trainer, num_steps=stop, workdir=tmp_path / "b", **options)
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
     for a, b in zip(*map(jax.tree.leaves, (whole.state, parts.state)), strict=True):
         np.testing.assert_array_equal(a, b)
-    start = own().trainer(devices).init().params["target"]
     end = whole.state.params["target"]
     assert not np.allclose(start["linear"]["w"], end["linear"]["w"])
 
 
-def test_a_custom_step_is_the_same_on_four_devices(tmp_path, one_device, four_devices):
+def test_a_custom_step_is_the_same_on_four_devices(tmp_path):
     found = []
-    for devices in (one_device, four_devices):
-        workdir = tmp_path / str(devices.num_devices)
-        trainer = own().trainer(devices)
-        train(trainer, num_steps=4, workdir=workdir, log_every=1)
+    for num_devices in (1, 4):
+        workdir = tmp_path / str(num_devices)
+        train(own_trainer(num_devices), num_steps=4, workdir=workdir, log_every=1)
         found.append(numbers(workdir))
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, abs=1e-6)
@@ -183,6 +189,7 @@ def measured(task, devices):
     return devices.fetch(scalars), trainer.evaluate(state)
 
 
+@pytest.mark.slow(but="four devices")
 def test_a_task_gets_what_it_asks_for_by_name(devices):
     trained, evaluated = measured(
         lambda logits, batch: {"loss": cross_entropy(logits, batch)}, devices

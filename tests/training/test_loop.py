@@ -1,5 +1,6 @@
 """Properties of whole runs, in this process."""
 
+import functools
 import json
 import signal
 import threading
@@ -33,7 +34,17 @@ INPUTS = RNG.normal(size=(50, 8, 8, 1)).astype(np.float32)
 LABELS = RNG.integers(0, 3, 50).astype(np.int32)
 
 
-def made(num_devices=1, train_inputs=INPUTS, model=None, **options):
+@functools.cache
+def plain(num_devices):
+    """The trainer that most tests run: what it compiled serves them all."""
+    return fresh(num_devices)
+
+
+def made(num_devices=1, **options):
+    return fresh(num_devices, **options) if options else plain(num_devices)
+
+
+def fresh(num_devices, train_inputs=INPUTS, model=None, **options):
     data = Data(
         ArrayDataset(train_inputs, LABELS, BatchSpec(8)),
         EvaluationSet(INPUTS, LABELS, 16),
@@ -99,13 +110,12 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
     options = {"ema_decay": 0.9, "model": resnet_of(num_devices)}
-    whole = train(
-        made(num_devices, **options), num_steps=12, workdir=tmp_path / "a", **EVERY
-    )
+    trainer = made(num_devices, **options)
+    whole = train(trainer, num_steps=12, workdir=tmp_path / "a", **EVERY)
     for stop in (3, 4):  # In the first interval, and after the first checkpoint.
         with pytest.raises(Interrupted, match="SIGTERM.*saved") as caught:
-            trainer = stop_at(made(num_devices, **options), stop)
-            train(trainer, num_steps=12, workdir=tmp_path / "b", **EVERY)
+            stopped = stop_at(trainer, stop)
+            train(stopped, num_steps=12, workdir=tmp_path / "b", **EVERY)
         assert caught.value.exit_code == 75
     resumed = train(
         made(num_devices, **options), num_steps=12, workdir=tmp_path / "b", **EVERY
@@ -198,8 +208,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 
 
 def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
-    model = resnet(3, axis_name=None, channels=(4,), blocks=1)
-    with pytest.raises(PlacementError, match="BatchNorm stem_norm.*cross_replica_axis"):
+    def forward(inputs, is_training):
+        norm = hk.BatchNorm(True, True, 0.9, name="own_norm")
+        return hk.Linear(3)(norm(hk.Flatten()(inputs), is_training))
+
+    model = hk.transform_with_state(forward)
+    with pytest.raises(PlacementError, match="BatchNorm own_norm.*cross_replica_axis"):
         train(made(4, model=model), num_steps=20, workdir=tmp_path)
     assert not any(tmp_path.iterdir())
     train(made(1, model=model), num_steps=1, workdir=tmp_path)

@@ -1,5 +1,6 @@
 """Training data staged on the devices: the same run, and no bytes in a step."""
 
+import functools
 import re
 
 import jax
@@ -20,7 +21,9 @@ INPUTS = RNG.integers(0, 255, size=(50, 8, 8, 1)).astype(np.uint8)
 LABELS = RNG.integers(0, 3, 50)
 
 
+@functools.cache
 def made(devices, augment=None, **options):
+    """A trainer, which compiles its step once for all tests."""
     data = Data(
         ArrayDataset(INPUTS, LABELS, BatchSpec(8), augment),
         EvaluationSet(INPUTS, LABELS, 16),
