@@ -123,10 +123,14 @@ class Display:
 
     def step(self, step: int) -> None:
         """Moves the bar, a few times a second at most; cheap enough for every step."""
-        now = time.monotonic()
-        if not self._bar.disable and now - self._drawn >= REDRAW_SECONDS:
-            self._drawn = now
+        if not self._bar.disable and self._redraws():
             self._show(self._bar.update, self._task, completed=step, refresh=True)
+
+    def _redraws(self) -> bool:
+        if time.monotonic() - self._drawn < REDRAW_SECONDS:
+            return False
+        self._drawn = time.monotonic()
+        return True
 
     def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
         """Reports training metrics: in the bar, or as a line."""
@@ -142,7 +146,7 @@ class Display:
             self._show(self._screen.print, line)
         brief = f"loss {metrics['train/loss']:.4g}  {eta}"
         self._bar.below = "  ".join((speed_text(metrics), bound, memory))
-        drawn = {"completed": step, "description": brief, "refresh": True}
+        drawn = {"completed": step, "description": brief, "refresh": self._redraws()}
         self._show(self._bar.update, self._task, **drawn)
         self._log.print(line)
 
