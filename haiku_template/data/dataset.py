@@ -82,9 +82,9 @@ def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).permutation(size)
 
 
-def shuffle(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+def shuffle(places: range, size: int, seed: tuple[int, ...]) -> np.ndarray:
     """Maps places through a stored permutation of `range(size)`: int64."""
-    return _permutation(size, seed)[places]
+    return _permutation(size, seed)[places.start : places.stop]
 
 
 def epochs(
@@ -98,7 +98,7 @@ def epochs(
     parts = []
     for epoch in range(start // size, (stop - 1) // size + 1):
         first = epoch * size
-        places = np.arange(max(start, first), min(stop, first + size)) - first
+        places = range(max(start - first, 0), min(stop - first, size))
         parts.append(permute(places, size, (spec.seed, 0, epoch)))
     return np.concatenate(parts)
 

@@ -1,13 +1,14 @@
 """Permutations that are stored nowhere, for the windows of large files."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 ROUNDS = 8  # Four of them already mix both halves; the rest is cheap.
 
 
-def permute(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+def permute(places: Sequence[int], size: int, seed: tuple[int, ...]) -> np.ndarray:
     """Maps places through a permutation of `range(size)`, up to 2**62, stored nowhere.
 
     A Feistel network: a place is two digits of base `side`, and each round adds to one
@@ -16,7 +17,7 @@ def permute(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
     """
     keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
     side = np.uint64(math.isqrt(size - 1) + 1)
-    result = _feistel(places.astype(np.uint64), side, keys)
+    result = _feistel(np.array(places, np.uint64), side, keys)
     while len(outside := np.flatnonzero(result >= size)):
         result[outside] = _feistel(result[outside], side, keys)
     return result.astype(np.int64)
