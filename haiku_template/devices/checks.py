@@ -144,10 +144,11 @@ def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
     `distinct` also refuses an array that is in the tree twice and cannot be donated
     twice; `what` begins the message.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if _is_concrete(leaf)]
-    once = not distinct or len({id(leaf) for leaf in arrays}) == len(arrays)
-    if once and not any(leaf.is_deleted() for leaf in arrays):
-        return  # Without the names, which take longer than the step's own call.
+    leaves = jax.tree.leaves(tree)
+    once = not distinct or len(set(map(id, leaves))) == len(leaves)
+    with contextlib.suppress(AttributeError, TypeError):
+        if once and not any(leaf.is_deleted() for leaf in leaves):
+            return  # Without the names, which take longer than the step's own call.
     seen: dict[int, str] = {}
     for path, leaf in leaves_by_path(tree).items():
         if not _is_concrete(leaf):
@@ -188,23 +189,26 @@ def check_placed(
     With `split` each must have one share on each device, as `shard` gives them: `pmap`
     uses fewer devices for other batches in silence. `what` begins the message.
     """
-    wanted = set(devices)
-    for path, leaf in leaves_by_path(tree).items():
+    wanted, n = set(devices), len(devices)
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         if isinstance(leaf, jax.core.Tracer):
             continue
-        name = f"{what}{path or 'array'}"
-        if not isinstance(leaf, jax.Array) or leaf.devices() != wanted:
+        placed = isinstance(leaf, jax.Array) and leaf.devices() == wanted
+        if placed and (n == 1 or not split):
+            continue
+        if placed and leaf.shape[:1] == (n,) and not leaf.is_fully_replicated:
+            continue
+        name = f"{what}{list(leaves_by_path(tree))[i] or 'array'}"
+        if not placed:
             raise PlacementError(
                 f"{name} ({_shaped(leaf)}) is on {describe(leaf)}, and using it would "
                 "be a copy that nobody asked for; give it with devices.replicate or "
                 "devices.shard"
             )
-        shares = np.shape(leaf)[:1] == (len(devices),) and not leaf.is_fully_replicated
-        if split and len(devices) > 1 and not shares:
-            raise PlacementError(
-                f"{name} ({_shaped(leaf)}, {describe(leaf)}) has not one share on each "
-                f"of the {len(devices)} devices; give batches with devices.shard"
-            )
+        raise PlacementError(
+            f"{name} ({_shaped(leaf)}, {describe(leaf)}) has not one share on each of "
+            f"the {n} devices; give batches with devices.shard"
+        )
 
 
 def audit_table(rows: Sequence[Placement]) -> Group:

@@ -6,9 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from haiku.data_structures import tree_bytes
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices import checks, selection, step, transfer
 from haiku_template.devices.replicas import check_replicas
@@ -80,9 +78,7 @@ class DeviceManager(NamedTuple):
     @property
     def replicated(self) -> jax.sharding.Sharding:
         """Sharding of an array that is whole on every device."""
-        if self.axis_name is None:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(Mesh(self.devices, self.axis_name), PartitionSpec())
+        return transfer.sharding_on(self.devices)
 
     def init(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Runs `fn(*args)`; its results are born replicated, without a device axis.
@@ -142,11 +138,8 @@ class DeviceManager(NamedTuple):
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
-        if self.axis_name is None:
-            return transfer.canonical_shapes(batch, self.replicated)
-        n = self.num_devices
-        batch = jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
-        sharding = NamedSharding(self.replicated.mesh, PartitionSpec(AXIS_NAME))
+        batch = transfer.by_device(batch, self.num_devices)
+        sharding = transfer.sharding_on(self.devices, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding)
 
     # A step is `jax.jit` on one device; on several, `jax.pmap` over the batch, with the

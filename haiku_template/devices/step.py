@@ -58,7 +58,7 @@ class CompiledStep:
             with leaks_named(), LOCK:
                 with ledger.timed("compute"):
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
-                        jax.block_until_ready(IN_FLIGHT.popleft())
+                        IN_FLIGHT.popleft().block_until_ready()
                 with ledger.timed("dispatch"):
                     results, token = self.compiled(*args)
                 if not isinstance(token, jax.core.Tracer):  # Of another program.
