@@ -38,7 +38,7 @@ def describe(leaf: Any) -> str:
     """Location of an array: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
-    if not _is_concrete(leaf):
+    if not is_concrete(leaf):
         return "nowhere (tracer)"
     if leaf.is_deleted():
         return "nowhere (deleted)"
@@ -52,11 +52,13 @@ def describe(leaf: Any) -> str:
     return f"{platform}:{names} {layout}"
 
 
-def _is_concrete(leaf: Any) -> bool:
+def is_concrete(leaf: Any) -> bool:
+    """Tests for a JAX array that is no tracer."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
-def _shaped(leaf: Any) -> str:
+def shaped(leaf: Any) -> str:
+    """Dtype and shape of a leaf: `float32[3, 4]`."""
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
 
 
@@ -83,7 +85,7 @@ def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement
     size, committed, kind = 0, False, ""
     if not isinstance(leaf, jax.Array):
         size = np.asarray(leaf).nbytes
-    elif _is_concrete(leaf) and not leaf.is_deleted():
+    elif is_concrete(leaf) and not leaf.is_deleted():
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         committed, kind = leaf.committed, leaf.sharding.memory_kind or ""
     facts = (path, shape, dtype, size, describe(leaf), committed, kind)
@@ -94,7 +96,7 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
     """Fault of a leaf that should be replicated on the devices; "" for none."""
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
-    if not _is_concrete(leaf):
+    if not is_concrete(leaf):
         return f"a tracer left by init: {REMEDY}"
     if leaf.is_deleted():
         return DELETED
@@ -138,32 +140,6 @@ def check(devices: "DeviceManager", tree: Any) -> None:
         )
 
 
-def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
-    """Raises `PlacementError` if a leaf was deleted: several devices crash with it.
-
-    `distinct` also refuses an array that is in the tree twice and cannot be donated
-    twice; `what` begins the message.
-    """
-    leaves = jax.tree.leaves(tree)
-    once = not distinct or len(set(map(id, leaves))) == len(leaves)
-    with contextlib.suppress(AttributeError, TypeError):
-        if once and not any(leaf.is_deleted() for leaf in leaves):
-            return  # Without the names, which take longer than the step's own call.
-    seen: dict[int, str] = {}
-    for path, leaf in leaves_by_path(tree).items():
-        if not _is_concrete(leaf):
-            continue
-        if leaf.is_deleted():
-            raise PlacementError(f"{what}{path} ({_shaped(leaf)}) is {DELETED}")
-        first = seen.setdefault(id(leaf), path)
-        if distinct and first != path:
-            raise PlacementError(
-                f"{what}{path} ({_shaped(leaf)}) is the same array as {what}{first}, "
-                "and a step cannot take over its memory twice; make the state with "
-                "devices.init, or a copy with jnp.copy"
-            )
-
-
 def check_batch_size(
     devices: "DeviceManager", batch_size: int, accumulate_steps: int = 1
 ) -> int:
@@ -179,36 +155,6 @@ def check_batch_size(
         f"a batch of {batch_size} examples cannot be split evenly over {n} "
         f"devices{each}; the nearest batch sizes that can are {nearest}"
     )
-
-
-def check_placed(
-    tree: Any, devices: Sequence[jax.Device], what: str, split: bool = False
-) -> None:
-    """Raises `PlacementError` for leaves that are not on exactly these devices.
-
-    With `split` each must have one share on each device, as `shard` gives them: `pmap`
-    uses fewer devices for other batches in silence. `what` begins the message.
-    """
-    wanted, n = set(devices), len(devices)
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        if isinstance(leaf, jax.core.Tracer):
-            continue
-        placed = isinstance(leaf, jax.Array) and leaf.devices() == wanted
-        if placed and (n == 1 or not split):
-            continue
-        if placed and leaf.shape[:1] == (n,) and not leaf.is_fully_replicated:
-            continue
-        name = f"{what}{list(leaves_by_path(tree))[i] or 'array'}"
-        if not placed:
-            raise PlacementError(
-                f"{name} ({_shaped(leaf)}) is on {describe(leaf)}, and using it would "
-                "be a copy that nobody asked for; give it with devices.replicate or "
-                "devices.shard"
-            )
-        raise PlacementError(
-            f"{name} ({_shaped(leaf)}, {describe(leaf)}) has not one share on each of "
-            f"the {n} devices; give batches with devices.shard"
-        )
 
 
 def audit_table(rows: Sequence[Placement]) -> Group:

@@ -160,7 +160,7 @@ class DeviceManager(NamedTuple):
 
         `PlacementError` names a leaf that was deleted, or whose replicas differ.
         """
-        checks.check_alive(tree)
+        step.check_alive(tree)
         copies = jax.tree.map(transfer.first_copy, tree)
         self.wait(copies)
         if self.num_devices > 1:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices.checks import check_alive, describe, device_name
+from haiku_template.devices.checks import describe, device_name
+from haiku_template.devices.step import check_alive
 from haiku_template.errors import PlacementError, ReplicaError
 from haiku_template.params import leaves_by_path
 

@@ -1,10 +1,11 @@
-"""Compiled step: its call is timed, and its errors name the leaf."""
+"""Compiled step: its arguments are checked, its call is timed, errors name the leaf."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_template.devices.checks import check_alive, check_placed, leaks_named
+from haiku_template.devices import checks
+from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.transfer import check_host_batch, pad_rows
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
@@ -29,6 +31,62 @@ IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 
 
+def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
+    """Raises `PlacementError` if a leaf was deleted: several devices crash with it.
+
+    `distinct` also refuses an array that is in the tree twice and cannot be donated
+    twice; `what` begins the message.
+    """
+    leaves = jax.tree.leaves(tree)
+    once = not distinct or len(set(map(id, leaves))) == len(leaves)
+    with contextlib.suppress(AttributeError, TypeError):
+        if once and not any(leaf.is_deleted() for leaf in leaves):
+            return  # Without the names, which take longer than the step's own call.
+    seen: dict[int, str] = {}
+    for path, leaf in leaves_by_path(tree).items():
+        if not is_concrete(leaf):
+            continue
+        if leaf.is_deleted():
+            raise PlacementError(f"{what}{path} ({shaped(leaf)}) is {DELETED}")
+        first = seen.setdefault(id(leaf), path)
+        if distinct and first != path:
+            raise PlacementError(
+                f"{what}{path} ({shaped(leaf)}) is the same array as {what}{first}, "
+                "and a step cannot take over its memory twice; make the state with "
+                "devices.init, or a copy with jnp.copy"
+            )
+
+
+def check_placed(
+    tree: Any, devices: Sequence[jax.Device], what: str, split: bool = False
+) -> None:
+    """Raises `PlacementError` for leaves that are not on exactly these devices.
+
+    With `split` each must have one share on each device, as `shard` gives them: `pmap`
+    uses fewer devices for other batches in silence. `what` begins the message.
+    """
+    wanted, n = set(devices), len(devices)
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if isinstance(leaf, jax.core.Tracer):
+            continue
+        placed = isinstance(leaf, jax.Array) and leaf.devices() == wanted
+        if placed and (n == 1 or not split):
+            continue
+        if placed and leaf.shape[:1] == (n,) and not leaf.is_fully_replicated:
+            continue
+        name = f"{what}{list(leaves_by_path(tree))[i] or 'array'}"
+        if not placed:
+            raise PlacementError(
+                f"{name} ({shaped(leaf)}) is on {describe(leaf)}, and using it would "
+                "be a copy that nobody asked for; give it with devices.replicate or "
+                "devices.shard"
+            )
+        raise PlacementError(
+            f"{name} ({shaped(leaf)}, {describe(leaf)}) has not one share on each of "
+            f"the {n} devices; give batches with devices.shard"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
     """Step whose calls are timed, bounded in number, and checked for placement."""
@@ -39,7 +97,7 @@ class CompiledStep:
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
-        with leaks_named():
+        with checks.leaks_named():
             return self.compiled.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
@@ -55,7 +113,7 @@ class CompiledStep:
         check_alive(batch, "the batch's ")
         check_placed(batch, devices, "the batch's ", split=True)
         try:
-            with leaks_named(), LOCK:
+            with checks.leaks_named(), LOCK:
                 with ledger.timed("compute"):
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
                         IN_FLIGHT.popleft().block_until_ready()
