@@ -19,15 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_speed import FULL, NOT_ON_CPU, QUICK, Figures, Run, Scale, build
-from configs import digits, digits_resnet
+from configs import digits, digits_resnet, gpt2_124m
 from haiku_template import cli
+from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager, describe
+from haiku_template.devices.targets import CARDS, target_devices
 from haiku_template.errors import PlacementError
 from haiku_template.storage import Checkpoints
-from haiku_template.training import Result, Trainer, train
+from haiku_template.training import Experiment, Result, Trainer, train
+from haiku_template.training.memory import MARGIN, memory_budget
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.
+LARGEST_MEMORY_DIFFERENCE = 0.1  # Of a prediction for the card, as a share of its peak.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
@@ -124,6 +128,70 @@ def _run(
     return subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
+
+
+def prediction(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | None:
+    """The memory that a dry run predicts for this card, and what steps then take."""
+    if devices.platform == "cpu":
+        figures["prediction"] = NOT_ON_CPU
+        return None
+    stats, kind = devices.devices[0].memory_stats(), devices.devices[0].device_kind
+    known = [name for name, card in CARDS.items() if card.name.split()[0] in kind]
+    if not known:
+        figures["prediction"] = f"{kind} is no target"
+        return None
+    size = stats.get("bytes_reservable_limit") or stats["bytes_limit"]
+    card = min(known, key=lambda name: abs(CARDS[name].gigabytes * 10**9 - size))
+    passed = True
+    for batch_size in scale.predicted_sizes:
+        flags = "--gpu_memory_fraction=0.9", "--gpu_preallocate=false"
+        here = child("gpu", f"print_memory(None, {batch_size})", *flags)
+        there = child("cpu", f"print_memory({card!r}, {batch_size})")
+        found = figures[f"batch of {batch_size}"] = {
+            "predicted, bytes": there.get("budget", there.get("error")),
+            "by check_budget on the card, bytes": here.get("budget", here.get("error")),
+            "peak_bytes_in_use": here.get("peak"),
+        }
+        if "budget" in there and here.get("peak"):
+            ratio = found["predicted / measured"] = there["budget"] / here["peak"]
+            passed &= abs(ratio - 1) <= LARGEST_MEMORY_DIFFERENCE
+        else:
+            passed = False
+    return passed
+
+
+def print_memory(card: str | None, batch_size: int) -> None:
+    """In a child process: prints the memory of GPT-2's steps, four layers of it."""
+
+    def main() -> None:
+        devices = target_devices(card) if card else cli.device_manager(num_devices=1)
+        config = gpt2_124m.get_config()
+        config.batch_size, config.accumulate_steps = batch_size, 1
+        config.model.num_layers = 4
+        config.data = {"name": f"{__name__}:random_tokens"}
+        trainer = Experiment.from_config(config, devices).trainer(devices)
+        budget = memory_budget(trainer)
+        # The margin of a dry run is for cards that choose otherwise.
+        margin = int(MARGIN * budget.temporaries) if card else 0
+        facts = {"budget": budget.step_peak - margin, "peak": None}
+        if card is None:
+            state, data = trainer.init(), trainer.experiment.data.train
+            for step in range(3):
+                batch = devices.shard(data.batch(step))
+                state, _ = trainer.step(state, batch)
+            jax.block_until_ready(state)
+            stats = devices.devices[0].memory_stats() or {}
+            facts["peak"] = stats.get("peak_bytes_in_use")
+        print(json.dumps(facts))
+
+    cli.run(main)
+
+
+def random_tokens(spec: BatchSpec) -> Data:
+    """Windows of 1,024 tokens of GPT-2's vocabulary, from no file."""
+    tokens = np.random.default_rng(0).integers(0, 50257, (256, 1025), np.int32)
+    data = ArrayDataset(tokens[:, :-1], tokens[:, 1:], spec)
+    return Data(data, None, 50257)
 
 
 def losses_on_cpu(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:

@@ -49,6 +49,7 @@ class Scale(NamedTuple):
     overhead_steps: int = 3000
     overhead_rounds: int = 3
     least_loop_speed: float = 0.7  # Of the whole loop, as a share of bare steps.
+    predicted_sizes: Sequence[int] = (8, 16)  # Windows of a GPT-2 of four layers.
     channels: Sequence[int] | None = None  # Of every ResNet; None leaves its config's.
 
 

@@ -21,6 +21,7 @@ CHECKS = (
     "checkpoints",
     "throughput",
     "memory",
+    "prediction",
 )
 FAILING = """
 import sys, time
