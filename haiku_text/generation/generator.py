@@ -10,6 +10,7 @@ import numpy as np
 
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import trains_a_part
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.runs import Run
@@ -66,7 +67,7 @@ def load(run: Run) -> LanguageModel:
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
         return checkpoints.restore(step, shapes, part)
 
-    tuned = config and (config.finetuning.train or config.finetuning.lora.rank)
+    tuned = config and trains_a_part(config.finetuning)
     if config is None or tuned:
         step, params = run.step, run.model()[0]
     else:
