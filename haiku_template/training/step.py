@@ -75,12 +75,10 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[TrainState, Scalars]:
         scale = recipe.precision.loss_scale(state.loss_scale)
+        rng = step_rng(recipe, state.step)
+        part = functools.partial(gradient, state.params, frozen, state.step, scale)
         grads, (net_state, scalars, weight) = _accumulate(
-            functools.partial(gradient, state.params, frozen, state.step, scale),
-            state.net_state,
-            step_rng(recipe, state.step),
-            batch,
-            recipe.accumulate_steps,
+            part, state.net_state, rng, batch, recipe
         )
         means = scale.unscale(grads), scalars
         grads, scalars = _average_over(recipe.axis_name, means, weight)
@@ -155,12 +153,13 @@ def _accumulate(
     net_state: hk.State,
     rng: jax.Array,
     batch: Batch,
-    parts: int,
+    recipe: Recipe,
 ) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
     """Gradient accumulation: averages gradients and scalars over micro-batches.
 
     Each micro-batch updates net_state.
     """
+    parts = recipe.accumulate_steps
     if parts == 1:
         return gradient(net_state, rng, batch)
     # Every `parts`-th row: a micro-batch, of which batch statistics are taken, has the
@@ -168,7 +167,7 @@ def _accumulate(
     batch = jax.tree.map(
         lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
     )
-    rngs = jax.random.split(rng, parts)
+    each = jax.random.split(rng, parts), batch
 
     def add(carry: Any, part: Any) -> tuple[Any, None]:
         net_state, total = carry
@@ -177,11 +176,15 @@ def _accumulate(
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
         return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
-    first = jax.tree.map(lambda x: x[0], (rngs, batch))
-    grads, (_, *more) = jax.eval_shape(gradient, net_state, *first)
+    last = jax.tree.map(lambda x: x[-1], each)
+    grads, (_, *more) = jax.eval_shape(gradient, net_state, *last)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *more))
-    (net_state, total), _ = jax.lax.scan(add, (net_state, zeros), (rngs, batch))
-    *sums, weight = total
+    rest = each if recipe.axis_name is None else jax.tree.map(lambda x: x[:-1], each)
+    carry, _ = jax.lax.scan(add, (net_state, zeros), rest)
+    if recipe.axis_name is not None:
+        # The last backward pass, after the loop and not in it, hides all-reduces.
+        carry, _ = add(*jax.lax.optimization_barrier((carry, last)))
+    net_state, (*sums, weight) = carry
     if weight is None:
         grads, scalars = jax.tree.map(lambda x: x / parts, sums)
     else:

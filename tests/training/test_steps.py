@@ -13,7 +13,8 @@ from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule
-from haiku_template.training.state import split_seed
+from haiku_template.training.state import Recipe, split_seed
+from haiku_template.training.step import _accumulate
 from tests.runs import run_steps
 
 RNG = np.random.default_rng(0)
@@ -93,6 +94,38 @@ def test_accumulation_leaves_the_result_as_it_is(devices):
         parted, parted_history = run_steps(trainer(devices, accumulate_steps=parts), 3)
         assert_close(params_of(whole), params_of(parted), 1e-6)
         assert_close(history, parted_history, 1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_micro_batches_are_added_up_in_order_on_any_number_of_devices(
+    axis_name, weighted
+):
+    """On several devices the last one comes after the loop, not in it."""
+    # From the last to the first they would not add up to 4.
+    batch = {"x": jnp.float32([1e8, -1e8, 3.0, 1.0]), "place": jnp.arange(4)}
+    recipe = Recipe(*(None,) * 5, axis_name=axis_name, accumulate_steps=4)
+
+    def gradient(net_state, rng, batch):
+        net_state = {"seen": 10 * net_state["seen"] + batch["place"][0]}
+        weight = jnp.float32(1.0) if weighted else None
+        draw = jax.random.uniform(rng)
+        return {"w": batch["x"][0]}, (net_state, {"draw": draw}, weight)
+
+    def run(batch):
+        first = {"seen": jnp.int32(0)}
+        return _accumulate(gradient, first, jax.random.key(0), batch, recipe)
+
+    grads, (net_state, scalars, weight) = jax.jit(run)(batch)
+    assert float(grads["w"]) == 1.0 and weight == (4.0 if weighted else None)
+    assert net_state["seen"] == 123
+    draws = [jax.random.uniform(rng) for rng in jax.random.split(jax.random.key(0), 4)]
+    assert float(scalars["draw"]) == float(sum(draws) / 4)
+    made = jax.make_jaxpr(run)(batch).eqns
+    loops = [e.params["length"] for e in made if e.primitive.name == "scan"]
+    assert loops == [4 if axis_name is None else 3]
+    barriers = [e for e in made if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) == (axis_name is not None)
 
 
 @pytest.mark.slow
