@@ -1,5 +1,7 @@
 """What must happen before JAX starts, mostly each in a process of its own."""
 
+import functools
+import json
 import logging
 import os
 import subprocess
@@ -17,32 +19,75 @@ no_card = pytest.mark.skipif(
 )
 
 
-def run(code, **variables):
-    done = subprocess.run(
-        [sys.executable, "-c", "from haiku_template.devices import *\n" + code],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+# Importing JAX is most of what such a process does, and starts nothing: each is forked
+# from one that has imported it in the same environment.
+IMPORTED = """
+import json, os, sys, tempfile
+from haiku_template.devices import *
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = os.fork()
+        if not child:
+            os.dup2(output.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            try:
+                exec(json.loads(line))
+                sys.stdout.flush()
+                os._exit(0)
+            finally:
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        errors.seek(0)
+        texts = output.read().decode(), errors.read().decode()
+        print(json.dumps([status, *texts]), flush=True)
+"""
 
 
-def error_of(call, **variables):
+@pytest.fixture(scope="module")
+def run():
+    """Runs code after `from haiku_template.devices import *`; what it printed."""
+    started = []
+
+    @functools.cache
+    def imported(**variables):
+        process = subprocess.Popen(
+            [sys.executable, "-c", IMPORTED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+        )
+        started.append(process)
+        return process
+
+    def run(code, **variables):
+        process = imported(**variables)
+        print(json.dumps(code), file=process.stdin, flush=True)
+        status, printed, errors = json.loads(process.stdout.readline())
+        assert status == 0, errors
+        return printed.strip()
+
+    yield run
+    for process in started:
+        process.communicate(timeout=60)
+
+
+def error_of(run, call, **variables):
     code = f"try: {call}\nexcept DeviceError as e: print(e)"
     return run(code, **variables)
 
 
-def test_simulated_devices_exist_from_the_start():
+def test_simulated_devices_exist_from_the_start(run):
     code = (
         "d = DeviceManager.create(simulate_devices=3); print(d.num_devices, d.reason)"
     )
     assert run(code) == "3 --simulate_devices=3: the CPU as several"
 
 
-def test_memory_options_reach_the_variables_that_jax_reads():
+def test_memory_options_reach_the_variables_that_jax_reads(run):
     code = (
         "import os; d = DeviceManager.create('cpu', gpu_memory_fraction=0.5, "
         "gpu_preallocate=False); print(os.environ['XLA_CLIENT_MEM_FRACTION'], "
@@ -52,7 +97,7 @@ def test_memory_options_reach_the_variables_that_jax_reads():
     assert run(code, XLA_PYTHON_CLIENT_MEM_FRACTION=".3") == "0.5 false None"
 
 
-def test_choosing_the_cpu_starts_no_other_backend():
+def test_choosing_the_cpu_starts_no_other_backend(run):
     code = (
         "import jax; DeviceManager.create('cpu'); "
         "print(jax.config.jax_platforms, list(jax.extend.backend.backends()))"
@@ -62,15 +107,15 @@ def test_choosing_the_cpu_starts_no_other_backend():
 
 @pytest.mark.slow(but="tpu")
 @pytest.mark.parametrize("value", ["cpu", "cpu,cuda", "tpu"])
-def test_a_platform_variable_that_contradicts_the_request_is_named(value):
-    words = error_of("DeviceManager.create('gpu')", JAX_PLATFORMS=value)
+def test_a_platform_variable_that_contradicts_the_request_is_named(run, value):
+    words = error_of(run, "DeviceManager.create('gpu')", JAX_PLATFORMS=value)
     assert f"JAX_PLATFORMS={value}" in words and "unset" in words
 
 
 @pytest.mark.slow(but="gpu:0,1")
 @pytest.mark.parametrize("spec", ["gpu", "gpu:0,1"])
 @no_card
-def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
+def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(run, spec):
     code = (
         "from haiku_template.devices import selection\n"
         f"try: DeviceManager.create('{spec}')\n"
@@ -84,14 +129,14 @@ def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(spec):
 
 
 @no_card
-def test_a_variable_that_leaves_jax_without_a_backend_is_no_assertion_error():
-    words = error_of("DeviceManager.create('auto')", JAX_PLATFORMS="cuda")
+def test_a_variable_that_leaves_jax_without_a_backend_is_no_assertion_error(run):
+    words = error_of(run, "DeviceManager.create('auto')", JAX_PLATFORMS="cuda")
     assert "JAX cannot provide it" in words and "[A40]" in words
 
 
 @pytest.mark.slow(but="auto")
 @pytest.mark.parametrize("spec", ["auto", "tpu"])
-def test_platforms_that_were_changed_too_late_are_named(spec):
+def test_platforms_that_were_changed_too_late_are_named(run, spec):
     code = (
         "import jax; jax.devices(); jax.config.update('jax_platforms', 'tpu,cpu')\n"
         f"try: DeviceManager.create('{spec}')\n"
@@ -107,7 +152,9 @@ def test_platforms_that_were_changed_too_late_are_named(spec):
 @pytest.mark.slow(but="cuda-True")
 @no_card
 @pytest.mark.parametrize(("value", "named"), [("cuda", True), ("cuda,cpu", False)])
-def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, named):
+def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(
+    run, value, named
+):
     # JAX passes over CUDA in silence; with "cuda" alone it could not have started.
     code = (
         f"import jax; jax.devices(); jax.config.update('jax_platforms', '{value}')\n"
@@ -119,14 +166,14 @@ def test_without_a_card_a_list_that_may_have_come_in_time_is_not_blamed(value, n
 
 @pytest.mark.slow(but="jax.devices")
 @pytest.mark.parametrize("value", ["jax.devices('cpu')[0]", "'cpu'"])
-def test_an_overwritten_default_device_is_named(value):
+def test_an_overwritten_default_device_is_named(run, value):
     code = f"import jax; jax.default_device = {value}\n"
     code += "try: DeviceManager.create('cpu')\nexcept DeviceError as e: print(e)"
     words = run(code, JAX_PLATFORMS="cpu")
     assert words.startswith("[A53]") and "with jax.default_device(device)" in words
 
 
-def test_a_default_device_that_was_chosen_properly_is_not_blamed():
+def test_a_default_device_that_was_chosen_properly_is_not_blamed(run):
     code = (
         "import jax; jax.config.update('jax_default_device', jax.devices('cpu')[0])\n"
         "with jax.default_device(jax.devices('cpu')[0]):\n"
@@ -165,7 +212,7 @@ UNUSED = (
 )
 
 
-def test_auto_names_the_card_that_cannot_be_used():
+def test_auto_names_the_card_that_cannot_be_used(run):
     code = UNUSED.format("cause") + "print(DeviceManager.create('auto').reason)"
     words = run(code, JAX_PLATFORMS="")
     assert "no accelerator was found" not in words
@@ -175,7 +222,7 @@ def test_auto_names_the_card_that_cannot_be_used():
 
 
 @no_card
-def test_a_list_of_platforms_that_falls_back_does_not_choose_the_cpu():
+def test_a_list_of_platforms_that_falls_back_does_not_choose_the_cpu(run):
     code = "print(DeviceManager.create('auto').reason)"
     words = run(code, JAX_PLATFORMS="cuda,cpu")
     assert "chooses the CPU" not in words
@@ -184,7 +231,7 @@ def test_a_list_of_platforms_that_falls_back_does_not_choose_the_cpu():
 
 @pytest.mark.slow(but="auto")
 @pytest.mark.parametrize("spec", ["gpu", "gpu:0", "auto"])
-def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(spec):
+def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(run, spec):
     code = (
         f"{UNUSED.format('')}DeviceManager.create('cpu')\n"
         f"try: print(DeviceManager.create('{spec}').reason)\n"
@@ -200,7 +247,7 @@ def test_a_gpu_that_is_asked_for_after_the_cpu_was_chosen_is_too_late(spec):
 @pytest.mark.parametrize("option", ["gpu_memory_fraction=0.5", "gpu_preallocate=False"])
 @pytest.mark.parametrize("fallback", ["error", "cpu"])
 def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
-    option, fallback
+    run, option, fallback
 ):
     code = (
         "import jax; jax.devices()\n"
@@ -220,8 +267,8 @@ def test_a_memory_option_that_comes_too_late_is_an_error_with_any_fallback(
         ("'cpu', num_devices=3, simulate_devices=2", "--simulate_devices=3"),
     ],
 )
-def test_cpu_devices_that_are_not_there_can_be_simulated(asked, flag):
-    words = error_of(f"DeviceManager.create({asked})", JAX_PLATFORMS="cpu")
+def test_cpu_devices_that_are_not_there_can_be_simulated(run, asked, flag):
+    words = error_of(run, f"DeviceManager.create({asked})", JAX_PLATFORMS="cpu")
     assert flag in words
 
 
