@@ -14,6 +14,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 
 # Before any backend exists: the tests' devices are CPUs that look like eight.
 jax.config.update("jax_platforms", "cpu")
@@ -22,6 +23,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 # tests start, and tests that ask for `optimized`, compile as users do; with 0 all do.
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
+def compile_options(*args, _made=compiler.get_compile_options, **kwargs):
+    """With few optimizations, XLA's older emitters in one thread take half as long."""
+    options = _made(*args, **kwargs)
+    debug = options.executable_build_options.debug_options
+    if debug.xla_backend_optimization_level == 0:
+        quick = [("xla_cpu_parallel_codegen_split_count", 1)]
+        if jax.__version_info__ < (0, 11):  # Later it is no option.
+            quick.append(("xla_cpu_use_fusion_emitters", False))
+        options.env_option_overrides = [*options.env_option_overrides, *quick]
+    return options
+
+
+compiler.get_compile_options = compile_options
 
 from haiku_template.devices import DeviceManager  # noqa: E402
 from haiku_template.reporting import plots, report  # noqa: E402
