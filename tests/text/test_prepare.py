@@ -251,7 +251,7 @@ def test_nothing_is_overwritten(tmp_path, bpe):
         (["--tokenizer=nowhere.json"], "nowhere.json does not exist"),
         (["--input=nowhere"], "nowhere does not exist"),
         (["--train_vocab_size=256", "--tokenizer=new.json"], "256 is too small"),
-        (["--train_vocab_size=many"], "a number is needed"),
+        (["--train_vocab_size=many"], "a whole number is needed"),
         (["--validation_output=v.safetensors"], "00.py is a single text"),
         (
             ["--validation_output=v.safetensors", "--validation_fraction=0"],
