@@ -142,7 +142,7 @@ def _check_plugin() -> None:
     XLA would end the process for a plugin of another version.
     """
     found = {d.name: d.version for d in importlib.metadata.distributions()}
-    ours = ".".join(jax.__version__.split(".")[:3])
+    ours = importlib.metadata.version("jaxlib")  # JAX's own leaves out its last part.
     plugin = next((name for name in PLUGINS if name in found), None)
     install = f'pip install "haiku_template[target]" "jax-cuda12-plugin=={ours}"'
     if plugin is None or not any(name.startswith(CUDNN) for name in found):
@@ -153,6 +153,6 @@ def _check_plugin() -> None:
         )
     if found[plugin] != ours:
         raise DeviceError(
-            f"{plugin} is {found[plugin]} and jax is {ours}; XLA aborts on other "
+            f"{plugin} is {found[plugin]} and jaxlib is {ours}; XLA aborts on other "
             f"versions: {install}"
         )
