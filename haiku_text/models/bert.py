@@ -117,7 +117,8 @@ def encode(
     x = layers.look_up(layers.table(sizes.vocab_size, sizes.width, "embed"), tokens)
     segments = layers.table(sizes.token_types, sizes.width, "token_types")
     x += layers.look_up(segments, types)
-    x += layers.table(sizes.context, sizes.width, "positions")[None, :length]
+    positions = layers.table(sizes.context, sizes.width, "positions")
+    x += layers.repeat(positions[:length], tokens.shape[0])
     x = layers.drop(rate, layers.norm("norm", norm_eps)(x))
     mask = inputs["mask"][:, None, None, :].astype(bool)  # Of the tokens that are seen.
     heads = (*tokens.shape, sizes.num_heads, sizes.width // sizes.num_heads)

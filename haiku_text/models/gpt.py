@@ -133,7 +133,7 @@ def _embed(
         cache = Cache(empty, jnp.zeros(rows, jnp.int32))
     x = layers.look_up(vocabulary, tokens)
     if cache is None:
-        return x + positions[None, :num_tokens], vocabulary, None
+        return x + layers.repeat(positions[:num_tokens], rows), vocabulary, None
     places = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
     return x + layers.look_up(positions, places), vocabulary, cache
 

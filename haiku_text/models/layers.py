@@ -3,9 +3,12 @@
 Shapes: B examples, T tokens, D width.
 """
 
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 DEVIATION = 0.02  # Of the initial parameters.
 Initializer = hk.initializers.Initializer
@@ -22,7 +25,9 @@ def feed_forward(
 ) -> jax.Array:
     """MLP with GELU, exact or in its tanh form: [B, T, D] to the same."""
     with hk.name_scope("mlp"):
-        y = jax.nn.gelu(linear(hidden, "up")(x), approximate=approximate)
+        gelu = functools.partial(jax.nn.gelu, approximate=approximate)
+        # Its tanh is not kept for the backward pass: a fifth of a block's activations.
+        y = jax.checkpoint(gelu)(linear(hidden, "up")(x))
         return linear(x.shape[-1], "down", w_init)(y)
 
 
@@ -44,6 +49,22 @@ def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
     """
     rows = jnp.take(embeddings.astype(jnp.float32), ids, axis=0, mode="fill")
     return rows.astype(embeddings.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeat(positions: jax.Array, size: int) -> jax.Array:
+    """Repeats positions [T, D] for each of `size` examples: [B, T, D]."""
+    return jnp.broadcast_to(positions, (size, *positions.shape))
+
+
+def _repeat_backward(size: int, _: None, grads: jax.Array) -> tuple[jax.Array]:
+    # For a sum over 32 examples or more, XLA would keep all activations on GPUs with
+    # the batch last, and transpose them before and after each product.
+    rows = with_layout_constraint(grads, Layout((0, 1, 2)))
+    return (jnp.sum(rows, axis=0),)
+
+
+repeat.defvjp(lambda positions, size: (repeat(positions, size), None), _repeat_backward)
 
 
 def drop(rate: float, x: jax.Array) -> jax.Array:
