@@ -35,9 +35,9 @@ MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_ca
 IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
-jaxlib jmp matplotlib ml_collections nbclient nbformat numpy optax orbax
-orbax_checkpoint pip pytest pytest_timeout pytest_xdist rich ruff safetensors
-scikit_learn setuptools sklearn tensorboardx tokenizers xdist
+jax_cuda12_plugin jaxlib jmp matplotlib ml_collections nbclient nbformat numpy
+nvidia_cudnn_cu12 optax orbax orbax_checkpoint pip pytest pytest_timeout pytest_xdist
+rich ruff safetensors scikit_learn setuptools sklearn tensorboardx tokenizers xdist
 """
 
 

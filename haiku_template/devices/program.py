@@ -111,6 +111,7 @@ def read_program(text: str) -> Program:
     overlapped = host = launches = workspace = 0
     for times, body in _run(computations, entry, 1):
         dtypes = {i.name: i.shapes[0][0] if i.shapes else "" for i in body}
+        sizes = {i.name: _bytes(i) for i in body}
         open_since: dict[str, bool] = {}
         for instruction in body:
             launches += times * (instruction.op not in FREE | {"while", "call"})
@@ -129,7 +130,7 @@ def read_program(text: str) -> Program:
             if gemms or fused:
                 open_since = dict.fromkeys(open_since, True)
             if instruction.op in ("all-reduce-start", "all-reduce"):
-                reduces += [_bytes(instruction)] * times
+                reduces += [sum(map(sizes.get, instruction.operands))] * times
             if instruction.op == "all-reduce-start":
                 open_since[instruction.name] = False
             if instruction.op == "all-reduce-done":
@@ -189,7 +190,6 @@ def _dtypes(product: Instruction, known: dict[str, str]) -> str:
 
 
 def _bytes(instruction: Instruction) -> int:
-    # A start of several arrays has its operands among its results in some versions.
     return sum(_width(dtype) * size for dtype, size in instruction.shapes)
 
 

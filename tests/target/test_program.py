@@ -115,7 +115,7 @@ def test_gradients_are_reduced_once(eight_gpts):
 
 def test_budgets_are_what_they_were(one_gpt, eight_gpts):
     assert one_gpt.budget.peak == pytest.approx(6.0 * GIB, rel=0.1)
-    assert eight_gpts.budget.peak == pytest.approx(8.6 * GIB, rel=0.1)
+    assert eight_gpts.budget.peak == pytest.approx(9.4 * GIB, rel=0.1)
 
 
 def test_a_run_that_does_not_fit_is_told_what_does(tokens):
