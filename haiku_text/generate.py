@@ -85,14 +85,17 @@ def tokenizer_of(run: "Run") -> str:
     """Names the tokenizer of a run's data: `bytes`, or a file."""
     from haiku_template.training.experiment import make_data
 
-    config = run.config
-    data = make_data(config) if config else run.trainer.experiment.data
-    if data.text is None:
-        name = f" {config.data.name}" if config else ""
+    try:
+        data = make_data(run.config) if run.config else run.trainer.experiment.data
+        if data.text is None:
+            name = f" {run.config.data.name}" if run.config else ""
+            raise ConfigError(
+                f"the data set{name} of the run does not say what its tokens stand for"
+            )
+    except ConfigError as error:  # Also of data that are not there any more.
         raise ConfigError(
-            f"the data set{name} of the run does not say what its tokens stand for; "
-            "give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
-        )
+            f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
+        ) from error
     return data.text
 
 

@@ -1,4 +1,4 @@
-"""What a program compiled for GPUs holds, read from its optimized HLO."""
+"""Facts of a program compiled for GPUs, read from its optimized HLO."""
 
 import collections
 import math
