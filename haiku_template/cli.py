@@ -39,6 +39,7 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_float("gpu_memory_fraction", None, "Share of a card's memory for JAX.")
 flags.DEFINE_bool("gpu_preallocate", None, "Reserve that memory at the start.")
+WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
 
@@ -71,6 +72,12 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
             raise ConfigError(
                 f"--target={FLAGS.target} is of GPUs that are not here, for which a "
                 "program can only be compiled; give --dry_run, too"
+            )
+        given = [f"--{name}" for name in WHERE if FLAGS[name].present]
+        if given:
+            raise ConfigError(
+                f"--target={FLAGS.target} and {', '.join(given)} were given; a target "
+                "says which GPUs, and how many, as in h100x8: give one of the two"
             )
         from haiku_template.devices.targets import target_devices
 

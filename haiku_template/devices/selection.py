@@ -49,6 +49,15 @@ def choose(spec: str, fallback: str, *options: Any) -> tuple[list[jax.Device], s
         return _start(parse("cpu"))[0], f"--fallback=cpu, because {error}"
 
 
+def check_share(memory_fraction: float | None) -> None:
+    """Raises `DeviceError` for a share of memory outside (0, 1]; None is JAX's own."""
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise DeviceError(
+            f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
+            "memory; possible are numbers above 0 and up to 1"
+        )
+
+
 def parse(
     spec: str,
     num_devices: int | None = None,
@@ -81,11 +90,7 @@ def parse(
             f"--simulate_devices={simulate_devices} simulates CPU devices and "
             f"--device={spec} asks for others; give one of the two"
         )
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise DeviceError(
-            f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
-            "memory; possible are numbers above 0 and up to 1"
-        )
+    check_share(memory_fraction)
     memory = memory_fraction, preallocate
     if memory != (None, None) and backend_started():
         raise DeviceError(

@@ -10,6 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from haiku_template.devices.manager import DeviceManager
+from haiku_template.devices.selection import check_share
 from haiku_template.devices.transfer import Ledger
 from haiku_template.errors import ConfigError, DeviceError
 
@@ -59,7 +60,8 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
 
     Raises:
       ConfigError: no such card or file, or not one of XLA's.
-      DeviceError: JAX's CUDA plugin is not installed, or of another version.
+      DeviceError: JAX's CUDA plugin is not installed, or of another version; or the
+        share is none.
     """
     several = None if text in CARDS else re.fullmatch(r"(.+)x(\d+)", text)
     name, number = (several[1], int(several[2])) if several else (text, 1)
@@ -78,6 +80,7 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
             f"--target={text} is no card: a device_memory_size in bytes is needed, and "
             "one device or more"
         )
+    check_share(memory_fraction)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {FLAGS}".strip()
@@ -144,7 +147,8 @@ def _check_plugin() -> None:
     found = {d.name: d.version for d in importlib.metadata.distributions()}
     ours = importlib.metadata.version("jaxlib")  # JAX's own leaves out its last part.
     plugin = next((name for name in PLUGINS if name in found), None)
-    install = f'pip install "haiku_template[target]" "jax-cuda12-plugin=={ours}"'
+    wanted = f"{plugin or PLUGINS[-1]}=={ours}"
+    install = f'pip install "haiku_template[target]" "{wanted}"'
     if plugin is None or not any(name.startswith(CUDNN) for name in found):
         missing = "cuDNN" if plugin else "JAX's CUDA plugin"
         raise DeviceError(

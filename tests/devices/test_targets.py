@@ -66,6 +66,12 @@ def test_a_file_without_a_card_is_refused(tmp_path, content):
         targets.target_devices(str(file))
 
 
+@pytest.mark.parametrize("share", [0.0, -0.5, 5.0])
+def test_no_share_of_a_cards_memory_is_refused(share):
+    with pytest.raises(DeviceError, match=f"gpu_memory_fraction={share} is not"):
+        targets.target_devices("h100", share)
+
+
 def test_no_device_is_no_target():
     with pytest.raises(ConfigError, match="one device or more"):
         targets.target_devices("h100x0")
