@@ -68,6 +68,7 @@ PLACEMENT = {
     "Mesh",
     "PartitionSpec",
     "device_put",
+    "make_array_from_single_device_arrays",
     "make_array_from_callback",
     "device_get",
     "pmap",

@@ -89,11 +89,11 @@ def by_device(batch: Any, n: int) -> Any:
 
 def device_put_split(batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     """Puts row block i of [B, ...] on device i of n: [n, B / n, ...], unless n is 1."""
-    sharding, batch = sharding_on(devices, AXIS_NAME), by_device(batch, len(devices))
-    # Half of what `jax.device_put` costs; guards take this call for an implicit copy.
-    put = jax.make_array_from_callback
-    with jax.transfer_guard_host_to_device("allow"):
-        return jax.tree.map(lambda x: put(x.shape, sharding, x.__getitem__), batch)
+    n = len(devices)
+    if n == 1:
+        return jax.device_put(batch, sharding_on(devices))
+    shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
+    return device_put_sharded(shares, devices)
 
 
 def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
