@@ -10,6 +10,7 @@
 # make bench            what the loop costs next to a bare one
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make gpu-check        what only a GPU can show; says so when there is none
+#                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
 # make new NAME=my_project DEST=DIR    a project that depends on this commit; with
 #                       VENDOR=1 on a wheel in it, with EJECT=loop with its own loop
 
@@ -22,6 +23,7 @@ EXTRAS ?= plots,examples
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
+TRAINS := $(VENV)/.train-$(EXTRAS)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not cuda_wheels
@@ -30,7 +32,7 @@ HERE := not long and not pretrained and not cuda_wheels
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
 .PHONY: bench bench-tokens gpu-check new clean
 
-train: $(VENV)/.train
+train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
@@ -61,13 +63,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(VENV)/.train
+bench: $(TRAINS)
 	$(BIN)/python -m benchmarks.overhead
 
-bench-tokens: $(VENV)/.train
+bench-tokens: $(TRAINS)
 	$(BIN)/python -m benchmarks.token_reader
 
-gpu-check: $(VENV)/.train
+gpu-check: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check
 
 new:
@@ -81,7 +83,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # An editable install: what runs is this tree. Each stamp is one set of extras.
-$(VENV)/.train: $(VENV)/bin/python setup.cfg pyproject.toml
+$(TRAINS): $(VENV)/bin/python setup.cfg pyproject.toml
 	$(INSTALL) ".[$(EXTRAS)]"
 	touch $@
 
