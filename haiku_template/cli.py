@@ -32,8 +32,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "device", "auto", "auto, cpu, gpu, tpu, or chosen devices: gpu:1, or gpu:0,2."
 )
-flags.DEFINE_integer("num_devices", None, "Use the first so many; all by default.")
-flags.DEFINE_integer("simulate_devices", None, "Make the CPU appear as so many.")
+flags.DEFINE_integer("num_devices", None, "Use the first N; all by default.")
+flags.DEFINE_integer("simulate_devices", None, "Make the CPU appear as N devices.")
 flags.DEFINE_enum(
     "fallback", "error", ["error", "cpu"], "What to do when --device cannot be had."
 )
@@ -48,8 +48,8 @@ def stop_on_sigterm() -> None:
 
     def stop(*_: object) -> None:
         stopped = KeyboardInterrupt(
-            "SIGTERM received while nothing was being trained; the same command "
-            "resumes what is saved"
+            "SIGTERM received while nothing was being trained, so nothing new was "
+            "saved; the same command goes on from what was"
         )
         stopped.exit_code = 75
         raise stopped
@@ -70,14 +70,14 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     if "target" in FLAGS and FLAGS.target is not None:
         if not FLAGS.dry_run:
             raise ConfigError(
-                f"--target={FLAGS.target} is of GPUs that are not here, for which a "
-                "program can only be compiled; give --dry_run, too"
+                f"--target={FLAGS.target} only compiles, for GPUs that are not here; "
+                "give --dry_run, too"
             )
         given = [f"--{name}" for name in WHERE if FLAGS[name].present]
         if given:
             raise ConfigError(
-                f"--target={FLAGS.target} and {', '.join(given)} were given; a target "
-                "says which GPUs, and how many, as in h100x8: give one of the two"
+                f"--target={FLAGS.target} says which GPUs, and how many, as in h100x8;"
+                f" leave out {', '.join(given)}"
             )
         from haiku_template.devices.targets import target_devices
 
@@ -99,7 +99,7 @@ def run_flags() -> None:
     """Defines --workdir, --checkpoint and --experiment, for `open_run`."""
     flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
-    words = "Of a script's run: module:function, of the devices, that makes it."
+    words = "For a script's run: MODULE:FUNCTION, maps devices to the Experiment."
     flags.DEFINE_string("experiment", None, words)
 
 
@@ -108,9 +108,9 @@ def training_flags() -> None:
     text, boolean = flags.DEFINE_string, flags.DEFINE_bool
     text("workdir", None, "Directory of the run, new or resumed.")
     boolean("dry_run", False, "Print what the run needs of each device, and stop.")
-    words = "With --dry_run: GPUs that are not here, such as h100x8; list names them."
+    words = "With --dry_run, compile for GPUs you do not have: h100x8; list names them."
     text("target", None, words)
-    words = "Of each device, such as 24GiB; else what JAX says."
+    words = "Limit for each device, such as 24GiB; by default JAX's."
     text("device_memory_limit", None, words)
     words = "START:STOP: trace the steps after START, up to STOP, and sum up."
     text("profile", None, words)

@@ -100,4 +100,5 @@ def check_keys(
     except TypeError as error:
         free = [k for k in [*signature.parameters][len(args) :] if k not in kwargs]
         takes = ", ".join(free) or "no keys"
-        raise ConfigError(f"config.{key}: {name} {error}; it takes {takes}") from error
+        words = str(error).removeprefix("inspect.Signature.bind() ")
+        raise ConfigError(f"config.{key}: {name} {words}; it takes {takes}") from error

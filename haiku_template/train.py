@@ -4,8 +4,8 @@
 
 The same command resumes a stopped run. Keys of the config are changed after it:
 --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad configuration or data,
-69 device not available, 70 loss not finite, 71 a device disagrees, 74 checkpoint
-storage, 75 told to stop and saved, 130 interrupted and saved.
+69 device not available, 70 loss not finite, 71 replicas differ, 74 checkpoint storage,
+75 SIGTERM, 130 Ctrl-C; of the last two the message says what was saved.
 """
 
 from absl import flags

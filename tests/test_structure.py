@@ -52,8 +52,8 @@ ANNEXES = {"doctor", "finetuning", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
 # Of the package without the doctor, of the doctor, of the language models, and of the
 # hour. 10,000 were for the first after the rebuild; who adds a capability says in the
-# commit what it is and what it costs. --target, programs for GPUs elsewhere: 470.
-BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_470, 2_400, 2_715, 1_400
+# commit what it is and what it costs. --target, programs for GPUs elsewhere: 479.
+BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_479, 2_400, 2_715, 1_400
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",

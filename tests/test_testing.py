@@ -85,7 +85,7 @@ def test_a_config_file_is_read_and_checked(tmp_path):
 
 
 def test_parts_that_do_not_fit_do_not_build():
-    with pytest.raises(ConfigError, match="one number an example"):
+    with pytest.raises(ConfigError, match="one number per example"):
         testing.assert_builds(config(task="task_of_one_number"))
 
 

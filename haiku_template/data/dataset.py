@@ -111,7 +111,7 @@ def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:
     arrays = {"inputs": inputs} | ({} if labels is None else {"labels": labels})
     if any(x.ndim == 0 for x in arrays.values()) or len(inputs) == 0:
         shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
-        raise ConfigError(f"{where} is empty: {shapes}; at least one example is needed")
+        raise ConfigError(f"{where} has no examples: {shapes}; one at least is needed")
     if len({len(x) for x in arrays.values()}) > 1:
         found = f"{len(inputs)} inputs and {len(labels)} labels"
         raise ConfigError(f"{where} has {found}; each input needs one label")

@@ -22,7 +22,7 @@ class DeviceManager(NamedTuple):
     devices: tuple[jax.Device, ...]
     reason: str  # For these devices, in one sentence.
     ledger: Ledger  # Adds up bytes and seconds of what is done with them.
-    memory: int | None = None  # Of each GPU that is compiled for, and not here.
+    memory: int | None = None  # Bytes for a run on each GPU of a `--target`.
 
     @classmethod
     def create(
@@ -38,8 +38,8 @@ class DeviceManager(NamedTuple):
         """Chooses devices and starts JAX on them.
 
         Args:
-          spec: `auto` (a GPU or TPU when there is one, else the CPU), `cpu`, `gpu`,
-            `tpu`, or chosen devices: `gpu:1`, `gpu:0,2`.
+          spec: `auto` (all GPUs or TPUs, else the CPU), `cpu`, `gpu`, `tpu`, or chosen
+            devices: `gpu:1`, `gpu:0,2`.
           num_devices: the first so many; None means all.
           simulate_devices: makes the CPU appear as so many devices.
           fallback: `error`, or `cpu` to run there when `spec` cannot be had.
@@ -143,7 +143,7 @@ class DeviceManager(NamedTuple):
         return transfer.canonical_shapes(batch, sharding)
 
     # A step is `jax.jit` on one device; on several, `jax.pmap` over the batch, with the
-    # state replicated.
+    # state replicated; it donates the state.
     compile = step.compile_step
     map_batches = step.map_batches
     audit = checks.audit
@@ -197,7 +197,7 @@ class DeviceManager(NamedTuple):
         return max((s["bytes_in_use"] for s in stats if s), default=None)
 
     def memory_limit(self) -> int | None:
-        """Smallest number of bytes left on a device; None where JAX cannot tell."""
+        """Fewest bytes that are free on a device; None where JAX cannot tell."""
         if self.memory is not None:
             return self.memory
         stats = [device.memory_stats() for device in self.devices]

@@ -1,4 +1,4 @@
-"""Targets: GPUs that are not here, which programs are compiled for all the same."""
+"""Targets: GPUs that are not here, for which programs are compiled ahead of time."""
 
 import importlib.metadata
 import os
@@ -12,10 +12,9 @@ from jax.experimental import topologies
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.selection import check_share
 from haiku_template.devices.transfer import Ledger
-from haiku_template.errors import ConfigError, DeviceError
+from haiku_template.errors import ConfigError, DeviceError, near
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-CUDNN = "nvidia-cudnn-cu"
 POOL = 0.75  # Of a card's memory, which JAX takes unless it is told otherwise.
 # No card is here to time kernels on, and XLA's first guess is a slow one of its own.
 FLAGS = "--xla_gpu_enable_triton_gemm=false"
@@ -71,15 +70,14 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
         spec = Path(name).read_text(errors="replace")
     else:
         raise ConfigError(
-            f"--target={text} is not known; possible are {', '.join(CARDS)}, or a file "
-            "with a card in XLA's words, and a number of them, as in h100x8"
+            f"--target={text} is not known, nor is it a file; possible are "
+            f"{', '.join(CARDS)}, or a file with XLA's GpuTargetConfigProto in text, "
+            f"and a number of them, as in h100x8{near(name, CARDS)}"
         )
     size = re.search(r"device_memory_size:\s*(\d+)", spec)
     if size is None or number < 1:
-        raise ConfigError(
-            f"--target={text} is no card: a device_memory_size in bytes is needed, and "
-            "one device or more"
-        )
+        lacks = "device_memory_size: BYTES" if size is None else "one GPU or more"
+        raise ConfigError(f"--target={text} is no target: {lacks} is needed")
     check_share(memory_fraction)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")
@@ -147,9 +145,12 @@ def _check_plugin() -> None:
     found = {d.name: d.version for d in importlib.metadata.distributions()}
     ours = importlib.metadata.version("jaxlib")  # JAX's own leaves out its last part.
     plugin = next((name for name in PLUGINS if name in found), None)
-    wanted = f"{plugin or PLUGINS[-1]}=={ours}"
-    install = f'pip install "haiku_template[target]" "{wanted}"'
-    if plugin is None or not any(name.startswith(CUDNN) for name in found):
+    wanted = plugin or PLUGINS[-1]
+    cudnn = f"nvidia-cudnn-cu{wanted[8:10]}"
+    # The extra has the wheels of CUDA 12: not those of 13 beside them.
+    extra = '"haiku_template[target]"' if wanted == PLUGINS[-1] else cudnn
+    install = f'pip install {extra} "{wanted}=={ours}"'
+    if plugin is None or cudnn not in found:
         missing = "cuDNN" if plugin else "JAX's CUDA plugin"
         raise DeviceError(
             f"--target compiles with {missing}, which is not installed; no GPU and no "

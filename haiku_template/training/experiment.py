@@ -1,4 +1,4 @@
-"""Experiments: the parts of a run, made from a config, which no part sees."""
+"""Experiments: the parts of a run; here alone they are made from a config."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from haiku_template.training import loop, step
 from haiku_template.training.guards import early_stop
 from haiku_template.training.memory import place_data, print_budget
 from haiku_template.training.optimizers import Schedule, make_optimization
-from haiku_template.training.tasks import TASKS, Task, as_task, facts_of
+from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
 
 MOST_LAYERS = 10_000
@@ -47,7 +47,7 @@ class Experiment:
         step for each token; `trained` and `added` are sizes by path of trainable
         parameters and adapters, as in `gpt_flops_per_token`. None if not known.
       family: of the model, for exporting and generating text; None without one.
-      init_from: source of pretrained parameters, at each start; None for the seed's.
+      init_from: source of pretrained parameters, on resume of frozen ones; or None.
       steps: module with the functions of `training.step`, to change its mathematics.
       init: custom first state, `init(rng, batch)` to a dictionary of `params`,
         `net_state`, `opt_state` or `ema_params`, any pytrees; None for the model's.
@@ -71,7 +71,7 @@ class Experiment:
     family: Family | None = None
     finetuning: tuning.Finetuning = tuning.Finetuning()
     init_from: tuning.Source | None = None
-    steps: ModuleType = step  # The module: below here `step` is a field.
+    steps: ModuleType = step  # The module; the field `step` below hides its name.
     init: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
 
@@ -152,7 +152,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
     values = config.task.to_dict()
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))
-    given = dict.fromkeys(facts_of(task.values, values))
+    given = dict.fromkeys(facts_of(task.values, values.keys() - FACTS))
     check_keys("task", name, task.values, values, **given)
     bound = functools.partial(task.values, **values) if values else task.values
     return task._replace(values=bound)
@@ -180,9 +180,10 @@ def make_model(
 ) -> Model:
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
     for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
-        if (config.model.get(key) or 0) > MOST_LAYERS:
+        given = config.model.get(key)
+        if isinstance(given, int) and given > MOST_LAYERS:
             words = f"possible is up to {MOST_LAYERS:,}"
-            raise ConfigError(f"config.model.{key}={config.model[key]}; {words}")
+            raise ConfigError(f"config.model.{key}={given}; {words}")
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
     return make("model", model_keys(config), MODELS, **facts)
 

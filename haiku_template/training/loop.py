@@ -27,12 +27,12 @@ class Intervals(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A step, an evaluation or a save, for hooks."""
+    """Event for hooks: a step, an evaluation, or a save that has begun."""
 
     what: str  # `step`, `evaluation` or `save`.
-    step: int  # Updates done.
+    step: int  # Steps done.
     state: TrainState  # Donated to the next step: copy what you keep.
-    values: Any  # Scalars of the step on the devices, or metrics of the evaluation.
+    values: Any  # Scalars on the devices (`jax.device_get` them), metrics, or None.
 
 
 Hook = Callable[[Event], None]
@@ -71,18 +71,18 @@ def train(
     Args:
       num_steps: updates in all, also when resuming.
       workdir: folder of metrics, checkpoints and the report.
-      config: saved as config.json; resuming allows other `config.MAY_CHANGE` alone.
+      config: saved as config.json; on resume only config.py's `MAY_CHANGE` may differ.
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
-      writers: each, called with the workdir and the step to start at, returns a
-        function of (step, metrics); its errors are warnings.
+      writers: each maps (workdir, first step) to a function of (step, metrics), whose
+        errors are warnings.
       hooks: each is called with every `Event`; its errors end the run.
-      stop_when: called after each evaluation with the lines of metrics.jsonl so far;
-        ends the run if True, as `early_stop` does.
+      stop_when: called after each evaluation, and on resume, with the lines of
+        metrics.jsonl so far; ends the run if True, as `early_stop` does.
 
     Raises:
       ConfigError: the run would not fit, `workdir` belongs to another run, or its
-        frozen parameters changed; nothing was written.
+        frozen parameters changed.
       StorageError: a checkpoint cannot be written or read.
       PlacementError: a part of the state is not averaged over devices.
       ReplicaError: a part of the state came to differ between devices.
@@ -119,14 +119,14 @@ def train(
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
         report.print(budget.table())
-        trainer.compile()  # Not part of the throughput.
+        trainer.compile()
         train_set = trainer.experiment.data.train
         guards = Guards(devices, train_set, state, lambda: checkpoints.latest)
         signals = stack.enter_context(StopSignals())
         report.begin(start, profile, writers)
         every = Intervals(log_every, eval_every, save_every)
-        watching = guards, signals, every, tuple(hooks), stop_when or (lambda _: False)
-        run = _Run(trainer, directory, report, checkpoints, *watching)
+        parts = trainer, directory, report, checkpoints, guards, signals
+        run = _Run(*parts, every, tuple(hooks), stop_when or (lambda _: False))
         with devices.explicit_transfers():
             state, last = run.steps(state, start, num_steps)
         checkpoints.wait()
@@ -147,12 +147,13 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool]
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs updates `start + 1` to `stop`, or fewer; returns the last one, too."""
+        """Runs steps `start + 1` to `stop`, or fewer; returns the last one, too."""
         if start and start not in self.checkpoints.evaluated:
-            self._evaluate(start, state, stop)  # The run stopped before it could.
-        if start and self._stops_early():
+            self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
+        if 0 < start < stop and self._stops_early():
             return state, start
-        with self.trainer.batches(start, stop) as batches:  # By `shard`, in a thread.
+        # In a thread: put on the devices by `shard`, or gathered there.
+        with self.trainer.batches(start, stop) as batches:
             self.report.restart(start)
             for step, batch in enumerate(batches, start + 1):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -168,7 +169,7 @@ class _Run(NamedTuple):
                         self.guards.agree(state)
                     if self._between(step, stop, state, scalars):
                         return state, step
-                    if first:  # Compilation is not part of the throughput.
+                    if first:  # It waited, and is not part of the throughput.
                         self.report.restart(step)
         return state, stop
 
@@ -179,7 +180,7 @@ class _Run(NamedTuple):
     def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
 
-        A fault in evaluation, or a signal, saves and raises.
+        A signal saves and raises; so does an evaluation's error but NonFiniteError.
         """
         if _due(step, self.every.log, last):
             values = self.guards.finite(step, scalars)
@@ -235,7 +236,7 @@ class _Run(NamedTuple):
         scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
-        """Saves in the background what is finite, and the same on all devices."""
+        """Begins a save, or raises unless all is finite and replicas are equal."""
         self.guards.before_save(step, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
             self.checkpoints.save(step, state.saved(), metrics)

@@ -30,8 +30,7 @@ class Seeds(NamedTuple):
 def split_seed(seed: int) -> Seeds:
     """Splits a seed by use, so that no two uses ever draw from the same key."""
     key = jax.random.key(seed)
-    # Haiku splits the first key, and a split is a `fold_in` of 0, 1, ...: these are
-    # other numbers.
+    # Haiku splits `key` itself, as if by `fold_in` of 0, 1, ...: no small numbers here.
     uses = (jax.random.fold_in(key, 0xA0000000 + n) for n in range(3))
     return Seeds(key, *uses)
 
@@ -39,10 +38,11 @@ def split_seed(seed: int) -> Seeds:
 class TrainState(NamedTuple):
     """One tree, replicated on every device, without a device axis.
 
-    Randomness and data are functions of `step`, so there is nothing else to save.
+    Keys are made of seed, step and device, and batches of seed and step: a checkpoint
+    needs neither the state of a generator nor that of an iterator.
     """
 
-    step: jax.Array  # Updates done, those skipped in float16 among them: int32 [].
+    step: jax.Array  # Steps done, also those that float16 skipped: int32 [].
     params: hk.Params  # Trainable, float32; or any pytree of a custom step.
     frozen: hk.Params  # {} without fine-tuning; not in a checkpoint.
     net_state: hk.State  # Such as running statistics; {} for `hk.transform`.

@@ -3,8 +3,8 @@
 Evaluation sums in `training/evaluation.py` what `forward` gives here.
 
 Gradients, updates and averages are of the trainable `params`; `frozen` is empty without
-fine-tuning. Each function is for one device's share of the batch, and averages over
-`axis_name`, None on one device. `DeviceManager.compile` donates the state alone.
+fine-tuning. Each function has one device's share of a batch; gradients and scalars are
+averaged over `axis_name` (None on one device), net_state by the model if at all.
 
 Shapes: B examples in one device's share of a batch.
 """
@@ -119,7 +119,7 @@ def _loss(
     rng: jax.Array,
     batch: Batch,
 ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-    """Scaled loss; and beside it the new state, scalars and the sum of weights."""
+    """Scaled loss; beside it new net_state, scalars, and sum of weights if any."""
     variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
     facts, net_state = forward(recipe, variables, frozen, batch, rngs, True)
     values, weights = example_values(recipe.task, **facts)
@@ -182,7 +182,8 @@ def _accumulate(
     rest = each if recipe.axis_name is None else jax.tree.map(lambda x: x[:-1], each)
     carry, _ = jax.lax.scan(add, (net_state, zeros), rest)
     if recipe.axis_name is not None:
-        # The last backward pass, after the loop and not in it, hides all-reduces.
+        # The last backward pass is not in the loop, but after it by the barrier: so
+        # all-reduces run beside it.
         carry, _ = add(*jax.lax.optimization_barrier((carry, last)))
     net_state, (*sums, weight) = carry
     if weight is None:

@@ -31,12 +31,12 @@ FACTS += ("is_training", "axis_name")
 class Task(NamedTuple):
     """Loss and metrics of a model.
 
-    `values` takes, by name, any of `FACTS`, where `params` are the model's, and `mask`,
-    bool [B], is False for padding; up to two of other names take what `outputs` and
-    `batch` do not, in this order. It returns a dictionary of values, `loss` among them:
-    each [B], [B, ...] (such as one a token), or [] for a whole batch. `count` maps
+    `values` gets by name any of `FACTS`: `params` are the model's, as it computes with
+    them; `batch` is not preprocessed; `mask`, bool [B], is False for padding. Two other
+    parameters at most get the outputs, then the batch. It returns a dictionary, `loss`
+    among them, of values [B], per token [B, T], or [] for a whole batch. `count` maps
     (outputs, batch, mask) to integer arrays by name, summed over a set on the devices.
-    `derive` maps (averages, counts, {} in training) to more metrics, on the host.
+    `derive` maps (averages, counts; {} in training) to more metrics, on the host.
     """
 
     values: Callable[..., Values]
@@ -47,8 +47,11 @@ class Task(NamedTuple):
     )
 
     def __call__(self, outputs: Any, batch: Any, **options: Any) -> Values:
-        """Computes the values of a batch."""
-        return self.values(outputs, batch, **options)
+        """Computes the values of a batch; `options` are other facts or keywords."""
+        known = {"outputs": outputs, "batch": batch}
+        facts = facts_of(self.values, options)
+        given = {name: known[fact] for name, fact in facts.items() if fact in known}
+        return self.values(**given, **options)
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
@@ -120,14 +123,14 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         if shape not in possible:
             raise ConfigError(
                 f"the task's {name!r} has shape {list(shape)} for {rows} examples; "
-                f"each value must be one number an example: [{rows}], or one a batch: "
-                "[], or begin as an array of the batch does, as values of tokens do"
+                f"each value must be one number per example: [{rows}], per token, as an"
+                " array of the batch has them, or one for the batch: []"
             )
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
-                f"the task's {name!r} has shape [] for {rows} examples, and is not one "
-                "number an example; in an evaluation set the last ones are padding: let"
-                " the task take `mask`, bool [B], which is False for these"
+                f"the task's {name!r} has shape [] for {rows} examples, not one number "
+                "per example; in evaluation the last ones may be padding: let the task "
+                "take `mask`, bool [B], which is False for padding"
             )
     values = dict(values)
     weights = values.pop(WEIGHT, None)
@@ -135,24 +138,29 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         # Weights are data: they have no gradient.
         weights = jax.lax.stop_gradient(jnp.asarray(weights, jnp.float32))
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
-    averages = {name: _per_example(x, weights, rows) for name, x in values.items()}
+    averages = {k: _per_example(k, x, weights, rows) for k, x in values.items()}
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
 
 
-def _per_example(value: Any, weights: jax.Array | None, rows: int) -> jax.Array:
+def _per_example(name: str, value: Any, weights: Any, rows: int) -> jax.Array:
     value = jnp.asarray(value)
     if value.ndim < 2:
         return jnp.broadcast_to(value, (rows,))
     if weights is None or weights.ndim < 2:
         return jnp.mean(value.reshape(rows, -1), axis=1)
+    if value.shape != weights.shape:
+        raise ConfigError(
+            f"the task's {name!r} has shape {list(value.shape)}, and its {WEIGHT!r} "
+            f"{list(weights.shape)}; possible are [{rows}], and the shape of the values"
+        )
     sums = weighted_sum(value, weights, axis=tuple(range(1, value.ndim)))
     return divide(sums, jnp.sum(weights.reshape(rows, -1), axis=1))
 
 
 def weighted_sum(values: jax.Array, weights: jax.Array, axis: Any = None) -> jax.Array:
-    """Sums values that count; padding and examples of weight 0 may give NaN."""
+    """Sums weighted values; one of weight 0 may be NaN, but not its gradient."""
     return jnp.sum(jnp.where(weights > 0, values * weights, 0), axis=axis)
 
 

@@ -58,11 +58,16 @@ def test_an_unknown_target_names_those_that_are_known(target):
         targets.target_devices(target)
 
 
+def test_a_target_that_is_nearly_one_is_named():
+    with pytest.raises(ConfigError, match="x8; nearest is h100"):
+        targets.target_devices("H100x8")
+
+
 @pytest.mark.parametrize("content", ["", "device_memory_size: many"])
 def test_a_file_without_a_card_is_refused(tmp_path, content):
     file = tmp_path / "card.txtpb"
     file.write_text(content)
-    with pytest.raises(ConfigError, match="device_memory_size in bytes is needed"):
+    with pytest.raises(ConfigError, match="is no target: device_memory_size: BYTES is"):
         targets.target_devices(str(file))
 
 
@@ -73,7 +78,9 @@ def test_no_share_of_a_cards_memory_is_refused(share):
 
 
 def test_no_device_is_no_target():
-    with pytest.raises(ConfigError, match="one device or more"):
+    with pytest.raises(
+        ConfigError, match="h100x0 is no target: one GPU or more is needed"
+    ):
         targets.target_devices("h100x0")
 
 
@@ -85,6 +92,13 @@ def test_what_is_not_installed_is_named_with_its_remedy(installed, found, missin
     installed(**found)
     words = rf'with {missing}, .* pip install "haiku_template\[target\]"'
     with pytest.raises(DeviceError, match=words):
+        targets.target_devices("h100")
+
+
+def test_a_plugin_for_cuda_13_is_not_joined_by_one_for_12(installed):
+    installed(jax_cuda13_plugin=version("jaxlib"), nvidia_cudnn_cu12="9.10")
+    wheels = rf'nvidia-cudnn-cu13 "jax-cuda13-plugin=={version("jaxlib")}"$'
+    with pytest.raises(DeviceError, match=f"cuDNN, .* pip install {wheels}"):
         targets.target_devices("h100")
 
 

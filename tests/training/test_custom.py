@@ -9,12 +9,14 @@ import numpy as np
 import optax
 import pytest
 
+from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, train
-from haiku_template.training.tasks import facts_of
+from haiku_template.training.experiment import make_task
+from haiku_template.training.tasks import as_task, example_values, facts_of
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(48, 3)).astype(np.float32)
@@ -260,3 +262,31 @@ def test_keys_of_the_config_are_no_facts_of_a_task():
     assert facts_of(task, {"smoothing": 0.1}) == facts
     with pytest.raises(ConfigError, match="the task takes logits, smoothing"):
         facts_of(task)
+
+
+def test_weights_of_another_shape_than_the_values_are_refused():
+    # They would broadcast, to a sum in place of an average.
+    task = as_task(lambda x, batch: {"loss": x, "example_weight": batch["labels"]})
+    batch = {"inputs": np.ones((8, 3)), "labels": np.ones((8, 1))}
+    facts = {"batch": batch, "mask": np.ones(8, bool), "is_training": True}
+    with pytest.raises(ConfigError, match=r"'loss' has shape \[8, 3\], .*\[8, 1\]"):
+        example_values(task, outputs=batch["inputs"], **facts)
+
+
+def test_a_fact_of_a_task_is_no_key_of_the_config():
+    config = digits.get_config()
+    config.task = {"name": "tests.training.test_custom:with_step", "step": 3}
+    with pytest.raises(ConfigError, match="with_step got multiple values .*'step'"):
+        make_task(config)
+
+
+def with_step(outputs, batch, step):
+    return {"loss": outputs * step}
+
+
+def test_a_task_called_by_hand_gets_outputs_and_batch_by_name():
+    def task(batch, outputs, step=0):
+        return {"loss": outputs - batch["labels"] + step}
+
+    values = as_task(task)(np.array([3]), {"labels": np.array([1])}, step=10)
+    assert values["loss"] == [12]
