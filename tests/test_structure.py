@@ -50,10 +50,15 @@ CORE = (
 # These rooms are seen by the core through their faces alone.
 ANNEXES = {"doctor", "finetuning", "pretrained", "runs"}
 MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
-# Of the package without the doctor, of the doctor, of the language models, and of the
-# hour. 10,000 were for the first after the rebuild; who adds a capability says in the
-# commit what it is and what it costs. --target, programs for GPUs elsewhere: 479.
-BUDGET, DOCTOR_BUDGET, TEXT_BUDGET, HOUR_BUDGET = 10_479, 2_400, 2_715, 1_400
+# Lines of the package without the doctor: what the rebuild was meant to leave, and what
+# capabilities have cost since. Who adds one gives it a line here.
+COSTS = {
+    "the house after the rebuild": 10_000,
+    "--target: programs for GPUs that are not here": 479,
+}
+DOCTOR_COSTS = {"after the rebuild": 2_400}
+TEXT_COSTS = {"language models": 2_715}
+HOUR_BUDGET = 1_400
 SEES_CONFIG_DICT = {
     "cli.py",
     "config.py",
@@ -195,9 +200,9 @@ def test_rooms_and_the_house_stay_small():
         most = MOST_COMMANDS if folder == PACKAGE else MOST_FILES
         assert sum(path.parent == folder for path in files) <= most, folder
     doctor = sum(lines(path) for path in FILES if room(path) == "doctor")
-    assert doctor <= DOCTOR_BUDGET
-    assert sum(map(lines, FILES)) - doctor <= BUDGET
-    assert sum(map(lines, TEXT_FILES)) <= TEXT_BUDGET
+    assert doctor <= sum(DOCTOR_COSTS.values())
+    assert sum(map(lines, FILES)) - doctor <= sum(COSTS.values())
+    assert sum(map(lines, TEXT_FILES)) <= sum(TEXT_COSTS.values())
     assert sum(lines(PACKAGE / name) for name in CORE) <= HOUR_BUDGET
 
 
