@@ -48,8 +48,8 @@ def stop_on_sigterm() -> None:
 
     def stop(*_: object) -> None:
         stopped = KeyboardInterrupt(
-            "SIGTERM received while nothing was being trained, so nothing new was "
-            "saved; the same command goes on from what was"
+            "SIGTERM received while nothing was being trained, and nothing new was "
+            "saved; the same command resumes what was"
         )
         stopped.exit_code = 75
         raise stopped
