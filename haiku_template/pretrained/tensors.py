@@ -5,6 +5,7 @@ Headers are read first; values only when asked for, a few megabytes at a time.
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +18,8 @@ from haiku_template.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Code that reads published Haiku parameters, by a file's suffix or first bytes.
-_UNPICKLE = "__import__('pickle').load(open({!r}, 'rb'))"
-PUBLISHED = {
-    ".npz": "dict(numpy.load({!r}))",
-    ".npy": "numpy.load({!r}, allow_pickle=True).item()",
-    ".joblib": "__import__('joblib').load({!r})",
-    ".pickle": _UNPICKLE,
-    ".pkl": _UNPICKLE,
-}
+# What published Haiku parameters may be pickles in, by suffix or first bytes.
+PUBLISHED = (".npz", ".npy", ".joblib", ".pickle", ".pkl")
 MAGIC = {b"PK\3\4": ".npz", b"\x93NUM": ".npy", b"\x80": ".pickle"}
 PIECE = 2**22  # Bytes read at a time, unless one row of a tensor has more.
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -194,18 +188,12 @@ def _check_published(file: Path) -> None:
     if file.suffix == ".safetensors" or begin[8:] == b"{":
         return  # Safetensors begin with eight bytes of a length, and JSON.
     by_content = (kind for magic, kind in MAGIC.items() if begin.startswith(magic))
-    kind = next(filter(PUBLISHED.get, (file.suffix, *by_content)), None)
-    if kind is None:
-        return
-    names = "{f'{m}/{k}': x for m, p in params.items() for k, x in p.items()}"
-    if kind == ".npz":
-        names = "{k.replace('//', '/'): x for k, x in params.items()}"
-    raise ConfigError(
-        f"{file} is a {kind} file, as Haiku parameters are published, and what may be "
-        "a pickle is not read here: it can run any code. If you trust it, these two "
-        "lines of Python make safetensors of it:\n"
-        "    import numpy, safetensors.numpy; params = "
-        f"{PUBLISHED[kind].format(str(file))}\n"
-        f"    safetensors.numpy.save_file({{k: numpy.array(x, order='C') for k, x in "
-        f"{names}.items()}}, 'converted.safetensors')"
-    )
+    kind = next((k for k in (file.suffix, *by_content) if k in PUBLISHED), None)
+    if kind is not None:
+        raise ConfigError(
+            f"{file} is a {kind} file, as Haiku parameters are published, and what may "
+            "be a pickle is not read here: it can run any code. This reads it without "
+            "running any, and writes what config.init_from takes:\n"
+            f"    python -m haiku_template.convert --input={shlex.quote(str(file))} "
+            f"--output={shlex.quote(str(file.with_suffix('.safetensors')))}"
+        )

@@ -1,0 +1,47 @@
+"""The child process of a conversion: INPUT, OUTPUT, KEY; prints JSON, a fact each."""
+
+import contextlib
+import json
+import math
+import re
+import resource
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from haiku_template.conversion import files, trees, writing
+from haiku_template.errors import ConfigError
+
+ROOM = 2**28  # Bytes beside the file that is read.
+
+
+def limit_memory(size: int) -> None:
+    """Limits this process to little more than the bytes of the file it reads."""
+    used = re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
+    most = int(used[1]) * 1024 + 3 * size + ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main(source: str, output: str, key: str) -> dict[str, object]:
+    """Converts a file; returns what was written, or what is wrong."""
+    path, target = Path(source), Path(output)
+    with contextlib.suppress(OSError, ValueError):  # Only Linux says what it uses.
+        limit_memory(path.stat().st_size)
+    with TemporaryDirectory(dir=target.parent) as scratch:
+        try:
+            tree = files.load(path, Path(scratch))
+            arrays, taken, left = trees.choose(tree, key or None)
+            size = writing.write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
+        except ConfigError as error:
+            return {"refused": str(error)}
+        except MemoryError:
+            return {"refused": "it asks for more memory than a file of its size may"}
+        except OSError as error:
+            return {"failed": str(error)}
+    count = sum(math.prod(array.shape) for array in arrays.values())
+    facts = {"arrays": len(arrays), "numbers": count, "bytes": size}
+    return facts | {"taken": taken, "left": left}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:4])))

@@ -1,0 +1,172 @@
+"""Parameters inside a tree: {module: {name: array}}, or a pair of them and state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from haiku_template.conversion.pickles import Array
+from haiku_template.errors import ConfigError, near
+
+PARAMS, STATE = "params", ("state", "net_state", "hk_state", "haiku_state")
+DEEPEST, SHOWN = 8, 12
+Path = tuple[str, ...]
+
+
+def choose(
+    tree: Any, key: str | None = None
+) -> tuple[dict[str, Array], str, list[str]]:
+    """Chooses the parameters, and network state, of a tree.
+
+    Args:
+      key: of the subtree, `a/b` for one inside another; None for the only one.
+
+    Returns:
+      Arrays by name, `params/` or `state/` before the names of a pair; the subtree's
+      key, "" for the whole; and the keys of what was left out.
+
+    Raises:
+      ConfigError: there is no such subtree, or no only one.
+    """
+    if key is None:
+        path, *others = _find(tree) or _flat(tree)
+        if others:
+            raise ConfigError(
+                f"it holds {len(others) + 1} sets of parameters; choose one: "
+                + " or ".join(f"--key={'/'.join(found)}" for found in (path, *others))
+            )
+    else:
+        path = _resolve(tree, key)
+    taken, left = _take(_at(tree, path))
+    arrays, path_words = {}, "/".join(path)
+    for name, array in taken:
+        if name in arrays:
+            raise ConfigError(f"it holds two arrays whose name would be {name}")
+        if not isinstance(array, Array) or array.dtype is None:
+            raise ConfigError(
+                f"{path_words or 'it'} holds {name}, a {type(array).__name__}; all of "
+                "the parameters must be arrays"
+            )
+        arrays[name] = array
+    if not arrays:
+        raise ConfigError(f"{path_words or 'it'} holds no arrays")
+    above = [
+        "/".join((*path[:i], name))
+        for i, part in enumerate(path)
+        for name, _ in _items(_at(tree, path[:i]))
+        if name != part
+    ]
+    return arrays, path_words, above + left
+
+
+def is_params(node: Any) -> bool:
+    """Tests for {module: {name: array}}."""
+    return (
+        isinstance(node, dict)
+        and any(node.values())
+        and all(isinstance(module, dict) for module in node.values())
+        and all(_is_number(x) for module in node.values() for x in module.values())
+    )
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Array) and x.dtype is not None and x.dtype.kind not in "SU"
+
+
+def _items(node: Any) -> list[tuple[str, Any]]:
+    pairs = node.items() if isinstance(node, dict) else ()
+    pairs = enumerate(node) if isinstance(node, list | tuple) else pairs
+    return [(str(name), item) for name, item in pairs]
+
+
+def _at(node: Any, path: Path) -> Any:
+    for part in path:
+        node = dict(_items(node))[part]
+    return node
+
+
+def _pair(node: Any) -> tuple[dict, dict, list[str]] | None:
+    """Parameters, state, and the keys of what else lies beside them."""
+    found = dict(_items(node))
+    is_tuple = isinstance(node, list | tuple) and len(node) == 2
+    params = found.pop("0" if is_tuple else PARAMS, None)
+    if not is_params(params):
+        return None
+    names = [
+        name for name in (*STATE, "1") if name in found and is_tuple == (name == "1")
+    ]
+    state = found.pop(names[0]) if names else {}
+    if not (state == {} or is_params(state)):
+        return None
+    return params, state, [*found]
+
+
+def _find(tree: Any) -> list[Path]:
+    """Paths of the outermost subtrees that are parameters, or a pair with state."""
+    found, seen, level = [], set(), [((), tree)]
+    for _ in range(DEEPEST):
+        below = []
+        for path, node in level:
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if is_params(node) or _pair(node):
+                found.append(path)
+            else:
+                below += [((*path, name), item) for name, item in _items(node)]
+        level = below
+    return found
+
+
+def _flat(tree: Any) -> list[Path]:
+    """The whole tree, if it is arrays by joined names; raises `ConfigError`."""
+    if isinstance(tree, dict) and any(_is_number(x) for x in tree.values()):
+        return [()]
+    names = ", ".join(name for name, _ in _items(tree)[:SHOWN])
+    raise ConfigError(
+        "it holds no parameters, which are arrays by module and name, but "
+        + (f"a {type(tree).__name__} of {names}" if names else type(tree).__name__)
+    )
+
+
+def _resolve(tree: Any, key: str) -> Path:
+    path: Path = ()
+    rest = key
+    while rest:
+        names = [name for name, _ in _items(_at(tree, path))]
+        fits = [n for n in names if rest == n or rest.startswith(f"{n}/")]
+        if not fits:
+            where = f"inside {'/'.join(path)}" if path else "in it"
+            raise ConfigError(
+                f"--key={key} is not there{near(rest, names)}; {where} are "
+                f"{', '.join(names[:SHOWN]) or 'no keys'}"
+            )
+        name = max(fits, key=len)
+        path, rest = (*path, name), rest[len(name) + 1 :]
+    return path
+
+
+def _take(node: Any) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Names and arrays of a subtree, and the keys that are left out."""
+    pair = None if is_params(node) else _pair(node)
+    if pair:
+        params, state, left = pair
+        if not state:
+            return [*_names(params)], left
+        pairs = ((PARAMS, params), (STATE[0], state))
+        return [(f"{k}/{n}", x) for k, v in pairs for n, x in _names(v)], left
+    left = []
+    if isinstance(node, dict) and any(_is_number(x) for x in node.values()):
+        left = [str(name) for name, x in node.items() if not _is_number(x)]
+        node = {name: x for name, x in node.items() if _is_number(x)}
+    return [*_names(node)], left
+
+
+def _names(node: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Leaves by name: keys joined by `/`, and `//` or `:` inside of them made so."""
+    if depth > DEEPEST:
+        raise ConfigError(f"its dictionaries are more than {DEEPEST} deep")
+    for key, item in _items(node):
+        name = key.replace("//", "/").replace(":", "/")
+        if isinstance(item, dict | list | tuple):
+            yield from ((f"{name}/{n}", x) for n, x in _names(item, depth + 1))
+        else:
+            yield name, item

@@ -1,0 +1,39 @@
+"""Converts published parameters to safetensors, once, for config.init_from.
+
+    python -m haiku_template.convert --input=params.joblib --output=params.safetensors
+
+Reads joblib's files, pickles (.pkl), .npy and .npz with a pickled dictionary. What may
+be a pickle is read in a process of its own, which knows arrays and their containers and
+runs nothing: any other name in the file is refused. A pair of parameters and network
+state is kept apart.
+
+Exit codes: 0 done, 64 bad flags, or a file that is damaged or refused, 74 the output
+cannot be written; nothing is left of it then.
+"""
+
+from absl import flags
+
+from haiku_template import cli
+
+flags.DEFINE_string("input", None, "The published file.", required=True)
+flags.DEFINE_string("output", None, "The new .safetensors file.", required=True)
+flags.DEFINE_string("key", None, "Of the parameters in the file: params, or a/b.")
+
+
+def main() -> None:
+    """Converts the file and says what it took and what it left out."""
+    from haiku_template.pretrained import convert
+
+    values = flags.FLAGS
+    facts = convert(values.input, values.output, values.key)
+    where = f"{facts['taken']} of " if facts["taken"] else ""
+    print(
+        f"{values.output}: {facts['arrays']} arrays, {facts['numbers']:,} numbers, "
+        f"{facts['bytes'] / 1e6:.1f} MB, from {where}{values.input}"
+    )
+    if facts["left"]:
+        print(f"left out: {', '.join(facts['left'])}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,55 @@
+"""Conversion of published pickles to safetensors, by a child process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.pretrained.writing import new_file
+
+
+def convert(
+    source: str | Path, output: str | Path, key: str | None = None
+) -> dict[str, Any]:
+    """Writes the parameters of a file of joblib's, a pickle, or one of NumPy's.
+
+    Args:
+      output: the new safetensors file: written whole or not at all.
+      key: of the parameters in the file's tree, `a/b`; None for the only ones.
+
+    Returns:
+      Numbers of `arrays`, `numbers` and `bytes`; the key `taken`, "" for the whole
+      tree; and the keys `left` out.
+
+    Raises:
+      ConfigError: `output` exists, or the source is damaged, or holds anything but
+        arrays, containers, text and numbers: named, and not run.
+      StorageError: `output` cannot be written.
+    """
+    source, output = Path(source), Path(output)
+    if not source.is_file():
+        raise ConfigError(f"--input={source} is no file that is there")
+    if output.suffix != ".safetensors":
+        raise ConfigError(f"--output={output} must end in .safetensors")
+    with new_file(output) as partial:
+        child = subprocess.run(
+            [sys.executable, "-m", "haiku_template.conversion", source, partial]
+            + [key or ""],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        try:
+            facts = json.loads(child.stdout)
+        except ValueError:
+            last = child.stderr.strip().split("\n")[-1]
+            facts = {"refused": f"the process that read it ended: {last or child}"}
+        if "failed" in facts:
+            raise StorageError(f"{output} cannot be written: {facts['failed']}")
+        if "refused" in facts:
+            raise ConfigError(
+                f"{source} is not converted, and nothing is written: {facts['refused']}"
+            )
+    return facts

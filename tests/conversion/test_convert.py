@@ -1,0 +1,347 @@
+"""Pickles become safetensors bit for bit; what could run is named, and not run."""
+
+import bz2
+import collections
+import functools
+import gzip
+import io
+import os
+import pickle
+import re
+import struct
+import subprocess
+import zlib
+
+import jax.numpy as jnp
+import joblib
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from haiku_template.conversion import __main__ as child
+from haiku_template.errors import ConfigError
+from haiku_template.pretrained import convert
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(5, 3)).astype(np.float32)
+PARAMS = {
+    "net/~/linear": {"w": W, "b": RNG.normal(size=3)},
+    "net/~/half": {"w": W.astype(np.float16), "v": W.astype(ml_dtypes.bfloat16)},
+    "net/~/odd": {
+        "fortran": np.asfortranarray(W),
+        "big": W.astype(">f4"),
+        "column": W[:, 1],
+        "count": np.array(3, np.int32),
+        "mask": W > 0,
+        "empty": np.zeros((0, 4), np.uint8),
+        "large": RNG.normal(size=(300, 200)).astype(np.float32),
+    },
+}
+STATE = {"net/~/norm/~/mean_ema": {"average": W[0], "counter": np.int64(7)}}
+
+
+def flat(params, prefix=""):
+    """Arrays by the names that a converted file has."""
+    return {f"{prefix}{m}/{k}": x for m, p in params.items() for k, x in p.items()}
+
+
+def assert_same(file, expected):
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        x = np.asarray(x)
+        x = x.astype(x.dtype.newbyteorder("="))
+        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
+        assert found[name].tobytes() == x.tobytes(), name
+
+
+def saved(save, *arrays, **named):
+    file = io.BytesIO()
+    save(file, *arrays, **named)
+    return file.getvalue()
+
+
+def pickled(protocol):
+    return lambda path, tree: path.write_bytes(pickle.dumps(tree, protocol=protocol))
+
+
+def dumped(compress):
+    return lambda path, tree: joblib.dump(tree, path, compress=compress)
+
+
+WRITERS = {f"pickle {n}": pickled(n) for n in range(6)}
+WRITERS |= {f"joblib {c}": dumped(c) for c in (0, 3, ("gzip", 3), ("bz2", 9))}
+WRITERS |= {f"joblib {c}": dumped((c, 3)) for c in ("xz", "lzma")}
+WRITERS["npy"] = lambda path, tree: path.write_bytes(
+    saved(np.save, np.array(tree, object))
+)
+WRITERS["npz"] = lambda path, tree: path.write_bytes(saved(np.savez_compressed, **tree))
+WRITERS["gz"] = lambda path, tree: path.write_bytes(gzip.compress(pickle.dumps(tree)))
+WRITERS["bz2"] = lambda path, tree: path.write_bytes(bz2.compress(pickle.dumps(tree)))
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """Converts as the child does, here and without its limit of memory."""
+    monkeypatch.setattr(child, "limit_memory", lambda size: None)
+
+    def run(source, key=""):
+        out = tmp_path / "out.safetensors"
+        facts = child.main(str(source), str(out), key)
+        assert ("refused" in facts) == (not out.exists())
+        assert not [*tmp_path.glob("tmp*")]
+        return facts
+
+    return run
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_arrays_come_out_bit_for_bit(tmp_path, converted, name):
+    WRITERS[name](tmp_path / "file", PARAMS)
+    facts = converted(tmp_path / "file")
+    assert "refused" not in facts, facts
+    assert facts["arrays"] == 11 and facts["taken"] == "" and facts["left"] == []
+    assert_same(tmp_path / "out.safetensors", flat(PARAMS))
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_arrays_of_jax_and_ordered_dictionaries_are_known(
+    tmp_path, converted, protocol
+):
+    leaves = {"w": jnp.asarray(W), "half": jnp.asarray(W, jnp.bfloat16)}
+    tree = collections.OrderedDict({"net": collections.OrderedDict(leaves)})
+    pickled(protocol)(tmp_path / "file", tree)
+    converted(tmp_path / "file")
+    assert_same(tmp_path / "out.safetensors", flat({"net": leaves}))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [(PARAMS, STATE), {"params": PARAMS, "state": STATE, "step": 3, "opt": (1, {})}],
+    ids=["tuple", "dict"],
+)
+def test_parameters_and_state_are_kept_apart(tmp_path, converted, tree):
+    pickled(4)(tmp_path / "file", tree)
+    facts = converted(tmp_path / "file")
+    assert facts["left"] == (["step", "opt"] if isinstance(tree, dict) else [])
+    expected = flat(PARAMS, "params/") | flat(STATE, "state/")
+    assert_same(tmp_path / "out.safetensors", expected)
+
+
+@pytest.mark.parametrize("key", ["", "model_state_dict"])
+def test_the_only_parameters_are_found_and_the_rest_named(tmp_path, converted, key):
+    tree = {"num_edges": 48, "noise_level": 0.2, "model_state_dict": PARAMS}
+    joblib.dump(tree, tmp_path / "file")
+    facts = converted(tmp_path / "file", key)
+    assert facts["taken"] == "model_state_dict"
+    assert facts["left"] == ["num_edges", "noise_level"]
+    assert_same(tmp_path / "out.safetensors", flat(PARAMS))
+
+
+def test_a_key_chooses_among_several(tmp_path, converted):
+    tree = {"a": {"x/y": PARAMS}, "ema": STATE, "note": "text"}
+    pickled(4)(tmp_path / "file", tree)
+    words = converted(tmp_path / "file")["refused"]
+    assert "2 sets of parameters" in words and "--key=ema or --key=a/x/y" in words
+    assert (
+        "nearest is ema; in it are a, ema"
+        in converted(tmp_path / "file", "emas")["refused"]
+    )
+    assert "inside a are x/y" in converted(tmp_path / "file", "a/z")["refused"]
+    assert "holds no arrays" in converted(tmp_path / "file", "note")["refused"]
+    facts = converted(tmp_path / "file", "a/x/y")
+    assert facts["left"] == ["ema", "note"]
+    assert_same(tmp_path / "out.safetensors", flat(PARAMS))
+
+
+def test_flat_names_are_joined_by_slashes(tmp_path, converted):
+    names = {f"{m}//{k}": x for m, p in PARAMS.items() for k, x in p.items()}
+    pickled(4)(tmp_path / "file", names | {"note": "text"})
+    assert converted(tmp_path / "file")["left"] == ["note"]
+    assert_same(tmp_path / "out.safetensors", flat(PARAMS))
+
+
+class Own:
+    """A class that its pickle names."""
+
+
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __reduce__(self):
+        return self.made
+
+
+MARK = "touch ran"
+HOSTILE = {
+    "posix.system": lambda: Runs(os.system, MARK),
+    "Popen": lambda: Runs(subprocess.Popen, ["touch", "ran"]),
+    "eval": lambda: Runs(eval, "open('ran', 'w')"),
+    "getattr": lambda: Runs(getattr, "text", "format"),
+    "numpy.load": lambda: Runs(np.load, "file"),
+    "functools.partial": lambda: functools.partial(print),
+    "joblib.numpy_pickle.load": lambda: Runs(joblib.load, "file"),
+    "Own": Own,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "writer", ["pickle 0", "pickle 2", "pickle 4", "joblib 3", "npy"]
+)
+def test_what_could_run_is_named_and_not_run(
+    tmp_path, converted, monkeypatch, name, writer
+):
+    monkeypatch.chdir(tmp_path)
+    tree = {"net": {"w": W, "v": HOSTILE[name]()}}
+    WRITERS[writer](tmp_path / "file", tree)
+    words = converted(tmp_path / "file")["refused"]
+    if (name, writer) == ("Own", "pickle 0"):
+        name = "copy_reg._reconstructor"
+    assert re.match(rf"it names ([\w.]+\.)?{name}, and nothing but arrays", words)
+    assert "nothing was run" in words
+    assert not (tmp_path / "ran").exists()
+
+
+def claim(size):
+    """A pickle of one array, whose bytes claim to be many."""
+    whole = pickle.dumps({"net": {"w": W}}, protocol=4)
+    data = b"C" + bytes([W.nbytes]) + W.tobytes()
+    assert data in whole
+    return whole.replace(data, b"\x8e" + struct.pack("<Q", size) + W.tobytes())
+
+
+def shaped(rows):
+    """A pickle whose array claims many rows."""
+    whole = pickle.dumps({"net": {"w": W}}, protocol=4)
+    return whole.replace(b"K\5K\3", b"J" + struct.pack("<i", rows) + b"K\3")
+
+
+def wrapped(rows):
+    """A joblib file whose wrapper claims many rows."""
+    file = io.BytesIO()
+    joblib.dump({"net": {"w": W}}, file)
+    return file.getvalue().replace(b"K\5K\3", b"J" + struct.pack("<i", rows) + b"K\3")
+
+
+def of_numpy(shape):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "<f4", "fortran_order": False, "shape": shape}
+    )
+    return file.getvalue() + W.tobytes()
+
+
+CLAIMS = {
+    "bytes": (claim(10**10), "claims 10,000,000,000 bytes, and"),
+    "endless bytes": (claim(2**63), "claims 9,223,372,036,854,775,808 bytes"),
+    "joblib": (wrapped(10**9), "claims 12,000,000,000 bytes, and"),
+    "shape": (shaped(10**9), "[1000000000, 3] of 12,000,000,000 bytes, and holds 60"),
+    "header": (of_numpy((10**9, 3)), "[1000000000, 3] has 12,000,000,000 bytes"),
+    "text": (b"\x80\x04X" + struct.pack("<I", 2**32 - 1), "claims 4,294,967,295 bytes"),
+    "number": (b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1), "claims 2,147,483,647"),
+    "nothing": (b"", "claims 1 bytes, and 0 are left"),
+    "text file": (b"import os\n", "no pickle"),
+    "lz4": (b"\x04\x22\x4d\x18" + bytes(20), "compressed with LZ4"),
+    "old joblib": (b"ZF0x123", "joblib before 0.10"),
+    "bomb": (zlib.compress(bytes(2**26 + 1), 9), "grows beyond 67,108,864 bytes"),
+    "unfinished": (zlib.compress(pickle.dumps(PARAMS))[:-9], "truncated or damaged"),
+    "no array": (pickle.dumps({"a": {"b": "text"}}), "no parameters"),
+    "a leaf": (pickle.dumps({"a": {"b": W, "c": "text"}}), "no parameters"),
+    "names": (
+        pickle.dumps({"a/b": {"c": W}, "a": {"b/c": W}}),
+        "two arrays whose name",
+    ),
+    "complex": (pickle.dumps({"a": {"b": W + 1j}}), "a/b is of dtype complex64"),
+    "fields": (
+        pickle.dumps({"a": {"b": np.zeros(2, [("x", "f4")])}}),
+        "named fields",
+    ),
+    "dates": (pickle.dumps({"a": {"b": np.zeros(2, "M8[s]")}}), "dtype M8"),
+    "archive": (b"PK\3\4" + bytes(50), "truncated or damaged"),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_a_file_cannot_hold_is_one_sentence(tmp_path, converted, name):
+    content, expected = CLAIMS[name]
+    (tmp_path / "file").write_bytes(content)
+    words = converted(tmp_path / "file")["refused"]
+    assert expected in words and "\n" not in words
+
+
+@pytest.mark.parametrize(
+    "writer", ["pickle 2", "pickle 5", "joblib 0", "joblib 3", "npz"]
+)
+def test_a_truncated_or_changed_file_is_one_sentence(tmp_path, converted, writer):
+    WRITERS[writer](tmp_path / "file", {"net": {"w": W, "v": W[0]}})
+    whole = (tmp_path / "file").read_bytes()
+    for size in range(0, len(whole), 7):
+        (tmp_path / "file").write_bytes(whole[:size])
+        assert "\n" not in converted(tmp_path / "file")["refused"]
+    for place in range(0, len(whole), 5):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        (tmp_path / "file").write_bytes(changed)
+        facts = converted(tmp_path / "file")  # Any other error fails.
+        assert "\n" not in facts.get("refused", "")
+        (tmp_path / "out.safetensors").unlink(missing_ok=True)
+
+
+def test_one_array_named_many_times_does_not_grow_the_file(tmp_path, converted):
+    big = np.zeros(2**18, np.float32)
+    pickled(4)(tmp_path / "file", {f"m{i}": {"w": big} for i in range(99)})
+    assert "names the same arrays again" in converted(tmp_path / "file")["refused"]
+    cycle = {}
+    cycle["a"] = {"b": cycle, "c": [cycle, {"d": cycle}]}
+    pickled(4)(tmp_path / "file", cycle)
+    assert "no parameters" in converted(tmp_path / "file")["refused"]
+    assert "8 deep" in converted(tmp_path / "file", "a")["refused"]
+
+
+def test_the_function_writes_all_or_nothing(tmp_path):
+    source, output = tmp_path / "a.pkl", tmp_path / "new/a.safetensors"
+    pickled(4)(source, {"net": {"w": Runs(os.system, f"touch {tmp_path}/ran")}})
+    with pytest.raises(ConfigError, match="nothing is written: it names posix.system"):
+        convert(source, output)
+    assert {*tmp_path.rglob("*")} == {source, output.parent}
+    pickled(4)(source, PARAMS)
+    assert convert(source, output)["numbers"] == sum(
+        np.size(x) for x in flat(PARAMS).values()
+    )
+    assert_same(output, flat(PARAMS))
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        convert(source, output)
+    with pytest.raises(ConfigError, match="no file that is there"):
+        convert(tmp_path / "none", tmp_path / "b.safetensors")
+    with pytest.raises(ConfigError, match=r"must end in \.safetensors"):
+        convert(source, tmp_path / "b.npz")
+
+
+def test_a_file_that_grows_in_memory_is_refused(tmp_path):
+    """Four megabytes of text would become bytes four hundred times."""
+    text, function = (
+        b"X" + struct.pack("<I", 2**22) + bytes(2**22),
+        b"c_codecs\nencode\n",
+    )
+    source, again = tmp_path / "a.pkl", b"h\1h\0\x85R"
+    source.write_bytes(b"\x80\x02" + text + b"q\0" + function + b"q\1" + 400 * again)
+    with pytest.raises(ConfigError, match="asks for more memory"):
+        convert(source, tmp_path / "a.safetensors")
+
+
+def test_the_command_says_what_it_took_and_left_out(tmp_path, command):
+    source, output = tmp_path / "a.joblib", tmp_path / "a.safetensors"
+    joblib.dump({"edges": 48, "model": PARAMS}, source)
+    ran = command("convert", f"--input={source}", f"--output={output}")
+    assert ran.returncode == 0, ran.stderr
+    first, second = ran.stdout.splitlines()
+    assert first.startswith(f"{output}: 11 arrays, 60,099 numbers")
+    assert first.endswith(f"from model of {source}")
+    assert second == "left out: edges"
+    ran = command("convert", f"--input={source}", f"--output={output}")
+    assert ran.returncode == 64 and "nothing is overwritten" in ran.stderr
