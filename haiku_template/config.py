@@ -64,10 +64,10 @@ def default_config() -> config_dict.ConfigDict:
     config.loop = config_dict.placeholder(str)
     config.step = config_dict.placeholder(str)
 
-    config.task = {"name": "classification"}  # Or regression.
+    config.task = {"name": "classification"}  # Or regression; own_loss, the model's.
     # Training data on the host; or staged on each device; or auto: staged if it fits.
     config.data = {"name": "digits", "placement": "host"}
-    config.model = {"name": "mlp"}
+    config.model = {"name": "mlp"}  # per_example=True: of one example, mapped by vmap.
 
     # A workdir, a Hugging Face folder, or a safetensors file to start from; or None.
     config.init_from = config_dict.placeholder(str)

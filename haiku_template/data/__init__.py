@@ -4,6 +4,7 @@ Faults that a user can mend are a `ConfigError` that names the file or the key: 
 or damaged data, too few examples, labels or tokens that do not fit.
 """
 
+from haiku_template.data.buckets import bucketed as bucketed
 from haiku_template.data.dataset import ArrayDataset as ArrayDataset
 from haiku_template.data.dataset import BatchSpec as BatchSpec
 from haiku_template.data.dataset import Data as Data

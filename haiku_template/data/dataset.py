@@ -14,7 +14,7 @@ import numpy as np
 from haiku_template.data.files import check_memory
 from haiku_template.errors import ConfigError
 
-Batch = dict[str, Any]
+Batch = Any  # A dict with `inputs`, or another tree of arrays.
 
 
 class Dataset(Protocol):
@@ -23,8 +23,8 @@ class Dataset(Protocol):
     def batch(self, step: int) -> Batch:
         """Makes the host arrays [B, ...] of one step, new at each call.
 
-        `inputs` is an array or a dict of them; so is `labels`, which a task that takes
-        any labels can do without.
+        A dict of `inputs`, and `labels` for a task that takes them, each an array or a
+        tree of arrays; or any other tree, which the model takes whole.
         """
 
 
@@ -61,7 +61,7 @@ class Data(NamedTuple):
     train: Dataset
     # `num_batches` batches, with each example once; None without any.
     evaluation: "EvaluationSet | None"
-    num_outputs: int  # Classes, or regression targets.
+    num_outputs: int = 0  # Classes, or regression targets.
     # Maps the inputs on the device, such as uint8 to float: only bytes are copied.
     preprocess: Callable[[Any], Any] = lambda inputs: inputs
     text: str | None = None  # `bytes`, or the path of a tokenizer.json; if known.

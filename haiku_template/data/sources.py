@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data.dataset import Batch, Dataset
+from haiku_template.data.trees import leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -17,17 +18,21 @@ ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
 
 def _check(element: Any, source: str) -> None:
     is_dict = isinstance(element, Mapping)
-    if not is_dict or "inputs" not in element:
+    leaves = leaves_by_path(element).values()
+    has_rows = all(np.ndim(leaf) > 0 for leaf in leaves)
+    # Labels alone are no inputs, of which the model is made.
+    if not has_rows or not leaves or (is_dict and set(element) == {"labels"}):
         found = sorted(map(str, element)) if is_dict else type(element).__name__
         raise ConfigError(
             f"each element of {source} must be one batch, a dictionary with inputs and "
-            f"labels (these only where the task needs them); one is {found}"
+            "labels (these only where the task needs them), or another tree of arrays "
+            f"[B, ...], which the model takes whole; one is {found}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class GrainDataset:
-    """A `grain.MapDataset` of batches, made with `.batch(B)`: {"inputs": ..., ...}.
+    """A `grain.MapDataset` of batches, made with `.batch(B)`, as `Dataset` has them.
 
     For training, shuffle and repeat it; to evaluate on, leave it as it is.
     """
@@ -49,7 +54,8 @@ class GrainDataset:
 
     def batch(self, step: int) -> Batch:
         """Reads the batch of `step`."""
-        return dict(self.source[step])
+        batch = self.source[step]
+        return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
@@ -60,8 +66,8 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
     costs here. It is exact only if `make()` gives the same batches each time.
 
     Args:
-      make: returns a new iterable of batches, all of one size: dicts with `inputs`, and
-        `labels` if the task needs them, of NumPy arrays or torch's CPU tensors.
+      make: returns a new iterable of batches, all of one size, as `Dataset` has them,
+        of NumPy arrays or torch's CPU tensors.
     """
     if not callable(make):
         raise ConfigError(
@@ -105,12 +111,12 @@ class _Forward:
                 )
 
 
-def _copy(value: Any) -> Any:
+def _copy(batch: Batch) -> Batch:
     """Copies arrays, torch's to NumPy's: a generator may write into its own again."""
-    if isinstance(value, Mapping):
-        return {name: _copy(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(map(_copy, value))
-    # A JAX array stays one, which devices refuse: no copy between them in silence.
-    is_array = hasattr(value, "__array__") and not hasattr(value, "sharding")
-    return np.asarray(value).copy() if is_array else value
+
+    def copied(path: str, leaf: Any) -> Any:
+        # A JAX array stays one, which devices refuse: no copy between them in silence.
+        is_array = hasattr(leaf, "__array__") and not hasattr(leaf, "sharding")
+        return np.asarray(leaf).copy() if is_array else leaf
+
+    return map_leaves(copied, batch)

@@ -14,6 +14,7 @@ from haiku_template.models.family import Family as Family
 from haiku_template.models.family import Keyword as Keyword
 from haiku_template.models.family import Rule as Rule
 from haiku_template.models.family import check_vocabulary as check_vocabulary
+from haiku_template.models.forms import per_example as per_example
 from haiku_template.models.forms import plain_outputs as plain_outputs
 from haiku_template.models.mlp import mlp
 from haiku_template.models.resnet import resnet

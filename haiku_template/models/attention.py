@@ -60,7 +60,7 @@ def for_devices(
         finally:
             _COMPILED_FOR.reset(token)
 
-    return hk.TransformedWithState(compiled()(model.init), compiled()(model.apply))
+    return model._replace(init=compiled()(model.init), apply=compiled()(model.apply))
 
 
 def attend(

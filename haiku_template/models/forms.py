@@ -8,7 +8,9 @@ import haiku as hk
 import jax
 
 from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
 
+MOST_LAYERS = 10_000
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
@@ -24,6 +26,18 @@ def plain_outputs(outputs: Any) -> Any:
     )
 
 
+def inputs_of(batch: Any) -> Any:
+    """Selects what the model takes of a batch: `inputs`, or all of another tree."""
+    is_named = isinstance(batch, dict) and "inputs" in batch
+    return batch["inputs"] if is_named else batch
+
+
+def with_inputs(batch: Any, inputs: Any) -> Any:
+    """Replaces what `inputs_of` selects."""
+    is_named = isinstance(batch, dict) and "inputs" in batch
+    return batch | {"inputs": inputs} if is_named else inputs
+
+
 def with_state(model: Any) -> hk.TransformedWithState:
     """Adapts a model to `apply(params, net_state, rng, inputs, is_training)`.
 
@@ -32,6 +46,8 @@ def with_state(model: Any) -> hk.TransformedWithState:
     Raises:
       ConfigError: it is not transformed, or its function takes other arguments.
     """
+    if isinstance(model, PerExample):
+        return model
     stateless = isinstance(model, hk.Transformed)
     if not stateless and not isinstance(model, hk.TransformedWithState):
         raise ConfigError(
@@ -56,6 +72,83 @@ def with_state(model: Any) -> hk.TransformedWithState:
         return (made, state) if stateless else made
 
     return hk.TransformedWithState(init, apply)
+
+
+def task_rng(rng: jax.Array | None) -> jax.Array | None:
+    """Makes the rng of a task, from which no other use draws; None without any."""
+    if rng is None:
+        return None
+    first = rng if rng.shape == () else rng[0]  # Of the examples' own.
+    return jax.random.fold_in(first, 0xA0000000)
+
+
+class PerExample(hk.TransformedWithState):
+    """A model of one example, mapped over a batch, in the form of `with_state`.
+
+    Its `apply` splits one rng for the examples of a batch, or takes one for each.
+    """
+
+
+def per_example(model: Any) -> PerExample:
+    """Maps a model of one example over the batch by `jax.vmap`.
+
+    Each example has an rng of its own. Network state that depends on the example, such
+    as the statistics of `hk.BatchNorm`, is a `ConfigError`. Raises as `with_state`.
+    """
+    single = with_state(model)
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        return single.init(rng, jax.tree.map(lambda x: x[0], inputs), is_training)
+
+    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
+        changed: list[str] = []
+
+        def one(rng: Any, inputs: Any) -> Any:
+            outputs, new = single.apply(params, state, rng, inputs, is_training)
+            old = flatten(state)
+            changed.extend(k for k, x in flatten(new).items() if x is not old.get(k))
+            return outputs, new
+
+        if rng is not None and rng.shape == ():
+            rng = jax.random.split(rng, jax.tree.leaves(inputs)[0].shape[0])
+        try:
+            return jax.vmap(one, out_axes=(0, None))(rng, inputs)
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            raise ConfigError(
+                f"the model changes its state ({', '.join(changed)}) for each example, "
+                "and one that is mapped over the batch has one state for all of them: "
+                "such as norms over the batch need it whole (per_example=False)"
+            ) from error
+
+    return PerExample(init, apply)
+
+
+def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """Drops the keys of `config.model` that `in_form` takes, not the model.
+
+    Raises `ConfigError` for more layers than anyone waits for.
+    """
+    for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
+        given = keys.get(key)
+        if isinstance(given, int) and given > MOST_LAYERS:
+            words = f"possible is up to {MOST_LAYERS:,}"
+            raise ConfigError(f"config.model.{key}={given}; {words}")
+    return {name: value for name, value in keys.items() if name != "per_example"}
+
+
+def in_form(model: Any, keys: dict[str, Any]) -> Any:
+    """Adapts a model as the keys of `config.model` ask that are not its own.
+
+    `per_example=True` maps it over the batch.
+    """
+    mapped = keys.get("per_example", False)
+    if not isinstance(mapped, bool):
+        raise ConfigError(
+            f"config.model.per_example={mapped!r}; possible are True and False"
+        )
+    return per_example(model) if mapped else model
 
 
 def _forward_arguments(

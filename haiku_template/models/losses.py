@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+
 Values = dict[str, jax.Array]
 WEIGHT = "example_weight"  # 0 or more; by default all examples weigh the same.
 MANY_CLASSES = 1000  # A matrix of 4 MB is no picture any more.
@@ -36,6 +39,34 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     return {
         "loss": jnp.mean(jnp.square(errors), axis=1),
         "absolute_error": jnp.mean(jnp.abs(errors), axis=1),
+    }
+
+
+def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:
+    """A loss that the model returns, alone or as (loss, dictionary of scalars).
+
+    Each is one number per example, [B], or for the whole batch, []: then a mean over
+    its examples, as is the average over devices, micro-batches and a set. A scalar of
+    a nested dictionary is named as `inner/name`; the loss itself is always `loss`.
+    """
+    parts = outputs if isinstance(outputs, tuple | list) else (outputs, {})
+    loss, scalars = parts if len(parts) == 2 else (None, None)
+    is_loss = isinstance(loss, jax.Array) and loss.ndim < 2
+    if not is_loss or not isinstance(scalars, dict):
+        shapes = jax.tree.map(lambda x: list(jnp.shape(x)), outputs)
+        raise ConfigError(
+            "the task own_loss takes the model's outputs as its loss, and they have "
+            f"the shapes {shapes}; possible are a loss, [] or [B], and (loss, "
+            "dictionary of scalars)"
+        )
+    values = flatten(scalars) | {"loss": loss}
+    if is_training:
+        return values
+    # Evaluation pads no batch of a whole-batch loss; who does gets no wrong number.
+    padded = jnp.logical_not(jnp.all(mask))
+    return {
+        name: jnp.where(padded, jnp.nan, x) if jnp.ndim(x) == 0 else x
+        for name, x in values.items()
     }
 
 

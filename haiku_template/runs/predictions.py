@@ -58,7 +58,8 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
 
     def batch(index: int) -> dict[str, Any]:
         found = dataset.batch(index)
-        labels.append({"labels": found["labels"]} if "labels" in found else {})
+        has_labels = isinstance(found, dict) and "labels" in found
+        labels.append({"labels": found["labels"]} if has_labels else {})
         return found
 
     read = types.SimpleNamespace(num_batches=dataset.num_batches, batch=batch)

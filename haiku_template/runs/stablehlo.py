@@ -16,7 +16,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, make_plan
 from haiku_template.models import plain_outputs
 from haiku_template.models.attention import for_devices
-from haiku_template.models.forms import with_state
+from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
@@ -64,7 +64,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
         return plain_outputs(facts["outputs"])
 
     program = with_axis(forward, run.devices.axis_name)
-    inputs = each_shape(data.train)[0]["inputs"]
+    inputs = inputs_of(each_shape(data.train)[0])
     exported, serialized = export_forward(program, inputs)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)

@@ -3,6 +3,7 @@
 Shapes: B examples in one device's share of a batch.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,11 @@ from haiku_template.devices import (
     pad_rows,
     sum_over,
 )
-from haiku_template.models import plain_outputs
+from haiku_template.errors import PlacementError
+from haiku_template.models import losses, plain_outputs
+from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.training.state import Recipe, Variables, split_seed
-from haiku_template.training.tasks import example_values, weighted_sum
+from haiku_template.training.tasks import Task, example_values, weighted_sum
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -29,9 +32,11 @@ def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
 
     Returns:
       The batch, and the places of its rows in the set, int32 [size]: negative for
-      padding. They are beside the batch, whose names are the user's.
+      padding. They are beside the batch, whose names are the user's. A batch with more
+      rows than `size`, such as 0, is not padded.
     """
     rows = num_rows(batch)
+    size = max(size, rows)
     places = np.arange(first, first + size, dtype=np.int32)
     places[rows:] = ~places[rows:]
     return pad_rows(batch, size), places
@@ -46,15 +51,16 @@ def add_up(
     devices: DeviceManager,
     eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
+    size: int,
 ) -> dict[str, Any]:
-    """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
-    size = padded_size(devices, dataset)
-    sums: Any = None
+    """Sums `eval_step` over an evaluation set in float64, within a batch in float32.
+
+    `size` is from `padded_size`.
+    """
+    padded, sums = _padded(dataset, size), None
 
     def make(index: int) -> Any:
-        batch = dataset.batch(index)
-        check_host_batch(batch, f"evaluation batch {index}")
-        return devices.shard(pad(batch, size, index * size))
+        return devices.shard(next(padded))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for fetched in devices.fetch_each(map(eval_step, batches)):
@@ -63,20 +69,60 @@ def add_up(
     return sums
 
 
+def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
+    first = 0
+    for index in range(dataset.num_batches):
+        batch = dataset.batch(index)
+        rows = check_host_batch(batch, f"evaluation batch {index}")
+        yield pad(batch, size, first)
+        first += rows
+
+
 def placed_inputs(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields each batch's inputs, and the places of its rows in the set: int32 [B]."""
     first = 0
     for index in range(dataset.num_batches):
         batch = dataset.batch(index)
         last = first + num_rows(batch)
-        yield batch["inputs"], np.arange(first, last, dtype=np.int32)
+        yield inputs_of(batch), np.arange(first, last, dtype=np.int32)
         first = last
 
 
-def padded_size(devices: DeviceManager, dataset: Any) -> int:
-    """Rows of a padded batch: a multiple of the number of devices."""
-    rows = num_rows(dataset.batch(0))
-    return -(-rows // devices.num_devices) * devices.num_devices
+def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
+    """Rows of a padded batch: a multiple of the number of devices; 0 unless `pads`.
+
+    Raises:
+      PlacementError: a batch that may not be padded does not split over the devices.
+    """
+    rows, n = num_rows(dataset.batch(0)), devices.num_devices
+    if pads or n == 1:
+        return -(-rows // n) * n * pads
+    last = num_rows(dataset.batch(dataset.num_batches - 1))
+    if rows % n or last % n:
+        size = (dataset.num_batches - 1) * rows + last
+        raise PlacementError(
+            f"the evaluation set has {size} examples in batches of {rows}, the last of "
+            f"{last}, to be split over {n} devices; the model's own loss is one number "
+            "for a batch, in which padding would count: possible are a batch size and "
+            f"a number of examples that {n} divides, or a loss for each example, [B]"
+        )
+    return 0
+
+
+def pads_rows(
+    devices: DeviceManager, task: Task, predict_step: Callable[..., Any], *args: Any
+) -> bool:
+    """Tests if rows of padding can be left out of the values of a task.
+
+    They cannot if the model's own loss, or a scalar beside it, is of a whole batch.
+    `args` are the shapes of those of `predict_step`.
+    """
+    values = task.values
+    inner = values.func if isinstance(values, functools.partial) else values
+    if inner is not losses.own_loss:
+        return True
+    outputs = devices.abstract(predict_step, *args)
+    return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
 
 
 def summarize(
@@ -149,4 +195,7 @@ def make_predict_step(
 
 
 def _rng(recipe: Recipe, places: jax.Array) -> jax.Array:
-    return jax.random.fold_in(split_seed(recipe.seed).evaluation, places[0])
+    rng = split_seed(recipe.seed).evaluation
+    if isinstance(recipe.model, PerExample):  # The same on any number of devices.
+        return jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
+    return jax.random.fold_in(rng, places[0])

@@ -16,6 +16,7 @@ from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
+from haiku_template.models.forms import in_form, own_keys
 from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import loop, step
@@ -24,8 +25,6 @@ from haiku_template.training.memory import place_data, print_budget
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
-
-MOST_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,13 +178,9 @@ def make_model(
     config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
 ) -> Model:
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
-    for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
-        given = config.model.get(key)
-        if isinstance(given, int) and given > MOST_LAYERS:
-            words = f"possible is up to {MOST_LAYERS:,}"
-            raise ConfigError(f"config.model.{key}={given}; {words}")
     facts = {"num_outputs": num_outputs, "axis_name": axis_name}
-    return make("model", model_keys(config), MODELS, **facts)
+    model = make("model", model_keys(config), MODELS, **facts)
+    return in_form(model, config.model.to_dict())
 
 
 def family_of(model: str) -> Family | None:
@@ -196,7 +191,7 @@ def family_of(model: str) -> Family | None:
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     family = family_of(config.model.name)
-    return tuning.with_sizes(config.model.to_dict(), config.init_from, family)
+    return tuning.with_sizes(own_keys(config.model.to_dict()), config.init_from, family)
 
 
 def run(

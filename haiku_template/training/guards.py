@@ -31,7 +31,7 @@ from haiku_template.errors import (
 )
 from haiku_template.params import leaves_by_path
 from haiku_template.registry import IMPORTING
-from haiku_template.training.evaluation import pad, padded_size, summarize
+from haiku_template.training.evaluation import pad, summarize
 from haiku_template.training.memory import Budget, check_budget
 from haiku_template.training.trainer import Trainer
 
@@ -340,7 +340,9 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         if early:
             check_measured("early_stop.metric", early, ())
         return
-    batch = pad(dataset.batch(0), padded_size(devices, dataset))
+    for each in (dataset, *trainer.experiment.data.evaluations.values()):
+        trainer.padded_size(each)  # Raises if one does not split over the devices.
+    batch = pad(dataset.batch(0), trainer.padded_size(dataset))
     shapes = canonical_shapes(batch)
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
+from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.params import flatten, unflatten
 from haiku_template.storage import Checkpoints
 from haiku_template.training.state import Recipe, TrainState, split_seed
@@ -90,7 +91,7 @@ def make_custom_init(
     def make(leaves: Any, net_state: Any = None) -> TrainState:
         del leaves, net_state  # Nothing is pretrained.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        zeros |= {"inputs": recipe.preprocess(zeros["inputs"])}
+        zeros = with_inputs(zeros, recipe.preprocess(inputs_of(zeros)))
         fields = init(split_seed(recipe.seed).params, zeros)
         names = list(fields) if isinstance(fields, dict) else type(fields).__name__
         if "params" not in names or not set(names) <= set(FIELDS):
@@ -143,7 +144,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
     def train_step(
         state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[TrainState, Scalars]:
-        batch = batch | {"inputs": recipe.preprocess(batch["inputs"])}
+        batch = with_inputs(batch, recipe.preprocess(inputs_of(batch)))
         rng = step_rng(recipe, state.step)
         whole = state._replace(frozen=frozen)
         made = step(whole, batch, rng, recipe.axis_name)

@@ -20,10 +20,11 @@ import jmp
 import optax
 
 from haiku_template.devices import mean_over, sum_over
+from haiku_template.models.forms import inputs_of, task_rng
 from haiku_template.training.state import Recipe, TrainState, Variables, split_seed
 from haiku_template.training.tasks import divide, example_values, weighted_sum
 
-Batch = dict[str, Any]
+Batch = Any  # A tree of arrays.
 Scalars = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, hk.Params, Batch], tuple[TrainState, Scalars]]
 
@@ -46,7 +47,7 @@ def forward(
     params = recipe.plan.combine(*cast((params, frozen)), rngs[1])
     outputs = None
     if recipe.model is not None:
-        inputs = cast(recipe.preprocess(batch["inputs"]))
+        inputs = cast(recipe.preprocess(inputs_of(batch)))
         with recipe.precision.norms_in_float32():
             outputs, net_state = recipe.model.apply(
                 params, net_state, rngs[0], inputs, is_training
@@ -56,8 +57,7 @@ def forward(
         "outputs": outputs,
         "batch": batch,
         "params": params,
-        # No other use draws from this key.
-        "rng": None if rngs[0] is None else jax.random.fold_in(rngs[0], 0xA0000000),
+        "rng": task_rng(rngs[0]),
         "step": step,
         "mask": jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool),
         "is_training": is_training,

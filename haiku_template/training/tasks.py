@@ -19,7 +19,7 @@ import numpy as np
 
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
-from haiku_template.models.losses import WEIGHT
+from haiku_template.models.losses import WEIGHT, confusion, macro_f1
 
 Values = dict[str, jax.Array]
 LABELS = ("classes", "numbers", "tokens", "any")
@@ -102,10 +102,11 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
       ConfigError: a value of another shape, no `loss`, or no dictionary.
     """
     taken, rows = facts_of(task.values), len(facts["mask"])
-    if task.labels != "any" and "labels" not in facts["batch"]:
+    names = [*facts["batch"]] if isinstance(facts["batch"], dict) else []
+    if task.labels != "any" and "labels" not in names:
         raise ConfigError(
             f"the task takes labels ({task.labels}), and the batches of the data have "
-            f"{', '.join(facts['batch'])} alone"
+            f"{', '.join(names) or 'arrays without names'} alone"
         )
     values = task.values(**{name: facts[fact] for name, fact in taken.items()})
     if not isinstance(values, dict):
@@ -169,13 +170,13 @@ def divide(sums: Any, weight: jax.Array) -> Any:
     return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), sums)
 
 
-classification = Task(
-    losses.classification, "classes", losses.confusion, losses.macro_f1
-)
+classification = Task(losses.classification, "classes", confusion, macro_f1)
 regression = Task(losses.regression, "numbers")
+own_loss = Task(losses.own_loss)
 
 TASKS: dict[str, Task | str] = {
     "classification": classification,
     "language_model": "haiku_text.tasks:language_model",
+    "own_loss": own_loss,
     "regression": regression,
 }

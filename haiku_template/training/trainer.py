@@ -20,7 +20,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
-from haiku_template.models.forms import with_state
+from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten, unflatten
 from haiku_template.reporting.perf import Work
@@ -30,6 +30,7 @@ from haiku_template.training.evaluation import (
     make_predict_step,
     pad,
     padded_size,
+    pads_rows,
     placed_inputs,
     summarize,
 )
@@ -91,7 +92,7 @@ class Trainer:
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example)
-        self._model_init = make_model_init(self.recipe, self._example["inputs"])
+        self._model_init = make_model_init(self.recipe, inputs_of(self._example))
         self._whole, self._net_state = {}, {}
         if experiment.init is None:
             self._whole, self._net_state = devices.abstract(self._model_init)
@@ -104,7 +105,7 @@ class Trainer:
             frozen = devices.abstract(self._frozen_of_seed)
             self.abstract = self.abstract._replace(frozen=frozen)
         self._train, self._blocks = data.train, None
-        self._evaluated: set[int] = set()  # Sizes of batches.
+        self._evaluated: set[tuple[int, int]] = set()  # Sizes of batches, numbers.
         self.abstract_staged = None
         if experiment.placement == "device":
             self._train = self._blocks = RowBlocks(data.train, self.batch_size)
@@ -145,10 +146,11 @@ class Trainer:
     @property
     def work(self) -> Work:
         """Tokens that an example teaches, and floating-point operations to do so."""
-        flops, labels = self.experiment.flops_per_token, self._example.get("labels")
+        named = self._example if isinstance(self._example, dict) else {}
+        flops, labels = self.experiment.flops_per_token, named.get("labels")
         of_tokens = self.task.labels == "tokens" and labels.ndim == 2
         # With a mask, examples differ in the number of these tokens.
-        if not of_tokens or "loss_mask" in self._example:
+        if not of_tokens or "loss_mask" in named:
             return Work(0)
         tokens = labels.shape[1]
         if flops is None:
@@ -223,24 +225,47 @@ class Trainer:
                 metrics |= {k.replace("/", f"/{name}/", 1): x for k, x in found.items()}
             return metrics, counts
         eval_step = functools.partial(self.eval_step, state)
-        size = padded_size(self.devices, dataset)
+        size = self.padded_size(dataset)
+        shapes = size, dataset.num_batches
         with contextlib.ExitStack() as stack:
-            if size not in self._evaluated:
+            if shapes not in self._evaluated:
                 # Compiling may read arrays that a task or a model closes over.
                 stack.enter_context(self.devices.implicit_transfers())
-            sums = add_up(self.devices, eval_step, dataset)
-        self._evaluated.add(size)
+            sums = add_up(self.devices, eval_step, dataset, size)
+        self._evaluated.add(shapes)
         return summarize(sums, self.task.derive)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
         dataset = self.experiment.data.evaluation if dataset is None else dataset
+        if not self.pads:
+            raise ConfigError(
+                "the model returns one loss for a batch, and predictions are of "
+                "examples; let it return a loss for each, [B]"
+            )
         variables = state.variables()
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, state.frozen, batch),
             None,
             placed_inputs(dataset),
         )
+
+    def padded_size(self, dataset: Any) -> int:
+        """Rows to pad the batches of an evaluation set to; 0 for none.
+
+        Raises `PlacementError` if they cannot be padded, nor split over the devices.
+        """
+        return padded_size(self.devices, dataset, self.pads)
+
+    @functools.cached_property
+    def pads(self) -> bool:
+        """False if a loss of the model's own is of a whole batch, padding included."""
+        rows = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
+        variables, frozen = self.abstract.variables(), self.abstract.frozen
+        batch = inputs_of(self._example), rows
+        predict_step = self.functions().predict_step
+        args = variables, frozen, batch
+        return pads_rows(self.devices, self.task, predict_step, *args)
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Merges adapters into the parameters, averaged if there are averages."""
@@ -272,7 +297,7 @@ class Trainer:
         dataset, state = self.experiment.data.evaluation, self.abstract
         if dataset is None:
             return None
-        batch = pad(dataset.batch(0), padded_size(self.devices, dataset))
+        batch = pad(each_shape(dataset)[0], self.padded_size(dataset))
         shapes = self.devices.abstract_batch(batch)
         return self._eval_step.lower(state.variables(), state.frozen, shapes)
 

@@ -1,17 +1,15 @@
-"""Bucketing: texts of different lengths, in batches of few lengths.
+"""Texts of different lengths, to be padded to few of them.
 
 Shapes: N examples in the set, B of them in one batch over all processes, T tokens.
 """
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, BatchSpec, epochs
+from haiku_template.data.dataset import Batch
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
@@ -71,81 +69,6 @@ class Completions(NamedTuple):
         mask &= np.arange(length + 1) >= self.prompts[rows][:, None]
         names = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
         return names | {"loss_mask": mask[:, 1:]}
-
-
-Examples = Texts | Completions
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BucketedDataset:
-    """Shuffled batches, all full, each padded to one of few lengths, which rise.
-
-    A block is as many batches as fit an epoch: examples sorted by bucket, then cut into
-    batches, which are shuffled. A bucket's last batch ends with some of the next one.
-    """
-
-    examples: Examples
-    lengths: tuple[int, ...]
-    spec: BatchSpec
-
-    def __post_init__(self) -> None:
-        self.spec.check(4 * self.lengths[-1])
-
-    def batch(self, step: int) -> Batch:
-        """Makes this process's share of a batch: arrays [B / processes, ...]."""
-        count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
-        rows, lengths = _block(self, step // count, count)
-        own = rows[step % count][self.spec.share()]
-        return self.examples.batch(own, lengths[step % count])
-
-    def each_shape(self) -> list[Batch]:
-        """Makes a batch of each length, the longest first."""
-        shortest = np.full(self.spec.batch_size, self.examples.sizes.argmin())
-        rows = shortest[self.spec.share()]  # It fits all lengths.
-        return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
-
-
-def _by_length(
-    examples: Examples, lengths: tuple[int, ...], rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    buckets = np.searchsorted(lengths, examples.sizes[rows])
-    order = np.argsort(buckets, kind="stable")
-    return rows[order], np.array(lengths)[buckets[order]]
-
-
-@functools.lru_cache(maxsize=2)
-def _block(dataset: BucketedDataset, index: int, count: int) -> tuple:
-    spec = dataset.spec
-    whole = spec._replace(batch_size=count * spec.batch_size)
-    rows = epochs(len(dataset.examples.sizes), whole, index)
-    rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
-    order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
-    return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BucketedEvaluationSet:
-    """Every example once, short ones first; only the last batch may have fewer rows."""
-
-    examples: Examples
-    lengths: tuple[int, ...]
-    batch_size: int
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches that hold each example once."""
-        return -(-len(self.examples.sizes) // self.batch_size)
-
-    def batch(self, index: int) -> Batch:
-        """Makes one batch, padded to the bucket of its longest example."""
-        rows, lengths = self._order
-        own = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.examples.batch(rows[own], lengths[own][-1])
-
-    @functools.cached_property
-    def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.arange(len(self.examples.sizes))
-        return _by_length(self.examples, self.lengths, rows)
 
 
 def choose_lengths(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import given_path, read_with
 from haiku_template.errors import ConfigError
@@ -82,8 +83,8 @@ def jsonl(
         _check_sizes(part.sizes, lines, context)
     longest = max(part.sizes.max(initial=0) for part in parts)
     lengths = buckets.choose_lengths(parts[0].sizes, num_buckets, context, longest)
-    train = buckets.BucketedDataset(parts[0], lengths, spec)
-    evaluation = buckets.BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
+    train = BucketedDataset(parts[0], lengths, spec)
+    evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
     given = {"text": coder.name, "class_names": names, "vocab_size": size}
     return Data(train, evaluation if held_out else None, num_outputs, **given)
 

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from haiku_template.data import BatchSpec, each_shape
+from haiku_template.data.buckets import BucketedDataset
 from haiku_template.errors import ConfigError
-from haiku_text.data.buckets import (
-    BucketedDataset,
-    Texts,
-    Tokens,
-    choose_lengths,
-)
+from haiku_text.data.buckets import Texts, Tokens, choose_lengths
 from haiku_text.data.jsonl import jsonl
 
 RNG = np.random.default_rng(0)

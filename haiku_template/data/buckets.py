@@ -1,0 +1,228 @@
+"""Bucketing: examples of different lengths, in batches of few lengths.
+
+Shapes: N examples in the set, B of them in one batch over all processes, L their
+length in a batch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
+from haiku_template.data.trees import leaves_by_path, map_leaves
+from haiku_template.errors import ConfigError
+
+
+class Examples(Protocol):
+    """Examples of different lengths: any object with these two."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Length of each example: int64 [N]."""
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """Makes a batch of the examples `rows`, padded to one length."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketedDataset:
+    """Shuffled batches, all full, each padded to one of few lengths, which rise.
+
+    A block is as many batches as fit an epoch: examples sorted by bucket, then cut into
+    batches, which are shuffled. A bucket's last batch ends with some of the next one.
+    """
+
+    examples: Examples
+    lengths: tuple[int, ...]
+    spec: BatchSpec
+
+    def __post_init__(self) -> None:
+        one = self.examples.batch(self._shortest()[:1], self.lengths[-1])
+        self.spec.check(sum(leaf.nbytes for leaf in leaves_by_path(one).values()))
+
+    def batch(self, step: int) -> Batch:
+        """Makes this process's share of a batch: arrays [B / processes, ...]."""
+        count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
+        rows, lengths = _block(self, step // count, count)
+        own = rows[step % count][self.spec.share()]
+        return self.examples.batch(own, lengths[step % count])
+
+    def each_shape(self) -> list[Batch]:
+        """Makes a batch of each length, the longest first."""
+        rows = self._shortest()[self.spec.share()]  # It fits all lengths.
+        return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
+
+    def _shortest(self) -> np.ndarray:
+        return np.full(self.spec.batch_size, self.examples.sizes.argmin())
+
+
+def _by_length(
+    examples: Examples, lengths: tuple[int, ...], rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    buckets = np.searchsorted(lengths, examples.sizes[rows])
+    order = np.argsort(buckets, kind="stable")
+    return rows[order], np.array(lengths)[buckets[order]]
+
+
+@functools.lru_cache(maxsize=2)
+def _block(dataset: BucketedDataset, index: int, count: int) -> tuple:
+    spec = dataset.spec
+    whole = spec._replace(batch_size=count * spec.batch_size)
+    rows = epochs(len(dataset.examples.sizes), whole, index)
+    rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
+    order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
+    return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BucketedEvaluationSet:
+    """Every example once, short ones first; only the last batch may have fewer rows."""
+
+    examples: Examples
+    lengths: tuple[int, ...]
+    batch_size: int
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that hold each example once."""
+        return -(-len(self.examples.sizes) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """Makes one batch, padded to the bucket of its longest example."""
+        rows, lengths = self._order
+        own = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return self.examples.batch(rows[own], lengths[own][-1])
+
+    def each_shape(self) -> list[Batch]:
+        """Makes a batch of each length, the longest first."""
+        rows, lengths = self._order
+        ends = [*range(self.batch_size, len(rows), self.batch_size), len(rows)]
+        found = sorted({int(lengths[end - 1]) for end in ends}, reverse=True)
+        return [self.examples.batch(rows[: self.batch_size], n) for n in found]
+
+    @functools.cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.arange(len(self.examples.sizes))
+        return _by_length(self.examples, self.lengths, rows)
+
+
+class Trees:
+    """Examples that are trees of arrays [L, ...], and of numbers [] without a length.
+
+    Raises `ConfigError` for examples of different trees, or arrays of one example that
+    differ in length.
+    """
+
+    def __init__(self, examples: Sequence[Any], mask: str | None, what: str) -> None:
+        self._first, self._mask = examples[0], mask
+        self._leaves = [leaves_by_path(example) for example in examples]
+        shapes = {path: _described(x) for path, x in self._leaves[0].items()}
+        lengths = []
+        for i, leaves in enumerate(self._leaves):
+            found = {path: _described(x) for path, x in leaves.items()}
+            if found != shapes:
+                path = min(dict(found.items() ^ shapes.items()))
+                raise ConfigError(
+                    f"{path or 'the array'} of {what} {i} is "
+                    f"{found.get(path, 'not there')}, and of "
+                    f"{what} 0 {shapes.get(path, 'not there')}; examples may differ in "
+                    "length L alone"
+                )
+            sizes = {path: len(x) for path, x in leaves.items() if np.ndim(x)}
+            if len(set(sizes.values())) != 1 or 0 in sizes.values():
+                raise ConfigError(
+                    f"the arrays of {what} {i} have the lengths {sizes}; an example "
+                    "has one length of 1 or more, the first dimension of its arrays"
+                )
+            lengths.append(next(iter(sizes.values())))
+        self.sizes = np.array(lengths, np.int64)
+        if mask is not None and not isinstance(self._first, dict):
+            raise ConfigError(
+                f"mask={mask!r} names an array of a dictionary, and {what} 0 is a "
+                f"{type(self._first).__name__}"
+            )
+        if mask is not None and mask in self._first:
+            raise ConfigError(
+                f"mask={mask!r} is an array of the examples already; give a name that "
+                "is free"
+            )
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """Pads with zeros: arrays [B, L, ...] and [B]; the mask is bool [B, L]."""
+
+        def joined(path: str, leaf: Any) -> np.ndarray:
+            parts = [self._leaves[row][path] for row in rows]
+            if np.ndim(leaf) == 0:
+                return np.array(parts)
+            padded = np.zeros((len(rows), length, *leaf.shape[1:]), leaf.dtype)
+            for row, part in zip(padded, parts, strict=True):
+                row[: len(part)] = part
+            return padded
+
+        batch = map_leaves(joined, self._first)
+        if self._mask is not None:
+            batch[self._mask] = np.arange(length) < self.sizes[rows][:, None]
+        return batch
+
+
+def _described(leaf: Any) -> str:
+    """Type and shape of a leaf, but for its length."""
+    if not isinstance(leaf, np.ndarray | np.generic | int | float):
+        return f"of type {type(leaf).__name__}"
+    array = np.asarray(leaf)
+    shape = ", ".join(["L", *map(str, array.shape[1:])][: 1 + array.ndim])
+    return f"{array.dtype}[{shape * (array.ndim > 0)}]"
+
+
+def bucketed(
+    examples: Sequence[Any],
+    spec: BatchSpec,
+    sizes: Sequence[int],
+    *,
+    evaluation: Sequence[Any] = (),
+    mask: str | None = None,
+    num_outputs: int = 0,
+) -> Data:
+    """Makes `Data` of trees of arrays that differ in length, padded to few lengths.
+
+    The arrays of an example have its length as their first dimension; numbers have
+    none. Batches have one length each, the least of `sizes` that holds their examples;
+    the rest is zeros. Training is a function of the step, and each length is compiled
+    once; evaluation has each example once, short ones first.
+
+    Args:
+      sizes: the lengths, which rise.
+      evaluation: examples to evaluate on; none by default.
+      mask: name of an array to add to each batch, bool [B, L], False for padding.
+
+    Raises:
+      ConfigError: no examples, sizes that do not rise, one too small for an example, or
+        examples that do not fit together; names the example and its array.
+    """
+    lengths = tuple(sizes)
+    if not lengths or list(lengths) != sorted({n for n in lengths if n > 0}):
+        raise ConfigError(
+            f"sizes={lengths}; possible are lengths of 1 or more that rise, such as "
+            "(64, 128, 256)"
+        )
+    if not examples:
+        raise ConfigError("there are no examples to train on; one at least is needed")
+    parts = []
+    for what, part in (("example", examples), ("evaluation example", evaluation)):
+        if not part:
+            continue
+        trees = Trees(part, mask, what)
+        longest = trees.sizes.argmax()
+        if trees.sizes[longest] > lengths[-1]:
+            raise ConfigError(
+                f"{what} {longest} has length {trees.sizes[longest]}, and the largest "
+                f"of sizes is {lengths[-1]}; give a larger one, or leave it out"
+            )
+        parts.append(trees)
+    train, *rest = parts
+    held_out = [BucketedEvaluationSet(x, lengths, spec.batch_size) for x in rest]
+    train = BucketedDataset(train, lengths, spec)
+    return Data(train, held_out[0] if held_out else None, num_outputs)
