@@ -25,9 +25,10 @@ LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # A resumed run may change them: they do not change its mathematics, but for a schedule
 # that ends with the last step.
-MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop"} - {"best_metric", "best_mode"}
+MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat"}
+MAY_CHANGE -= {"best_metric", "best_mode"}
 # Keys that later versions added.
-LATER = ("init_from", "loop", "step", "writers", "early_stop")
+LATER = ("init_from", "loop", "step", "writers", "early_stop", "compat")
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -54,15 +55,15 @@ def default_config() -> config_dict.ConfigDict:
     config.best_mode = "min"  # Or max.
 
     config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
-    config.early_stop = config_dict.ConfigDict()
-    config.early_stop.metric = "eval/loss"  # To be improved.
-    config.early_stop.mode = "min"  # Or max.
+    # What is to be improved; or mode max.
+    config.early_stop = {"metric": "eval/loss", "mode": "min"}
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 
     # Modules of yours in place of training/loop.py and training/step.py, of which
     # `make new EJECT=loop` gives copies to change.
     config.loop = config_dict.placeholder(str)
     config.step = config_dict.placeholder(str)
+    config.compat = False  # Put back what JAX removed, as compat.py; or True.
 
     config.task = {"name": "classification"}  # Or regression; own_loss, the model's.
     # Training data on the host; or staged on each device; or auto: staged if it fits.

@@ -9,6 +9,7 @@ from typing import Any
 import haiku as hk
 from ml_collections import config_dict
 
+from haiku_template import compat
 from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -46,6 +47,8 @@ class Run:
         """
         workdir = Path(workdir)
         config = of_run(workdir) if experiment is None else None
+        if config is not None and config.compat:
+            compat.install()  # Before anything of the config's is imported.
         return cls(workdir, config, devices, which, experiment)
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from typing import Any
 import optax
 from ml_collections import config_dict
 
+from haiku_template import compat
 from haiku_template import finetuning as tuning
 from haiku_template.config import LOOP_KEYS, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
@@ -108,6 +109,8 @@ class Experiment:
         `memory_limit` is in bytes on each device; None asks JAX. Raises `ConfigError`
         for unknown names and keys, and values that do not fit.
         """
+        if config.compat:
+            compat.install()
         task = make_task(config)
         values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
         optimizer, schedule = make_optimization(config.num_steps, **values)

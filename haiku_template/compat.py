@@ -1,0 +1,161 @@
+"""Puts names back that JAX and optax removed, for packages that cannot be edited.
+
+    from haiku_template import compat
+
+    compat.install()  # Or config.compat = True; before importing the package.
+
+A name that JAX has is never touched, and without `install` nothing is. Each name is
+logged once, with the place that used it. Where the meaning has changed, and for what
+only words replace in `doctor.code.names`, the name stays gone. Imports no JAX.
+"""
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from haiku_template.doctor.code.names import REMOVED
+
+PATH = re.compile(r"(?:jax|haiku|haiku_template|optax|numpy|math|functools)(?:\.\w+)+")
+# Modules that are gone, or have lost names, and those that still hold these names.
+HOMES = {
+    "jax.abstract_arrays": "jax.core",
+    "jax.api": "jax",
+    "jax.config": "jax.config",
+    "jax.core": "jax._src.core",
+    "jax.experimental.array_api": "jax.numpy",
+    "jax.experimental.gda_serialization": "jax.experimental.array_serialization",
+    "jax.experimental.maps": "jax.sharding",
+    "jax.experimental.optimizers": "jax.example_libraries.optimizers",
+    "jax.experimental.shard": "jax.sharding",
+    "jax.experimental.stax": "jax.example_libraries.stax",
+    "jax.extend.ffi": "jax.ffi",
+    "jax.lib.xla_bridge": "jax._src.xla_bridge",
+    "jax.lib.xla_client": "jaxlib.xla_client",
+    "jax.lib.xla_extension": "jaxlib._jax",
+    "jax.linear_util": "jax.extend.linear_util",
+    "jax.prng": "jax.extend.random",
+    "jax.util": "jax._src.util",
+    "jaxlib.xla_extension": "jaxlib._jax",
+}
+
+
+def _at(method: str) -> Callable[..., Any]:
+    def update(x: Any, idx: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        # The flags of a scatter can be given by name alone today.
+        kwargs |= zip(("indices_are_sorted", "unique_indices"), args, strict=False)
+        place = sys.modules["jax.numpy"].asarray(x).at[idx]
+        return getattr(place, method)(y, **kwargs)
+
+    return update
+
+
+# What has no path of the same meaning; each gets the module `jax`.
+MADE: dict[str, Callable[[Any], Any]] = {
+    "jax.config.config": lambda jax: jax.config,
+    "jax.core.get_aval": lambda jax: jax.typeof,
+    "jax.experimental.disable_x64": lambda jax: lambda: jax.enable_x64(False),
+    "jax.experimental.enable_x64": lambda jax: (
+        lambda new_val=True: jax.enable_x64(new_val)
+    ),
+    "jax.numpy.NINF": lambda jax: -jax.numpy.inf,
+    "jax.numpy.NZERO": lambda jax: -0.0,
+    "jax.numpy.PZERO": lambda jax: 0.0,
+    "jax.numpy.in1d": lambda jax: lambda *a, **k: jax.numpy.isin(*a, **k).ravel(),
+    "jax.numpy.msort": lambda jax: lambda a: jax.numpy.sort(a, axis=0),
+    "jax.ops.index_add": lambda jax: _at("add"),
+    "jax.ops.index_max": lambda jax: _at("max"),
+    "jax.ops.index_min": lambda jax: _at("min"),
+    "jax.ops.index_mul": lambda jax: _at("multiply"),
+    "jax.ops.index_update": lambda jax: _at("set"),
+    "jax.random.shuffle": lambda jax: (
+        lambda key, x, axis=0: jax.random.permutation(key, x, axis, independent=True)
+    ),
+}
+_used: set[str] = set()
+
+
+def install() -> None:
+    """Puts the names back, for this process; doing so again changes nothing."""
+    parents = {path.rpartition(".")[0] for path in REMOVED if "import " not in path}
+    for name in sorted(parents | HOMES.keys()):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            if name not in HOMES:
+                continue
+            # Not as its parent's attribute: `jax.config` is another thing today.
+            module = sys.modules[name] = ModuleType(name, "A module that is gone.")
+        if not hasattr(vars(module).get("__getattr__"), "puts_back"):
+            module.__getattr__ = _getattr(name, vars(module).get("__getattr__"))
+
+
+def _getattr(module: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    """Makes a module's `__getattr__`, which asks the module's own one first."""
+
+    def puts_back(name: str) -> Any:
+        error = AttributeError(f"module {module!r} has no attribute {name!r}")
+        if own is not None:
+            try:
+                return own(name)
+            except AttributeError as raised:
+                error = raised
+        try:
+            value = _value(module, name)
+        except (AttributeError, ImportError):
+            raise error from None
+        _say(module, name)
+        return value
+
+    puts_back.puts_back = True
+    return puts_back
+
+
+def _value(module: str, name: str) -> Any:
+    """Looks a removed name up: made here, where it moved to, or its module's home."""
+    path = f"{module}.{name}"
+    row = REMOVED.get(path)
+    if path in HOMES and path in sys.modules:
+        return sys.modules[path]
+    if path in MADE:
+        return MADE[path](sys.modules["jax"])
+    if row and PATH.fullmatch(row.instead):
+        return _find(row.instead)
+    # Of a module that is there, names in the table alone: others never were.
+    gone = module in REMOVED
+    if (
+        module in HOMES
+        and not name.startswith("_")
+        and (not row.instead if row else gone)
+    ):
+        return getattr(_find(HOMES[module]), name)
+    raise AttributeError(path)
+
+
+def _find(path: str) -> Any:
+    """Finds what a dotted path names, importing modules as needed."""
+    first, *rest = path.split(".")
+    found, name = importlib.import_module(first), first
+    for part in rest:
+        name = f"{name}.{part}"
+        if not hasattr(found, part):
+            importlib.import_module(name)
+        found = getattr(found, part)
+    return found
+
+
+def _say(module: str, name: str) -> None:
+    """Logs a name once, with the file and line that used it."""
+    path = f"{module}.{name}"
+    if path in _used:
+        return
+    _used.add(path)
+    row = REMOVED.get(path) or REMOVED[module]._replace(name=path)
+    frame = sys._getframe(2)
+    while frame.f_back and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    logging.getLogger(__name__).warning("put back for %s: %s", where, row)

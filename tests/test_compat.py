@@ -1,0 +1,192 @@
+"""Names that JAX removed: gone as JAX left them, and put back when asked."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from haiku_template import compat
+from haiku_template.doctor.code.names import REMOVED
+from tests.runs import ROOT, run_command
+
+# Each is run in a process where the names are back; the last line is true.
+YESTERDAY = {
+    "an attribute": "jax.tree_map(lambda x: x + 1, {'a': 1}) == {'a': 2}",
+    "an import": "from jax import tree_leaves\ntree_leaves((1, [2])) == [1, 2]",
+    "several trees": "jax.tree_multimap(max, (1, 5), (3, 4)) == (3, 5)",
+    "copies": "jax.device_put_replicated(np.ones(3), jax.devices()).shape == (4, 3)",
+    "shards": "jax.device_put_sharded([1, 2, 3, 4], jax.devices()).shape == (4,)",
+    "a module": "import jax.lib.xla_bridge\n"
+    "jax.lib.xla_bridge.get_backend().platform == 'cpu'",
+    "a module's alias": "import jax.lib.xla_bridge as xb\nxb.device_count() == 4",
+    "a module of internals": "from jax.util import unzip2\n"
+    "unzip2([(1, 2)]) == ((1,), (2,))",
+    "jaxlib": "from jaxlib.xla_extension import XlaRuntimeError\n"
+    "XlaRuntimeError is jax.errors.JaxRuntimeError",
+    "config": "from jax.config import config\nconfig is jax.config",
+    "config again": "import jax.config\njax.config.jax_enable_x64 is False",
+    "core": "from jax.core import Primitive\nPrimitive('p').name == 'p'",
+    "types": "jnp.DeviceArray is jax.random.KeyArray is jax.Array",
+    "numbers": "(jnp.NINF, jnp.PZERO) == (-np.inf, 0)",
+    "numpy": "jnp.in1d(np.ones((2, 2)), np.ones(1)).shape == (4,)",
+    "sorting": "jnp.msort(np.array([[2, 1], [1, 2]])).tolist() == [[1, 1], [2, 2]]",
+    "updates": "x = jax.ops.index_add(np.ones(3), jax.ops.index[1:], 2.0, True)\n"
+    "x.tolist() == [1, 3, 3]",
+    "x64": "with jax.experimental.enable_x64():\n"
+    "    dtype = jnp.ones(2).dtype\ndtype == np.float64",
+    "shuffling": "x = jax.random.shuffle(jax.random.PRNGKey(0), jnp.arange(9))\n"
+    "sorted(x.tolist()) == list(range(9))",
+    "stax": "from jax.experimental import stax\nlen(stax.Dense(3)) == 2",
+    "optax": "import optax\nhasattr(optax.additive_weight_decay(0.1), 'update')",
+    "a miss": "not hasattr(jax, 'tree_mapp')",
+    "what words replace": "not hasattr(jax, 'xla_computation')",
+    "once more": "compat.install()\njax.tree_map(int, '1') == 1",
+}
+# What JAX has is what it was: its own object, or its own warning.
+SAME = """
+modules = {}
+for name in sorted(compat.HOMES.keys() | {path.rpartition(".")[0] for path in REMOVED}):
+    try:
+        modules[name] = importlib.import_module(name)
+    except ImportError:
+        pass
+kept = {name: (m, dict(vars(m)), dir(m)) for name, m in modules.items()}
+compat.install()
+deprecated = 0
+for name, (module, before, listed) in kept.items():
+    before.pop("__getattr__", None)
+    assert all(vars(module)[key] is value for key, value in before.items()), name
+    assert set(dir(module)) - set(listed) <= {"__getattr__"}, name
+    for old, (words, value) in before.get("_deprecations", {}).items():
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = getattr(module, old, None)
+        if value is not None:
+            assert found is value and str(seen[0].message) == words, old
+            deprecated += 1
+        elif f"{name}.{old}" not in REMOVED:
+            assert found is None, old
+assert len(kept) > 25 and deprecated > 3
+"""
+
+
+def fresh(code):
+    """Standard output and error of a new process, which has four CPUs."""
+    head = "import importlib, json, sys, warnings\nfrom haiku_template import compat\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """What each piece of yesterday's code came to, and what was logged."""
+    code = (
+        "import jax, numpy as np, jax.numpy as jnp\n"
+        "jax.config.update('jax_platforms', 'cpu')\n"
+        "jax.config.update('jax_num_cpu_devices', 4)\n"
+        "compat.install()\nresults = {}\n"
+        f"for name, code in {YESTERDAY}.items():\n"
+        "    *lines, last = code.split('\\n')\n"
+        "    space = dict(globals())\n"
+        "    try:\n"
+        "        exec(compile('\\n'.join(lines), name, 'exec'), space)\n"
+        "        results[name] = bool(eval(compile(last, name, 'eval'), space))\n"
+        "    except Exception as error:\n"
+        "        results[name] = repr(error)\n"
+        "print(json.dumps(results))"
+    )
+    out, log = fresh(code)
+    return json.loads(out), [line for line in log.split("\n") if "put back" in line]
+
+
+@pytest.mark.parametrize("name", YESTERDAY)
+def test_what_was_removed_works_again(asked, name):
+    assert asked[0][name] is True
+
+
+def test_each_name_is_logged_once_with_where_it_was_used_and_what_to_write(asked):
+    (line,) = [line for line in asked[1] if "jax.tree_map " in line]
+    assert "put back for an attribute:1: jax.tree_map was removed in jax 0.6.0" in line
+    assert line.endswith("write jax.tree.map")
+    names = [line.split(": ")[1].split()[0] for line in asked[1]]
+    assert len(names) == len(set(names)) and "jax.util.unzip2" in names
+
+
+def test_what_jax_has_stays_its_own(asked):
+    fresh("from haiku_template.doctor.code.names import REMOVED\n" + SAME)
+
+
+def test_without_asking_jax_is_untouched():
+    code = (
+        "import jax, jax.numpy, haiku, optax, jax.experimental.pjit\n"
+        "modules = [m for m in sys.modules.values() if m.__name__[:3] == 'jax']\n"
+        "before = [(m, set(dir(m)), vars(m).get('__getattr__')) for m in modules]\n"
+        "import haiku_template.runs\n"
+        "for module, names, own in before:\n"
+        "    assert vars(module).get('__getattr__') is own\n"
+        "    new = set(dir(module)) - names\n"
+        "    assert all(f'{module.__name__}.{n}' in sys.modules for n in new), new\n"
+        "assert not compat.HOMES.keys() - {'jax.core'} & sys.modules.keys()\n"
+        "assert not hasattr(jax, 'tree_map')"
+    )
+    fresh(code)
+
+
+@pytest.mark.parametrize("row", REMOVED.values(), ids=REMOVED.keys())
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_is_true_of_this_jax(row):
+    package, version = row.package.split()
+    later = (
+        package == "jax" and tuple(map(int, version.split("."))) > jax.__version_info__
+    )
+    name, _, argument = row.name.removesuffix(")").partition("(")
+    if name.startswith("import "):
+        with pytest.raises(ImportError):
+            importlib.import_module(name.removeprefix("import "))
+    elif argument:
+        assert argument not in inspect.signature(compat._find(name)).parameters
+    elif later:
+        compat._find(name)
+    else:
+        with pytest.raises((AttributeError, ImportError)):
+            compat._find(name)
+    if compat.PATH.fullmatch(row.instead):
+        compat._find(row.instead)
+    home = name if name in compat.HOMES else name.rpartition(".")[0]
+    compat._find(compat.HOMES.get(home, "jax"))
+
+
+MODEL = """
+from jax import tree_map
+from jax.config import config
+from haiku_template.models import MODELS
+
+def model(**keys):
+    return tree_map(lambda make: make(**keys), MODELS["mlp"])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_model_uses_removed_names_trains_and_is_evaluated(tmp_path):
+    (tmp_path / "third_party.py").write_text(MODEL)
+    words = [f"--config={ROOT}/configs/digits.py", "--workdir=run", "--device=cpu"]
+    words += ["--config.num_steps=2", "--config.model.name=third_party:model"]
+    done = run_command("train", *words, cwd=tmp_path)
+    assert done.returncode and "cannot import name 'tree_map'" in done.stderr
+    done = run_command("train", *words, "--config.compat=True", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"put back for {tmp_path}/third_party.py:2: jax.tree_map was" in done.stderr
+    done = run_command("evaluate", "--workdir=run", "--device=cpu", cwd=tmp_path)
+    assert done.returncode == 0 and "third_party.py:2" in done.stderr, done.stderr
