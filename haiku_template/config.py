@@ -84,7 +84,9 @@ def default_config() -> config_dict.ConfigDict:
     config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
     config.finetuning.lora.alpha = 16.0  # LoRA scale times rank.
     config.finetuning.lora.dropout = 0.0  # Share of dropped rows of A.
-    config.finetuning.lora.patterns = ("*/w",)  # Among those of two dimensions.
+    config.finetuning.lora.patterns = ("*/w",)  # Matrices; or else convolutions.
+    # Tensors, with `in`, `out` or `each` an axis: (("*/query_w", "in out out"),).
+    config.finetuning.lora.axes = ()
 
     config.optimizer = _default_optimizer()
     return config
@@ -199,6 +201,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     defaults = to_dict(default_config())
     tuning = defaults["finetuning"] | values.get("finetuning", {})
+    tuning["lora"] = defaults["finetuning"]["lora"] | tuning["lora"]
     return {key: defaults[key] for key in LATER} | values | {"finetuning": tuning}
 
 

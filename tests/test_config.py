@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -27,6 +28,8 @@ def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(older))
     assert config.to_dict(config.load(path)) == values
+    assert config.completed(older) == values
+    del (older := copy.deepcopy(values))["finetuning"]["lora"]["axes"]
     assert config.completed(older) == values
     assert config.completed({}) == {}
 

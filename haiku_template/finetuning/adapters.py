@@ -1,7 +1,7 @@
 """Adapter files: trainable parameters, without the frozen ones that they belong to.
 
-Tensors have the paths of the parameters. The metadata hold rank, alpha, step and a hash
-of the frozen parameters.
+Tensors have the paths of the parameters. The metadata hold rank, alpha, step, a hash of
+the frozen parameters, and the axes of those adapted that are no matrices, if any.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTERS = "adapters.safetensors"  # In a folder.
 FACTS = {"rank": int, "alpha": float, "base_sha256": str, "step": int}  # Metadata.
+AXES = "axes"  # Of tensors, as JSON; files of matrices alone have none.
 
 
 def fingerprint(devices: DeviceManager, frozen: hk.Params) -> str:
@@ -53,16 +54,18 @@ def save_adapters(
     with new_file(Path(file)) as partial:
         facts = lora.rank, lora.alpha, fingerprint(devices, frozen), step
         metadata = dict(zip(FACTS, map(str, facts), strict=True))
+        metadata |= {AXES: json.dumps(dict(lora.axes))} if lora.axes else {}
         save_tensors(partial, devices.fetch(flatten(params)), metadata)
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Reads an adapter file's `FACTS`, or raises `ConfigError`."""
+    """Reads an adapter file's `FACTS` and `AXES`, or raises `ConfigError`."""
     read_headers(file)  # Raises one sentence if damaged.
     found = read_metadata(file)
     try:
-        return {key: convert(found[key]) for key, convert in FACTS.items()}
-    except (KeyError, ValueError) as error:
+        axes = {AXES: tuple(json.loads(found.get(AXES, "{}")).items())}
+        return {key: convert(found[key]) for key, convert in FACTS.items()} | axes
+    except (KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{file} holds no adapters: its metadata do not give {', '.join(FACTS)}"
         ) from error
@@ -79,7 +82,7 @@ def load_adapters(
 
     `skeleton` has the shapes and dtypes of the trainable parameters. Raises
     `ConfigError` if the file is damaged, has no adapters, or those of other frozen
-    parameters, rank, alpha or shapes.
+    parameters, rank, alpha, axes or shapes.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():
@@ -88,7 +91,7 @@ def load_adapters(
             "writes such a file from a run"
         )
     found = read_facts(file)
-    for key in ("rank", "alpha"):
+    for key in ("rank", "alpha", AXES):
         there, here = found[key], getattr(lora, key)
         if there != here:
             raise ConfigError(

@@ -4,16 +4,26 @@ They transform the tree of parameters, so that any Haiku model can have them: in
 W it gets W + (alpha / rank) A B, computed once a step for the whole batch, and kept for
 the backward pass.
 
-Shapes: W [I, O] (inputs, outputs), A [I, R], B [R, O], R the rank.
+Shapes: W [I, O] (inputs, outputs), A [I, R], B [R, O], R the rank. Each axis of another
+W is one of its inputs, which A has in a row, one of its outputs, which B has, or, such
+as the layers of a stack, one along which each matrix has an A and a B of its own.
 """
 
-from collections.abc import Iterable
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 A, B = "_lora_a", "_lora_b"  # Behind the name of W.
+KINDS = ("each", "in", "out")  # Of axes.
+MATRIX = "in out"
+CONVOLUTIONS = (hk.ConvND, hk.ConvNDTranspose, hk.DepthwiseConv1D)
+CONVOLUTIONS += (hk.DepthwiseConv2D, hk.DepthwiseConv3D)
 
 
 class Lora(NamedTuple):
@@ -25,6 +35,9 @@ class Lora(NamedTuple):
     # device's examples: LoRA's own draws for each example, which a tree cannot.
     dropout: float = 0.0
     patterns: tuple[str, ...] = ("*/w",)  # Of matrices to adapt, by path.
+    # Of other tensors, (pattern, a word for each axis): ("*/query_w", "in out out"). In
+    # a plan, of each tensor that it adapts and that is no matrix.
+    axes: tuple[tuple[str, str], ...] = ()
 
 
 def init_adapters(
@@ -32,33 +45,67 @@ def init_adapters(
 ) -> dict[str, jax.Array]:
     """Initializes A (normal, variance 1 / I) and B (zero), which leave W unchanged.
 
-    `shapes` are of the adapted matrices by path; the adapters are float32, by path.
+    `shapes` are of the adapted tensors by path; the adapters are float32, by path.
     """
-    adapters = {}
-    for i, (path, (inputs, outputs)) in enumerate(sorted(shapes.items())):
-        a = jax.random.normal(jax.random.fold_in(rng, i), (inputs, lora.rank))
+    adapters, known = {}, dict(lora.axes)
+    for i, (path, shape) in enumerate(sorted(shapes.items())):
+        order = _order(known.get(path, MATRIX))
+        each, *sides = ([shape[axis] for axis in kind] for kind in order)
+        inputs, outputs = map(math.prod, sides)
+        own = jax.random.fold_in(rng, i)
+        a = jax.random.normal(own, (*each, inputs, lora.rank))
         adapters[path + A] = a * inputs**-0.5
-        adapters[path + B] = jnp.zeros((lora.rank, outputs))
+        adapters[path + B] = jnp.zeros((*each, lora.rank, outputs))
     return adapters
 
 
 def adapt(
     lora: Lora, paths: Iterable[str], leaves: dict[str, Any], rng: jax.Array | None
 ) -> dict[str, Any]:
-    """Adds adapters to the matrices of `paths`; returns the leaves without adapters.
+    """Adds adapters to the tensors of `paths`; returns the leaves without adapters.
 
     `leaves` by path have one dtype; `rng` is the source of dropout, None drops nothing.
     """
-    adapted = dict(leaves)
+    adapted, known = dict(leaves), dict(lora.axes)
     for i, path in enumerate(sorted(paths)):
         a, b = adapted.pop(path + A), adapted.pop(path + B)
         if rng is not None and lora.dropout:
             own = jax.random.fold_in(rng, i)
-            kept = jax.random.bernoulli(own, 1 - lora.dropout, (len(a), 1))
+            kept = jax.random.bernoulli(own, 1 - lora.dropout, (*a.shape[:-1], 1))
             a = jnp.where(kept, a / (1 - lora.dropout), 0)
         # The LoRA scale belongs to the thin factor, where it costs least.
-        adapted[path] = adapted[path] + a @ (lora.alpha / lora.rank * b)
+        change = a @ (lora.alpha / lora.rank * b)
+        if path in known:  # Any but plain matrices.
+            order, shape = sum(_order(known[path]), ()), adapted[path].shape
+            change = change.reshape([shape[axis] for axis in order])
+            change = change.transpose(np.argsort(order))
+        adapted[path] = adapted[path] + change
     return adapted
+
+
+def _order(axes: str) -> tuple[tuple[int, ...], ...]:
+    """Axes of each of `KINDS`, by number."""
+    words = axes.split()
+    return tuple(
+        tuple(i for i, word in enumerate(words) if word == kind) for kind in KINDS
+    )
+
+
+@contextlib.contextmanager
+def convolutions() -> Iterator[dict[str, str]]:
+    """Notes the axes of the weights of Haiku's convolutions that are called inside."""
+    found = {}
+
+    def note(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if isinstance(module, CONVOLUTIONS) and context.method_name == "__call__":
+            last = "out in" if isinstance(module, hk.ConvNDTranspose) else MATRIX
+            kernel = "in " * len(module.kernel_shape)
+            found[f"{module.module_name}/w"] = kernel + last
+        return run(*args, **kwargs)
+
+    with hk.intercept_methods(note):
+        yield found
 
 
 def is_adapter(name: str) -> bool:

@@ -7,7 +7,8 @@ one character, `[ab]` one of them.
 """
 
 import fnmatch
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -16,8 +17,18 @@ import jax.numpy as jnp
 import optax
 
 from haiku_template.errors import ConfigError, near
-from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters
+from haiku_template.finetuning.lora import (
+    KINDS,
+    MATRIX,
+    A,
+    B,
+    Lora,
+    adapt,
+    init_adapters,
+)
 from haiku_template.params import flatten, matching, unflatten
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16")
 SHOWN = 20  # Names in a message.
@@ -56,7 +67,7 @@ class Plan(NamedTuple):
     adapted: frozenset[str]  # Frozen, with an adapter.
     frozen: frozenset[str]
     fresh: frozenset[str]  # Are not read.
-    lora: Lora
+    lora: Lora  # Its `axes` those of paths.
     dtype: Any  # Of frozen floating-point parameters.
 
     def split(self, whole: hk.Params) -> tuple[hk.Params, hk.Params]:
@@ -93,11 +104,16 @@ class Plan(NamedTuple):
         return self.combine(params, unflatten(leaves | wide))
 
 
-def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
+def make_plan(
+    finetuning: Finetuning,
+    shapes: hk.Params,
+    known: Mapping[str, str] | None = None,
+) -> Plan:
     """Resolves a user's patterns on a model's parameters, or on their shapes.
 
-    Raises `ConfigError` if a pattern fits nothing, a fresh parameter would never train,
-    or a value is out of its range.
+    `known` are those of `convolutions`, if any. Raises `ConfigError` if a pattern fits
+    nothing, a fresh parameter would never train, a value is out of its range, or LoRA's
+    axes are not known.
     """
     leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
     if lora.rank < 0 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:
@@ -119,9 +135,10 @@ def make_plan(finetuning: Finetuning, shapes: hk.Params) -> Plan:
             f"adapters={finetuning.adapters} belong to frozen parameters, and all "
             "parameters are to train; give lora.rank or train"
         )
-    matrices = {k for k in frozen if leaves[k].ndim == 2 and _is_float(leaves[k])}
-    patterns = lora.patterns if lora.rank else ()
-    adapted = _select("lora (frozen matrices)", patterns, matrices)
+    wide = {k: leaves[k] for k in frozen if _is_float(leaves[k])}
+    adapted = _adapted(lora, wide, known or {}) if lora.rank else {}
+    others = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
+    lora = lora._replace(axes=tuple(others))
     fresh = _select("fresh", finetuning.fresh, leaves)
     stuck = sorted(fresh & frozen)
     if stuck:
@@ -168,6 +185,63 @@ def _select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[s
             )
         selected |= fits
     return selected
+
+
+def _adapted(
+    lora: Lora, leaves: dict[str, Any], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Axes by path of the parameters that are to have adapters."""
+    axes: dict[str, str] = {}
+    for entry in reversed(lora.axes):  # The first that fits counts.
+        axes |= _named(entry, leaves)
+    matrices = {path for path, leaf in leaves.items() if leaf.ndim == 2}
+    for pattern in lora.patterns:
+        flat, fits = matching(pattern, matrices), matching(pattern, leaves)
+        more = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)
+        if more and flat:
+            logger.warning(
+                "lora: %r fits %d parameters of more than two axes, too (%s %s); they "
+                "get no adapters unless config.finetuning.lora.axes names them",
+                *(pattern, len(more), more[0], list(leaves[more[0]].shape)),
+            )
+        elif more:
+            axes |= {path: _known(path, leaves[path].shape, known) for path in more}
+        elif not fits & axes.keys():
+            flat = _select("lora (frozen matrices)", (pattern,), matrices)
+        axes = dict.fromkeys(flat, MATRIX) | axes
+    return axes
+
+
+def _known(path: str, shape: tuple[int, ...], known: Mapping[str, str]) -> str:
+    """Axes of a convolution's weights; `ConfigError` for other tensors."""
+    axes, more = known.get(path, ""), len(shape) - 2
+    if len(axes.split()) != len(shape):
+        stack = "each " + "in " * more + "out"
+        raise ConfigError(
+            f"lora: {path} {list(shape)} is neither a matrix nor a convolution's, and "
+            "the patterns do not say which of its axes are inputs; possible are "
+            f"config.finetuning.lora.axes=(({path!r}, 'in{' out' * (more + 1)}'),), "
+            f"'{'in ' * (more + 1)}out', and for a stack of layers {stack!r}"
+        )
+    return axes
+
+
+def _named(entry: tuple[str, str], leaves: dict[str, Any]) -> dict[str, str]:
+    """Axes by path of the tensors that an entry of `lora.axes` is of."""
+    words = entry[1].split() if len(entry) == 2 else ()
+    if not {"in", "out"} <= set(words) <= set(KINDS):
+        raise ConfigError(
+            f"lora.axes: {entry!r}; each is a pattern and a word for each axis of a "
+            f"tensor, {', '.join(KINDS)}, such as ('*/query_w', 'in out out')"
+        )
+    fits = sorted(_select("lora.axes (frozen parameters)", entry[:1], leaves))
+    wanted = [path for path in fits if leaves[path].ndim == len(words)]
+    if not wanted:
+        raise ConfigError(
+            f"lora.axes: {entry!r} is for {len(words)} axes, and {fits[0]} has the "
+            f"shape {list(leaves[fits[0]].shape)}"
+        )
+    return dict.fromkeys(wanted, " ".join(words))
 
 
 def _check_multipliers(multipliers: Multipliers, paths: Collection[str]) -> None:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from haiku_template import finetuning as tuning
 from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import load_adapters, make_plan, scale_updates
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import inputs_of, with_state
@@ -93,10 +93,11 @@ class Trainer:
         self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example)
         self._model_init = make_model_init(self.recipe, inputs_of(self._example))
-        self._whole, self._net_state = {}, {}
+        self._whole, self._net_state, axes = {}, {}, {}
         if experiment.init is None:
-            self._whole, self._net_state = devices.abstract(self._model_init)
-        self.plan = make_plan(experiment.finetuning, self._whole)
+            with tuning.convolutions() as axes:
+                self._whole, self._net_state = devices.abstract(self._model_init)
+        self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
         self._init, step = functions.init, functions.step
@@ -324,7 +325,7 @@ class Trainer:
             leaves, net_state = source(self._whole, skip, self._net_state)
         if adapters is not None:
             where = self.abstract.params, frozen, plan.lora, self.devices
-            leaves = flatten(load_adapters(adapters, *where))
+            leaves = flatten(tuning.load_adapters(adapters, *where))
         return leaves, net_state
 
     def _make_batch(self, staged: Any) -> Callable[[int], Any]:
@@ -371,7 +372,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     facts_of(task.values)  # Raises for those that it cannot have.
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
-        optimizer = optax.chain(optimizer, scale_updates(multipliers))
+        optimizer = optax.chain(optimizer, tuning.scale_updates(multipliers))
     return Recipe(
         model=model and for_devices(with_state(model), devices.devices),
         task=_with_outputs(task, data.num_outputs),
