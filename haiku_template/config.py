@@ -72,24 +72,28 @@ def default_config() -> config_dict.ConfigDict:
 
     # A workdir, a Hugging Face folder, or a safetensors file to start from; or None.
     config.init_from = config_dict.placeholder(str)
-    # Patterns are of parameters, `module/name`, as in a shell: "gpt/block_1?/*".
-    config.finetuning = config_dict.ConfigDict()
-    config.finetuning.train = ()  # Patterns; all by default, or with lora none.
-    config.finetuning.fresh = ()  # Patterns, not in init_from: such as a new head.
-    config.finetuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16.
-    config.finetuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
-    # A folder or file of exported adapters to start from; or None.
-    config.finetuning.adapters = config_dict.placeholder(str)
-    config.finetuning.lora = config_dict.ConfigDict()
-    config.finetuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
-    config.finetuning.lora.alpha = 16.0  # LoRA scale times rank.
-    config.finetuning.lora.dropout = 0.0  # Share of dropped rows of A.
-    config.finetuning.lora.patterns = ("*/w",)  # Matrices; or else convolutions.
-    # Tensors, with `in`, `out` or `each` an axis: (("*/query_w", "in out out"),).
-    config.finetuning.lora.axes = ()
-
+    config.finetuning = _default_finetuning()
     config.optimizer = _default_optimizer()
     return config
+
+
+def _default_finetuning() -> config_dict.ConfigDict:
+    # Patterns are of parameters, `module/name`, as in a shell: "gpt/block_1?/*".
+    tuning = config_dict.ConfigDict()
+    tuning.train = ()  # Patterns; all by default, or with lora none.
+    tuning.fresh = ()  # Patterns, not in init_from: such as a new head.
+    tuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16.
+    tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
+    # A folder or file of exported adapters to start from; or None.
+    tuning.adapters = config_dict.placeholder(str)
+    tuning.lora = config_dict.ConfigDict()
+    tuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
+    tuning.lora.alpha = 16.0  # LoRA scale times rank.
+    tuning.lora.dropout = 0.0  # Share of dropped rows of A.
+    tuning.lora.patterns = ("*/w",)  # Matrices; or else convolutions.
+    # Tensors, with `in`, `out` or `each` an axis: (("*/query_w", "in out out"),).
+    tuning.lora.axes = ()
+    return tuning
 
 
 def _default_optimizer() -> config_dict.ConfigDict:
