@@ -3,6 +3,7 @@
 Imports no JAX, so that `--help` and a mistyped flag answer at once.
 """
 
+import ast
 import os
 import re
 import signal
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from haiku_template.runs import Run
 
 INTERRUPTED = 130
-# `--config.KEY=None`, which config_flags refuses for numbers.
-UNSET = re.compile(r"--config\.([\w.]+)=None")
+# `--config.KEY=None`, which config_flags refuses for numbers, and a tuple for a key of
+# any model's, which it refuses where a config has none.
+LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
@@ -184,8 +186,9 @@ def _parse(argv: list[str]) -> list[str]:
                 f"the config file {file} does not exist; {file.parent} holds "
                 f"{', '.join(near) or 'no .py files'}"
             )
-        unset = {word: match[1] for word in argv if (match := UNSET.fullmatch(word))}
-        rest = FLAGS([word for word in argv if word not in unset])
+        found = {word: LITERAL.fullmatch(word) for word in argv}
+        given = {match[1]: match[2] for match in filter(None, found.values())}
+        rest = FLAGS([word for word in argv if not found[word]])
         if len(rest) > 1:
             raise ValueError(f"unexpected argument {rest[1]!r}; flags begin with --")
         if file is not None:
@@ -193,11 +196,20 @@ def _parse(argv: list[str]) -> list[str]:
             if not isinstance(values, config_dict.ConfigDict):
                 hasattr(values, "keys")  # Raises if the file could not be read.
                 raise ValueError(_returned(file, values))
-            for key in unset.values():
-                config_path.set_value(key, values, None, accept_new_attributes=True)
+            for key, text in given.items():
+                value = _literal(key, text)
+                config_path.set_value(key, values, value, accept_new_attributes=True)
         return rest
     except Exception as error:
         raise ConfigError(_sentence(error, argv)) from error
+
+
+def _literal(key: str, text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except SyntaxError as error:
+        words = "possible is a tuple of patterns, such as ('*/block_*',)"
+        raise ValueError(f"--config.{key}={text} cannot be read; {words}") from error
 
 
 def _config_file(argv: list[str]) -> Path | None:

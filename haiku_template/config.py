@@ -36,7 +36,9 @@ def default_config() -> config_dict.ConfigDict:
 
     Intervals count steps; None means at the last step alone. `model`, `data` and `task`
     name an entry of the tables in `models`, `data` and `training.tasks`, or a function
-    of yours as `module:function`; their other keys are its keyword arguments.
+    of yours as `module:function`; their other keys are its keyword arguments. Any model
+    has two more: `per_example`, and `remat`, a tuple of patterns such as `*/block_*` of
+    its modules, which are then computed again in the backward pass and not kept.
     """
     config = config_dict.ConfigDict()
     config.seed = 0  # Initial parameters, order of the data, dropout.

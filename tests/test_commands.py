@@ -398,6 +398,8 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, flags, code, wor
         (["--device_memory_limit=1MB"], ["=1MB is not an amount", "500MiB"]),
         (["--device_memory_limit=1MiB"], ["the run needs", "there are 1.00 MiB"]),
         (["--config.model.num_layers=-3"], ["num_layers=-3", "0 or more"]),
+        (["--config.model.remat=('*/lin_9',)"], ["'*/lin_9' fits", "~/linear_0"]),
+        (["--config.model.remat=(*/lin*)"], ["model.remat=(*/lin*) cannot be read"]),
         (["--config.model.name=:f"], ["':f' cannot be imported"]),
         (["--config.model.width=100000000000"], ["TiB", "mlp/~/linear_1"]),
         (["--config.batch_size=2000000000"], ["batch of 2000000000", "bytes"]),

@@ -62,6 +62,7 @@ COSTS = {
     "own_loss, per_example, batches of any tree, bucketed by length": 471,
     "compat: names that JAX removed, put back when asked": 168,
     "LoRA of convolutions and of tensors of more axes": 134,
+    "remat of any Haiku module by name, tried by the memory budget": 192,
 }
 DOCTOR_COSTS = {
     "after the rebuild": 2_400,

@@ -17,6 +17,8 @@ from haiku_template.models.family import check_vocabulary as check_vocabulary
 from haiku_template.models.forms import per_example as per_example
 from haiku_template.models.forms import plain_outputs as plain_outputs
 from haiku_template.models.mlp import mlp
+from haiku_template.models.rematerialization import remat as remat
+from haiku_template.models.rematerialization import repeated_blocks as repeated_blocks
 from haiku_template.models.resnet import resnet
 
 Model = hk.Transformed | hk.TransformedWithState

@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 
 from haiku_template.errors import ConfigError
+from haiku_template.models.rematerialization import remat
 from haiku_template.params import flatten
 
 MOST_LAYERS = 10_000
@@ -135,19 +136,30 @@ def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
         if isinstance(given, int) and given > MOST_LAYERS:
             words = f"possible is up to {MOST_LAYERS:,}"
             raise ConfigError(f"config.model.{key}={given}; {words}")
-    return {name: value for name, value in keys.items() if name != "per_example"}
+    reserved = {"per_example"}
+    if isinstance(keys.get("remat"), tuple):  # Any other is of the model itself.
+        reserved.add("remat")
+    return {name: value for name, value in keys.items() if name not in reserved}
 
 
 def in_form(model: Any, keys: dict[str, Any]) -> Any:
     """Adapts a model as the keys of `config.model` ask that are not its own.
 
-    `per_example=True` maps it over the batch.
+    `remat`, a tuple of patterns of modules, is for `models.remat`; `per_example=True`
+    maps the model over the batch.
     """
-    mapped = keys.get("per_example", False)
+    patterns, mapped = keys.get("remat"), keys.get("per_example", False)
+    for pattern in patterns if isinstance(patterns, tuple) else ():
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"config.model.remat={patterns!r}; possible are a tuple of patterns of "
+                "modules, such as ('*/block_*',), and what the model itself takes"
+            )
     if not isinstance(mapped, bool):
         raise ConfigError(
             f"config.model.per_example={mapped!r}; possible are True and False"
         )
+    model = remat(model, patterns) if isinstance(patterns, tuple) else model
     return per_example(model) if mapped else model
 
 

@@ -21,6 +21,7 @@ from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.program import describe_program, read_program
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
+from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
 from haiku_template.reporting.display import process_bytes, table
 from haiku_template.reporting.perf import matmul_bytes
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 LARGEST = 3
+TRIED = 3  # Patterns of modules to rematerialize, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -238,8 +240,8 @@ def check_budget(
     Arguments are those of `memory_budget`.
 
     Raises:
-      ConfigError: it does not fit; names the largest leaves, and the smallest
-        `accumulate_steps` that would, found by compiling.
+      ConfigError: it does not fit; names the largest leaves, and what would fit, found
+        by compiling: rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
     if budget.closed_over >= LARGE:
@@ -279,33 +281,53 @@ def _program_table(trainer: Trainer) -> Table:
 
 
 def _suggestion(trainer: Trainer, budget: Budget) -> str:
-    share = trainer.batch_size // trainer.devices.num_devices
-    now = trainer.experiment.accumulate_steps
+    experiment, devices, limit = trainer.experiment, trainer.devices, budget.limit
+    kept = sum(budget[: Budget._fields.index("temporaries")])
+    fixed = max(budget.init_peak, budget.evaluation_peak)
+
+    def peak_of(**parts: Any) -> int:
+        smaller = dataclasses.replace(experiment, **parts).trainer(devices)
+        return max(memory_budget(smaller, limit, starts=False).peak, fixed)
+
+    # Compiling takes minutes, and would not find a way for what does not shrink.
+    for pattern in _repeated(trainer) if max(kept, fixed) <= limit else ():
+        peak = peak_of(model=remat(experiment.model, (pattern,)))
+        if peak <= limit:
+            return (
+                f"it fits with remat of {pattern}, {in_units(peak)} and the same "
+                f"batch: --config.model.remat=\"('{pattern}',)\" (in a script "
+                f"models.remat(model, ('{pattern}',)))"
+            )
+    share = trainer.batch_size // devices.num_devices
+    now = experiment.accumulate_steps
     possible = [parts for parts in range(now + 1, share + 1) if share % parts == 0]
     if not possible:
         return "the batch does not split into smaller micro-batches"
     none = "no accumulate_steps is enough:"
-    kept = sum(budget[: Budget._fields.index("temporaries")])
-    if kept > budget.limit:  # Compiling takes minutes, and would not find a way.
+    if kept > limit:
         size = in_units(kept)
         return f"{none} {size} are what the run keeps, its state, data and batches"
-    fixed = max(budget.init_peak, budget.evaluation_peak)
-    if fixed > budget.limit:
+    if fixed > limit:
         what = "evaluation" if fixed > budget.init_peak else "making the first state"
         return f"{none} {in_units(fixed)} are what {what} needs"
     least = budget.peak
     for parts in possible:
-        smaller = dataclasses.replace(trainer.experiment, accumulate_steps=parts)
-        parted = smaller.trainer(trainer.devices)
-        peak = memory_budget(parted, budget.limit, starts=False).peak
-        peak = max(peak, fixed)
-        if peak <= budget.limit:
+        peak = peak_of(accumulate_steps=parts)
+        if peak <= limit:
             return (
                 f"--config.accumulate_steps={parts} would fit with "
                 f"{in_units(peak)} and the same batch"
             )
         least = min(least, peak)
     return f"{none} the least is {in_units(least)}"
+
+
+def _repeated(trainer: Trainer) -> list[str]:
+    """Patterns of blocks of the model whose rematerialization is worth a try."""
+    if trainer.experiment.step is not None or trainer.experiment.model is None:
+        return []
+    init = trainer.functions(trainer.devices.axis_name).init
+    return repeated_blocks(lambda: trainer.devices.abstract(init, {}))[:TRIED]
 
 
 def in_units(size: int) -> str:

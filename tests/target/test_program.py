@@ -7,17 +7,22 @@ float32 (products).
 
 import dataclasses
 
+import haiku as hk
+import jax
 import numpy as np
+import optax
 import pytest
 from haiku.data_structures import tree_bytes
 from safetensors.numpy import save_file
 
 from configs import digits_resnet, gpt2_124m
+from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices.program import parse, read_program
 from haiku_template.devices.targets import CARDS, target_devices
 from haiku_template.errors import ConfigError
-from haiku_template.training import Experiment
-from haiku_template.training.memory import check_budget, memory_budget
+from haiku_template.models import remat
+from haiku_template.training import Experiment, regression
+from haiku_template.training.memory import check_budget, in_units, memory_budget
 
 pytestmark = pytest.mark.target
 GIB = 2**30
@@ -124,6 +129,33 @@ def test_a_run_that_does_not_fit_is_told_what_does(tokens):
     trainer = Experiment.from_config(gpt2(tokens, **changes), devices).trainer(devices)
     with pytest.raises(ConfigError, match="accumulate_steps=2 would fit with 4"):
         check_budget(trainer)
+
+
+class Block(hk.Module):
+    def __call__(self, x):
+        return x + hk.Linear(256)(jax.nn.gelu(hk.Linear(2048)(x)))
+
+
+def test_blocks_of_any_model_are_rematerialized_and_suggested():
+    def forward(x):
+        for i in range(12):
+            x = Block(name=f"block_{i}")(x)
+        return hk.Linear(1)(x)
+
+    x = np.zeros((8192, 256), np.float32)
+    data = from_split(Split(x, x[:, 0], x, x[:, 0]), BatchSpec(8192, labels="numbers"))
+    model, parts = hk.transform(forward), {"task": regression, "data": data}
+    parts |= {"optimizer": optax.adam(1e-3)}
+    devices = target_devices("h100")
+    trainer, again = (
+        Experiment(model=made, **parts).trainer(devices)
+        for made in (model, remat(model, ("block_*",)))
+    )
+    plain, smaller = memory_budget(trainer), memory_budget(again)
+    assert smaller.temporaries < plain.temporaries / 2
+    size = in_units(smaller.peak)
+    with pytest.raises(ConfigError, match=rf"fits with remat of block_\*, {size} and"):
+        check_budget(trainer, plain.peak - plain.temporaries // 2)
 
 
 def test_a_convolutional_net_compiles_for_one_and_for_eight():

@@ -1,3 +1,4 @@
+import ast
 import functools
 import io
 
@@ -23,7 +24,7 @@ from haiku_template.training.memory import (
     memory_budget,
     parse_bytes,
 )
-from tests.runs import changed
+from tests.runs import changed, run_steps
 
 
 def build(module, num_devices=1, **changes):
@@ -90,6 +91,27 @@ def test_what_does_not_fit_is_refused_with_a_setting_that_fits_and_agrees(tmp_pa
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its CPUs drop remat")
+def test_rematerialized_blocks_come_before_smaller_micro_batches(optimized):
+    blocks = {"name": "tests_models:blocks"}
+    trainer = build(digits, model=blocks, batch_size=256)
+    budget = memory_budget(trainer)
+    limit = budget.peak - budget.temporaries // 2
+    with pytest.raises(ConfigError) as caught:
+        check_budget(trainer, limit)
+    words = str(caught.value)
+    assert "it fits with remat of block_*, " in words
+    given = words.split('--config.model.remat="')[1].split('"')[0]
+    blocks["remat"] = ast.literal_eval(given)
+    again = build(digits, model=blocks, batch_size=256)
+    found = check_budget(again, limit)
+    assert f"remat of block_*, {in_units(found.peak)} and" in words
+    assert found.temporaries < budget.temporaries / 2
+    losses = [[h["loss"] for h in run_steps(t, 5)[1]] for t in (trainer, again)]
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-6)
+
+
 def small():
     """Without batch statistics, which belong to the parts and not to the whole."""
     return {"name": "tests_models:convolutions"}
@@ -104,6 +126,16 @@ def models(tmp_path, monkeypatch):
         "        x = hk.Conv2D(16, 3)(inputs)\n"
         "        x = hk.Conv2D(16, 3)(jax.nn.gelu(x))\n"
         "        return hk.Linear(num_outputs, name='head')(hk.Flatten()(x))\n"
+        "    return hk.transform(forward)\n"
+        "class Block(hk.Module):\n"
+        "    def __call__(self, x):\n"
+        "        return x + hk.Linear(64)(jax.nn.gelu(hk.Linear(512)(x)))\n"
+        "def blocks(num_outputs, axis_name):\n"
+        "    def forward(inputs, is_training):\n"
+        "        x = hk.Linear(64)(hk.Flatten()(inputs))\n"
+        "        for i in range(12):\n"
+        "            x = Block(name=f'block_{i}')(x)\n"
+        "        return hk.Linear(num_outputs)(x)\n"
         "    return hk.transform(forward)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

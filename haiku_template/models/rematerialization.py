@@ -1,0 +1,142 @@
+"""Rematerialization: modules by name, without a word of it in the model's code."""
+
+import contextvars
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any
+
+import haiku as hk
+import jax
+
+from haiku_template.errors import ConfigError, near
+from haiku_template.params import matching
+
+SHOWN = 20  # Names in a message.
+NUMBER = re.compile(r"_\d+$")
+_nested = contextvars.ContextVar("nested", default=False)
+
+
+def remat(model: Any, patterns: Sequence[str]) -> Any:
+    """Makes a transformed model compute modules again in its backward pass.
+
+    What happens inside them is not kept until then: less memory, more work, the same
+    numbers. Initialization and the names of parameters stay as they are.
+
+    Args:
+      model: from `hk.transform` or `hk.transform_with_state`.
+      patterns: of the names of modules that are called, as in a shell: `*/block_*`;
+        `*/` may stand for nothing. Of nested modules the outermost counts.
+
+    Raises:
+      ConfigError: by `init`: a pattern fits no module.
+    """
+
+    @wraps(model.init)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        names: dict[str, type] = {}
+        with hk.intercept_methods(_noting(names)):
+            made = model.init(*args, **kwargs)
+        for pattern in patterns:
+            _check_fits(pattern, names)
+        return made
+
+    def run(call: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        possible = _is_call(context) and not _nested.get() and not hk.running_init()
+        if possible and any(
+            _fitting(pattern, [context.module.module_name]) for pattern in patterns
+        ):
+            return _recomputed(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    @wraps(model.apply)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        with hk.intercept_methods(run):
+            return model.apply(*args, **kwargs)
+
+    return model._replace(init=init, apply=apply) if patterns else model
+
+
+def repeated_blocks(init: Callable[[], Any]) -> list[str]:
+    """Patterns of modules that a model repeats, the outermost first.
+
+    Their names differ in numbers, and they hold others: of a single layer nearly all
+    that the backward pass needs are its inputs, which are kept in any case. `init` is
+    run, or traced.
+    """
+    names: dict[str, type] = {}
+    with hk.intercept_methods(_noting(names)):
+        init()
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for name, kind in names.items():
+        holds = any(other.startswith(f"{name}/") for other in names)
+        if holds and not issubclass(kind, hk.BatchNorm):  # It holds two averages.
+            parts = name.split("/")
+            alike = tuple(NUMBER.sub("", part) for part in parts)
+            groups.setdefault(alike, []).append(parts)
+    repeated = [group for group in groups.values() if len(group) > 1]
+    repeated.sort(key=lambda group: len(group[0]))
+    columns = (zip(*group, strict=True) for group in repeated)
+    return ["/".join(map(_part, column)) for column in columns]
+
+
+def _part(forms: tuple[str, ...]) -> str:
+    """Pattern of one part of several names, which differs in its number at most."""
+    if len(set(forms)) == 1:
+        return forms[0]
+    numbered = all(NUMBER.search(form) for form in forms)
+    return NUMBER.sub("", forms[0]) + ("_*" if numbered else "*")
+
+
+def _is_call(context: Any) -> bool:
+    return context.method_name == "__call__"
+
+
+def _noting(names: dict[str, type]) -> Callable[..., Any]:
+    """Makes an interceptor that notes the modules that are called, by name."""
+
+    def note(call: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        if _is_call(context):
+            names[context.module.module_name] = type(context.module)
+        return call(*args, **kwargs)
+
+    return note
+
+
+def _fitting(pattern: str, names: Collection[str]) -> set[str]:
+    return matching(pattern, [*names, *(f"/{name}" for name in names)])
+
+
+def _check_fits(pattern: str, names: Collection[str]) -> None:
+    if not _fitting(pattern, names):
+        outer = sorted(names, key=lambda name: name.count("/"))
+        more = f" and {len(outer) - SHOWN} more" if len(outer) > SHOWN else ""
+        raise ConfigError(
+            f"config.model.remat: the pattern {pattern!r} fits none of the "
+            f"{len(outer)} modules that the model calls{near(pattern, outer)}; they "
+            f"are {', '.join(outer[:SHOWN])}{more}"
+        )
+
+
+def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Calls a module inside `hk.remat`, which takes and gives arrays alone."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    held: list[Any] = []
+
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        whole = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, whole.values())
+        token = _nested.set(True)
+        try:
+            made, form = jax.tree.flatten(call(*args, **kwargs))
+        finally:
+            _nested.reset(token)
+        found = [i for i, leaf in enumerate(made) if isinstance(leaf, jax.Array)]
+        held[:] = made, form, found
+        return [made[i] for i in found]
+
+    arrays = hk.remat(run)([leaves[i] for i in places])
+    made, form, found = held
+    whole = dict(enumerate(made)) | dict(zip(found, arrays, strict=True))
+    return jax.tree.unflatten(form, whole.values())

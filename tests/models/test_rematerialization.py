@@ -1,0 +1,163 @@
+"""Rematerialization of modules by name: the same numbers, less memory."""
+
+import haiku as hk
+import jax
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template.errors import ConfigError
+from haiku_template.models import remat, repeated_blocks
+from haiku_template.models.forms import in_form
+from haiku_template.training import Experiment, fingerprint, regression
+from tests.runs import run_steps
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 8)).astype(np.float32)
+Y = RNG.normal(size=(32, 1)).astype(np.float32)
+
+
+class Block(hk.Module):
+    """Draws, keeps statistics, takes and returns what is no array."""
+
+    def __init__(self, axis_name=None, name=None):
+        super().__init__(name)
+        self.axis_name = axis_name
+
+    def __call__(self, x, is_training, act, mask=None, rate=0.5):
+        if is_training:
+            x = hk.dropout(hk.next_rng_key(), rate, x)
+        y = act(hk.Linear(32)(x))
+        y = hk.BatchNorm(True, True, 0.9, cross_replica_axis=self.axis_name)(
+            y, is_training
+        )
+        return {"x": x + hk.Linear(x.shape[-1])(y), "mask": mask, "act": act}
+
+    def scaled(self, x):
+        return 2.0 * x
+
+
+def model(axis_name=None):
+    def forward(inputs, is_training):
+        x, act = inputs, jax.nn.gelu
+        for i in range(2):
+            made = Block(axis_name, name=f"block_{i}")(x, is_training, act)
+            x, act = made["x"], made["act"]
+            assert made["mask"] is None
+        twice = Block(axis_name, name="twice")
+        x = twice(x, is_training, act)["x"]
+        x = twice(twice.scaled(x), is_training=is_training, act=act)["x"]
+        noise = jax.random.normal(hk.next_rng_key())  # After those of the blocks.
+        return hk.Linear(1, name="head")(x) + 0.01 * noise
+
+    return hk.transform_with_state(forward)
+
+
+def build(devices, patterns=()):
+    data = from_split(Split(X, Y, X, Y), BatchSpec(16, labels="numbers"))
+    parts = {"task": regression, "data": data, "optimizer": optax.adam(1e-3)}
+    made = remat(model(devices.axis_name), patterns)
+    return Experiment(model=made, **parts).trainer(devices)
+
+
+def largest_difference(a, b):
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b)))
+
+
+def recomputed(model):
+    """Number of modules that are computed again, and of those inside them."""
+    params, state = jax.eval_shape(lambda: model.init(jax.random.key(0), X, True))
+    key = jax.random.key(0)
+    jaxpr = jax.make_jaxpr(lambda p, s: model.apply(p, s, key, X, True))(params, state)
+    found = [
+        e for e in jaxpr.jaxpr.eqns if e.primitive.name in ("checkpoint", "remat2")
+    ]
+    inside = sum(str(e.params["jaxpr"]).count("prevent_cse") for e in found)
+    return len(found), inside
+
+
+@pytest.mark.slow(but="four devices-outermost")
+@pytest.mark.parametrize(
+    "patterns",
+    [("*/block_*", "twice"), ("block_1/*",), ("*",)],
+    ids=["outermost", "inside", "all"],
+)
+def test_steps_are_the_same_with_statistics_and_dropout(devices, patterns):
+    plain, again = build(devices), build(devices, patterns)
+    fetched = devices.fetch(plain.init()), devices.fetch(again.init())
+    assert largest_difference(*fetched) == 0
+    ends = [run_steps(trainer, 3) for trainer in (plain, again)]
+    states = [devices.fetch(state) for state, _ in ends]
+    assert largest_difference(*states) < 1e-6
+    assert largest_difference(ends[0][1], ends[1][1]) < 1e-6
+    assert plain.evaluate(ends[0][0]) == pytest.approx(again.evaluate(ends[1][0]))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "number"),
+    [
+        (("*/block_*",), 2),
+        (("block_*", "block_*/*"), 2),  # The outermost alone.
+        (("*/linear",), 4),  # One is called twice.
+        (("twice", "*/block_?"), 4),
+        ((), 0),
+    ],
+)
+def test_the_outermost_modules_that_fit_are_computed_again(patterns, number):
+    assert recomputed(remat(model(), patterns)) == (number, 0)
+    twice = remat(remat(model(), patterns), patterns)
+    assert recomputed(twice) == (number, 0)
+
+
+def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest(one_device):
+    words = r"'\*/blokc_1' fits none of the 19 modules.*nearest is block_1.*block_0, "
+    with pytest.raises(ConfigError, match=words):
+        build(one_device, ("*/block_0", "*/blokc_1"))
+
+
+def test_a_script_may_add_it_to_its_run(one_device):
+    plain, again = build(one_device), build(one_device, ("*/block_*",))
+    assert fingerprint.of(plain) == fingerprint.of(again)
+
+
+def test_the_blocks_of_a_model_are_those_whose_names_differ_in_a_number():
+    def forward(x):
+        for name in ("layer", "layer", "stage_0", "stage_1"):
+            x = hk.nets.MLP([8, 8], name=name)(x)
+        return hk.Linear(2)(x)
+
+    made = hk.transform(forward)
+    found = repeated_blocks(lambda: jax.eval_shape(made.init, jax.random.key(0), X))
+    assert found == ["layer*", "stage_*"]
+    assert repeated_blocks(
+        lambda: jax.eval_shape(lambda: model().init(jax.random.key(0), X, True))
+    ) == ["block_*"]
+
+
+def test_it_is_inside_the_map_over_examples():
+    def forward(x):
+        for i in range(2):
+            x = hk.nets.MLP([8, 8], name=f"block_{i}")(x)
+        return x + hk.dropout(hk.next_rng_key(), 0.5, x)
+
+    plain, again = (
+        in_form(hk.transform(forward), {"per_example": True, "remat": patterns})
+        for patterns in (True, ("block_?",))  # True is a key of the model's own.
+    )
+    key = jax.random.key(0)
+    params, state = again.init(key, X, True)
+
+    def loss(params, model):
+        return (model.apply(params, state, key, X, True)[0] ** 2).mean()
+
+    gradients = [jax.grad(loss)(params, model) for model in (plain, again)]
+    assert largest_difference(*gradients) < 1e-6
+    jaxpr = jax.make_jaxpr(lambda p: loss(p, again))(params)
+    assert str(jaxpr).count("prevent_cse") == 2
+
+
+@pytest.mark.parametrize("keys", [{"remat": (3,)}, {"remat": ("a", None)}])
+def test_what_is_no_pattern_is_refused(keys):
+    with pytest.raises(ConfigError, match="possible are a tuple of patterns"):
+        in_form(model(), keys)
