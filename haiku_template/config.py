@@ -109,6 +109,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
     optimizer.clip_norm = config_dict.placeholder(float)  # Global norm.
     optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.
     optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.
+    optimizer.mu_dtype = config_dict.placeholder(str)  # First moments: bfloat16.
     optimizer.momentum = config_dict.placeholder(float)  # sgd, adafactor.
     optimizer.nesterov = config_dict.placeholder(bool)  # sgd.
     return optimizer
@@ -206,9 +207,11 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
     if not values:
         return values
     defaults = to_dict(default_config())
-    tuning = defaults["finetuning"] | values.get("finetuning", {})
-    tuning["lora"] = defaults["finetuning"]["lora"] | tuning["lora"]
-    return {key: defaults[key] for key in LATER} | values | {"finetuning": tuning}
+    keys = ("finetuning", "optimizer")
+    nested = {key: defaults[key] | values.get(key, {}) for key in keys}
+    lora = defaults["finetuning"]["lora"] | nested["finetuning"]["lora"]
+    nested["finetuning"]["lora"] = lora
+    return {key: defaults[key] for key in LATER} | values | nested
 
 
 def check(config: config_dict.ConfigDict) -> None:
@@ -324,6 +327,7 @@ RANGES = (
         "more than 0",
     ),
     ("seed", lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
+    ("optimizer.mu_dtype", ("bfloat16", "float32").__contains__, "bfloat16 or float32"),
     ("best_mode early_stop.mode", ("min", "max").__contains__, "min or max"),
     (
         "finetuning.train finetuning.fresh finetuning.lora.patterns",

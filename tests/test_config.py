@@ -31,6 +31,8 @@ def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
     assert config.completed(older) == values
     del (older := copy.deepcopy(values))["finetuning"]["lora"]["axes"]
     assert config.completed(older) == values
+    del (older := copy.deepcopy(values))["optimizer"]["mu_dtype"]
+    assert config.completed(older) == values
     assert config.completed({}) == {}
 
 

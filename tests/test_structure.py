@@ -63,6 +63,7 @@ COSTS = {
     "compat: names that JAX removed, put back when asked": 168,
     "LoRA of convolutions and of tensors of more axes": 134,
     "remat of any Haiku module by name, tried by the memory budget": 192,
+    "optimizer moments in bfloat16": 20,
 }
 DOCTOR_COSTS = {
     "after the rebuild": 2_400,

@@ -20,12 +20,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import LOG
 
 MEMORY = "/proc/self/statm"  # Linux alone has it.
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 ROWS = 20  # Of parameters on the screen.
@@ -292,3 +294,29 @@ def _numbers(metrics: dict[str, float], prefix: str) -> str:
     rest = [] if prefix == "train/" else [name for name in known if name not in first]
     found = (f"{n.removeprefix(prefix)} {metrics[n]:.4g}" for n in first + rest)
     return "  ".join(found)
+
+
+def in_units(size: int) -> str:
+    """Formats a number of bytes with its unit."""
+    for unit, factor in reversed(UNITS.items()):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} bytes"
+
+
+def parse_bytes(text: str) -> int:
+    """Reads `24GiB`, `500MiB` or a number of bytes, or raises `ConfigError`."""
+    number, factor = text.strip(), 1
+    for unit in UNITS:
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), UNITS[unit]
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(
+            f"--device_memory_limit={text} is not an amount of memory; possible are a "
+            "number of bytes, and amounts such as 500MiB or 24GiB"
+        )
+    return size

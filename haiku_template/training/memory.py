@@ -23,7 +23,8 @@ from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
-from haiku_template.reporting.display import process_bytes, table
+from haiku_template.reporting.display import in_units, process_bytes, table
+from haiku_template.reporting.display import parse_bytes as parse_bytes
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -36,11 +37,11 @@ logger = logging.getLogger(__name__)
 # Two in the prefetch queue, one in the thread's hands. Each step in flight has its own.
 WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
+NOT_PARTS = ("limit", "process", "host", "saved")
 LARGEST = 3
 TRIED = 3  # Patterns of modules to rematerialize, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class Budget(NamedTuple):
@@ -60,6 +61,7 @@ class Budget(NamedTuple):
       limit: bytes available; None where JAX cannot tell.
       process: on the CPU, bytes that this process holds already; None if unknown.
       host: `process` and the peaks of all devices, which share the host's memory.
+      saved: of `opt_state`, by the key of `config.optimizer` that leaves them out.
     """
 
     params: int
@@ -81,14 +83,17 @@ class Budget(NamedTuple):
     limit: int | None
     process: int | None
     host: int | None
+    saved: dict[str, int]
 
     def table(self) -> Table:
         """Tabulates the budget, one row for each part."""
         about = ", about" * bool(self.outside)
         made = table(f"Memory on each device{about}", "what", "bytes")
         for name, size in self._asdict().items():
-            if name not in ("limit", "process", "host") and (size or name == "params"):
+            if name not in NOT_PARTS and (size or name == "params"):
                 made.add_row(name.replace("_", " "), f"{size:,}")
+        for key, size in self.saved.items():
+            made.add_row(f"saved by {key}", f"{size:,}")
         made.add_section()
         known = "not known here" if self.limit is None else f"{self.limit:,}"
         made.add_row("limit", known)
@@ -157,7 +162,16 @@ def memory_budget(
         limit=limit,
         process=process,
         host=process and process + devices.num_devices * peak,
+        saved=_saved(state.opt_state),
     )
+
+
+def _saved(opt_state: Any) -> dict[str, int]:
+    """Bytes that moments would take beside those they take, by what saves them."""
+    leaves = jax.tree.leaves(opt_state)
+    floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+    narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
+    return {"mu_dtype": narrow} if narrow else {}
 
 
 def _largest(state: TrainState) -> str:
@@ -328,32 +342,6 @@ def _repeated(trainer: Trainer) -> list[str]:
         return []
     init = trainer.functions(trainer.devices.axis_name).init
     return repeated_blocks(lambda: trainer.devices.abstract(init, {}))[:TRIED]
-
-
-def in_units(size: int) -> str:
-    """Formats a number of bytes with its unit."""
-    for unit, factor in reversed(UNITS.items()):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} bytes"
-
-
-def parse_bytes(text: str) -> int:
-    """Reads `24GiB`, `500MiB` or a number of bytes, or raises `ConfigError`."""
-    number, factor = text.strip(), 1
-    for unit in UNITS:
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit), UNITS[unit]
-    try:
-        size = int(float(number) * factor)
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise ConfigError(
-            f"--device_memory_limit={text} is not an amount of memory; possible are a "
-            "number of bytes, and amounts such as 500MiB or 24GiB"
-        )
-    return size
 
 
 PLACEMENTS = ("host", "device", "auto")

@@ -271,6 +271,21 @@ def test_on_the_cpu_the_process_s_own_share_is_said():
     assert f"{budget.process + 4 * budget.peak:,}" in shown
 
 
+def test_the_bytes_that_half_precision_moments_save_are_a_row():
+    whole = memory_budget(build(digits))
+    config = digits.get_config()
+    config.optimizer.mu_dtype = "bfloat16"
+    devices = DeviceManager.create("cpu", num_devices=1)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    budget = memory_budget(trainer)
+    assert budget.saved == {"mu_dtype": whole.params // 2} and not whole.saved
+    assert budget.opt_state == whole.opt_state - whole.params // 2
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(budget.table())
+    shown = " ".join(console.export_text().replace("│", "").split())
+    assert f"saved by mu_dtype {whole.params // 2:,}" in shown
+
+
 def test_a_limit_that_is_not_known_stops_nobody():
     assert check_budget(build(digits)).limit is None
 

@@ -1,5 +1,6 @@
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -83,6 +84,7 @@ def test_clipping_bounds_the_global_norm():
     [
         (lambda: make_optimizer("adamv", None), "'adamv'.*did you mean adam.*muon"),
         (lambda: make_optimizer("sgd", None, b2=0.9), "sgd takes no b2.*momentum"),
+        (lambda: make_optimizer("sgd", None, mu_dtype="bfloat16"), "sgd takes no mu_d"),
         (
             lambda: make_schedule("step", learning_rate=1, num_steps=2),
             "'step'.*cosine, linear, constant",
@@ -132,3 +134,20 @@ def test_optimizers_and_schedules_may_be_a_users_functions():
     for step in range(3):
         updates, state = optimizer.update(jnp.ones(1), state)
         assert float(updates[0]) == pytest.approx(-3 * 2.0 * step / 4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_first_moments_may_be_of_half_precision(name):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    grads = {"w": jnp.full((4, 4), 0.3), "b": jnp.full(4, 0.3)}
+    ends = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(name, lambda step: 0.01, mu_dtype=dtype)
+        state, ends[dtype] = optimizer.init(params), params
+        for _ in range(3):
+            updates, state = optimizer.update(grads, state, ends[dtype])
+            ends[dtype] = optax.apply_updates(ends[dtype], updates)
+        moments = [x for x in jax.tree.leaves(state) if x.ndim]
+        assert {str(x.dtype) for x in moments} >= {dtype}
+    for one, other in zip(*map(jax.tree.leaves, ends.values()), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
