@@ -72,7 +72,8 @@ def default_config() -> config_dict.ConfigDict:
     config.data = {"name": "digits", "placement": "host"}
     config.model = {"name": "mlp"}  # per_example=True: of one example, mapped by vmap.
 
-    # A workdir, a Hugging Face folder, or a safetensors file to start from; or None.
+    # What to start from; or None: a workdir, a Hugging Face folder, an Orbax tree, a
+    # safetensors or .npz file. `python -m haiku_template.convert` makes one of pickles.
     config.init_from = config_dict.placeholder(str)
     config.finetuning = _default_finetuning()
     config.optimizer = _default_optimizer()
@@ -84,6 +85,9 @@ def _default_finetuning() -> config_dict.ConfigDict:
     tuning = config_dict.ConfigDict()
     tuning.train = ()  # Patterns; all by default, or with lora none.
     tuning.fresh = ()  # Patterns, not in init_from: such as a new head.
+    tuning.ignore = ()  # Patterns of what may be left over in init_from.
+    # Names in init_from and in the model, such as ("old/*", "new/*"); the first fits.
+    tuning.rename = ()
     tuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16.
     tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
     # A folder or file of exported adapters to start from; or None.
@@ -330,8 +334,18 @@ RANGES = (
     ("optimizer.mu_dtype", ("bfloat16", "float32").__contains__, "bfloat16 or float32"),
     ("best_mode early_stop.mode", ("min", "max").__contains__, "min or max"),
     (
-        "finetuning.train finetuning.fresh finetuning.lora.patterns",
+        "finetuning.train finetuning.fresh finetuning.ignore finetuning.lora.patterns",
         lambda value: all(isinstance(item, str) for item in value),
         "a tuple of patterns, such as ('*/head/*',)",
+    ),
+    (
+        "finetuning.rename",
+        lambda value: all(
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and all(isinstance(item, str) for item in pair)
+            for pair in value
+        ),
+        "a tuple of pairs of patterns, such as (('old/*', 'new/*'),)",
     ),
 )

@@ -390,7 +390,8 @@ def test_network_state_of_another_model_is_refused(tmp_path, one_device, shared)
     tensors.pop("stem_norm/~/mean_ema/average")
     save_file(tensors, file)
     config.init_from = str(tmp_path / "out")
-    with pytest.raises(ConfigError, match="missing  stem_norm/~/mean_ema/average"):
+    words = "missing  state:stem_norm/~/mean_ema/average"
+    with pytest.raises(ConfigError, match=words):
         Experiment.from_config(config, one_device).trainer(one_device).init()
 
 

@@ -18,7 +18,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained.reading import read
-from haiku_template.pretrained.rules import Rule
+from haiku_template.pretrained.rules import same_names
 from haiku_template.pretrained.tensors import read_headers, read_metadata
 from haiku_template.pretrained.writing import new_file, save_tensors
 from haiku_template.storage.files import dispensable
@@ -98,7 +98,7 @@ def load_adapters(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
     check_frozen(found["base_sha256"], devices, frozen, f"the adapters in {file}")
-    return unflatten(read(file, skeleton, same_names(skeleton), devices))
+    return unflatten(read(file, skeleton, same_names(flatten(skeleton)), devices))
 
 
 def check_frozen(
@@ -134,8 +134,3 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
         )
     else:
         check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
-
-
-def same_names(skeleton: hk.Params) -> tuple[Rule, ...]:
-    """Makes the rename rules of files whose names are paths."""
-    return tuple(Rule(path, path) for path in flatten(skeleton))

@@ -44,19 +44,23 @@ class Finetuning(NamedTuple):
     base_dtype: str = "float32"  # Of frozen parameters; or bfloat16.
     multipliers: Multipliers = ()  # Of the learning rate: (pattern, factor) each.
     adapters: str | None = None  # A file or folder of adapters to start from.
+    ignore: tuple[str, ...] = ()  # Names that may be left over in what is read.
+    rename: tuple[tuple[str, str], ...] = ()  # Its names, and the model's.
 
 
 def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning:
     """Makes `config.finetuning`, whose keys these are, after `config.init_from`.
 
     Raises:
-      ConfigError: it names fresh parameters, and nothing is read.
+      ConfigError: it names fresh parameters, or names in files, and nothing is read.
     """
-    if keys["fresh"] and init_from is None:
-        raise ConfigError(
-            "--config.init_from is needed, a workdir, a Hugging Face folder or a "
-            "safetensors file: config.finetuning.fresh says what is not read from it"
-        )
+    for key in ("fresh", "ignore", "rename"):
+        if keys[key] and init_from is None:
+            raise ConfigError(
+                "--config.init_from is needed, a workdir, a Hugging Face folder or a "
+                f"safetensors file: config.finetuning.{key} says what "
+                + ("is not read from it" if key == "fresh" else "its names may be")
+            )
     return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
 
 
@@ -139,7 +143,9 @@ def make_plan(
     adapted = _adapted(lora, wide, known or {}) if lora.rank else {}
     others = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
     lora = lora._replace(axes=tuple(others))
-    fresh = _select("fresh", finetuning.fresh, leaves)
+    # Others name leaves of the network state alone.
+    of_params = [p for p in finetuning.fresh if not p.startswith("state:")]
+    fresh = _select("fresh", of_params, leaves)
     stuck = sorted(fresh & frozen)
     if stuck:
         raise ConfigError(

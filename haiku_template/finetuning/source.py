@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,23 @@ import jax.numpy as jnp
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.adapters import ADAPTERS, same_names
+from haiku_template.finetuning.adapters import ADAPTERS
+from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import Family
 from haiku_template.params import flatten, unflatten
-from haiku_template.pretrained import describe, read
+from haiku_template.pretrained import (
+    BESIDE,
+    Names,
+    Tensor,
+    describe,
+    dtype_name,
+    read_published,
+)
+from haiku_template.storage import trees
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
-logger = logging.getLogger(__name__)
-
-STATE = "state.safetensors"  # Network state, beside the parameters' file.
+STATE = BESIDE
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
 Loaded = tuple[dict[str, jax.Array], hk.State | None]
 # From shapes and dtypes of all parameters, paths to leave out, and shapes of the Haiku
@@ -32,20 +38,27 @@ Source = Callable[[hk.Params, Collection[str], hk.State | None], Loaded]
 
 
 def open_source(
-    init_from: str, family: Family | None, devices: DeviceManager
-) -> Source:
-    """Opens the parameters that `config.init_from` names.
+    init_from: str | None,
+    family: Family | None,
+    devices: DeviceManager,
+    finetuning: Finetuning | None = None,
+) -> Source | None:
+    """Opens the parameters that `config.init_from` names; None for None.
 
-    It names a workdir, a Hugging Face folder, an exported folder, or a safetensors file
-    with names of Hugging Face's or of Haiku's. `family` is the model's, if it has one.
-    Raises `ConfigError` if nothing is there, or no whole model of this family.
+    It names a workdir, a folder of Hugging Face's, an exported one, an Orbax tree, or a
+    file: safetensors with names of Hugging Face's or of Haiku's, or `.npz`. `family` is
+    the model's, if it has one. Raises `ConfigError` if nothing is there, or no whole
+    model of this family.
     """
-    path = Path(init_from)
+    if init_from is None:
+        return None
+    path, finetuning = Path(init_from), finetuning or Finetuning()
     if not path.exists():
         raise ConfigError(
             f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
-            "possible are a workdir, a Hugging Face or exported folder, a safetensors "
-            "file; where a run's source has moved, its config.json may be told"
+            "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "
+            "a safetensors file or .npz; where a run's source has moved, its "
+            "config.json may be told"
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(
@@ -54,25 +67,28 @@ def open_source(
             "config.finetuning.adapters"
         )
     if _is_workdir(path):
+        for key in ("rename", "ignore"):
+            if getattr(finetuning, key):
+                raise ConfigError(
+                    f"config.finetuning.{key} is for the names in files, and "
+                    f"config.init_from={init_from} is a workdir"
+                )
         return _of_workdir(path, devices)
     if is_folder(init_from):
         describe(path, family)
+    names = Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
-    file = (path if path.is_dir() else path.parent) / STATE
+    others = {"list_tensors": _of_tree} if trees.is_tree(path) else {}
+    return functools.partial(
+        read_published, path, devices=devices, rules=rules, names=names, **others
+    )
 
-    def of_files(shapes: hk.Params, skip: Collection[str], state: Any) -> Loaded:
-        leaves = read(path, shapes, rules + same_names(shapes), devices, skip=skip)
-        if state and file.is_file():
-            return leaves, unflatten(read(file, state, same_names(state), devices))
-        if state:
-            logger.warning(
-                "network state starts afresh, not as it was trained: %s is not there, "
-                "which would give %s",
-                *(file, ", ".join(list(flatten(state))[:4])),
-            )
-        return leaves, None
 
-    return of_files
+def _of_tree(folder: Path) -> list[Tensor]:
+    return [
+        Tensor(leaf.name, leaf.folder, dtype_name(leaf.dtype), leaf.shape, leaf.read)
+        for leaf in trees.leaves(folder)
+    ]
 
 
 def trains_a_part(finetuning: Any) -> bool:
@@ -160,7 +176,8 @@ def vocabulary_of(init_from: str | None) -> int | None:
 def is_folder(init_from: str | None) -> bool:
     """Tests if `config.init_from` names a Hugging Face folder."""
     path = Path(init_from or "")
-    return init_from is not None and path.is_dir() and not _has_config(path)
+    others = _has_config, trees.is_tree
+    return init_from is not None and path.is_dir() and not any(f(path) for f in others)
 
 
 def _is_workdir(path: Path) -> bool:

@@ -5,8 +5,13 @@ from haiku_template.pretrained.folder import CONFIG as CONFIG
 from haiku_template.pretrained.folder import Description as Description
 from haiku_template.pretrained.folder import describe as describe
 from haiku_template.pretrained.folder import to_config as to_config
+from haiku_template.pretrained.npz import dtype_name as dtype_name
+from haiku_template.pretrained.published import BESIDE as BESIDE
+from haiku_template.pretrained.published import Names as Names
+from haiku_template.pretrained.published import read_published as read_published
 from haiku_template.pretrained.reading import read as read
 from haiku_template.pretrained.reading import restore as restore
+from haiku_template.pretrained.tensors import Tensor as Tensor
 from haiku_template.pretrained.writing import check_new as check_new
 from haiku_template.pretrained.writing import export_like as export_like
 from haiku_template.pretrained.writing import export_new as export_new

@@ -80,7 +80,13 @@ def read(
         not fit; or tied tensors differ.
     """
     wanted = {k: v for k, v in flatten(skeleton).items() if k not in skip}
-    matches = match(read_headers(Path(source)), wanted, rules, skip)
+    return load(match(read_headers(Path(source)), wanted, rules, skip), wanted, devices)
+
+
+def load(
+    matches: dict[str, list[Match]], wanted: dict[str, Any], devices: DeviceManager
+) -> dict[str, jax.Array]:
+    """Reads the tensors that `match` found into leaves of the wanted shapes."""
     for first, *tied in matches.values():
         for found in tied:
             _check_tied(found, first)

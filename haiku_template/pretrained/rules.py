@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -70,8 +70,11 @@ def match(
     skeleton: dict[str, Any],
     rules: Sequence[Rule],
     skip: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> dict[str, list[Match]]:
     """Matches tensors, by name, to parameters by path: shapes and dtypes.
+
+    Names in `ignored` may be left over.
 
     Returns:
       The tensors of each parameter: one, and those tied to it, of the same bytes.
@@ -89,7 +92,9 @@ def match(
         if path in skeleton:
             found = Match(path, tensors[name], rule.transform)
             matches.setdefault(path, []).append(found)
-        elif not rule or not (path is None or path in skip or rule.optional):
+        elif name not in ignored and (
+            not rule or not (path is None or path in skip or rule.optional)
+        ):
             extra.append(name)
     faults = list(_faults(matches, extra, tensors, skeleton, rules))
     if faults:
@@ -97,7 +102,8 @@ def match(
         raise ConfigError(
             f"the files do not fit the model, and nothing was read: {count['missing']} "
             f"missing, {count['extra']} extra, {count['mismatch']} mismatched "
-            "(parameters that no file holds can start fresh)\n  " + "\n  ".join(faults)
+            "(parameters that no file holds can start fresh; config.finetuning can "
+            "ignore what a file alone holds, and rename)\n  " + "\n  ".join(faults)
         )
     return matches
 
@@ -134,3 +140,8 @@ def _faults(
 
 def _words(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def same_names(paths: Iterable[str]) -> tuple[Rule, ...]:
+    """Makes the rename rules of files whose names are paths."""
+    return tuple(Rule(path, path) for path in paths)

@@ -6,7 +6,7 @@ Headers are read first; values only when asked for, a few megabytes at a time.
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +29,16 @@ DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 
 
 class Tensor(NamedTuple):
-    """One tensor in its file; `dtype` as safetensors spells it: `F32`, `BF16`."""
+    """One tensor in its file; `dtype` as safetensors spells it: `F32`, `BF16`.
+
+    `read` is as `pieces`, for files of other formats.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    read: Callable[["Tensor"], Iterator[tuple[Any, np.ndarray]]] | None = None
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -150,6 +154,9 @@ def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
     Raises:
       ConfigError: the file is shorter by now than its header says.
     """
+    if tensor.read is not None:
+        yield from tensor.read(tensor)
+        return
     total, *rest = tensor.shape or (1,)
     row = math.prod(rest) * tensor.numpy_dtype.itemsize
     rows = max(1, PIECE // max(1, row))
@@ -194,6 +201,14 @@ def _check_published(file: Path) -> None:
             f"{file} is a {kind} file, as Haiku parameters are published, and what may "
             "be a pickle is not read here: it can run any code. This reads it without "
             "running any, and writes what config.init_from takes:\n"
-            f"    python -m haiku_template.convert --input={shlex.quote(str(file))} "
-            f"--output={shlex.quote(str(file.with_suffix('.safetensors')))}"
+            f"    {convert_command(file)}"
         )
+
+
+def convert_command(file: Path) -> str:
+    """Words the command that makes safetensors of a pickle."""
+    source, target = map(str, (file, file.with_suffix(".safetensors")))
+    return (
+        f"python -m haiku_template.convert --input={shlex.quote(source)} "
+        f"--output={shlex.quote(target)}"
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: the only module that calls it."""
+"""Checkpoints with Orbax, which this room alone calls."""
 
 import contextlib
 import functools
@@ -225,24 +225,8 @@ class Checkpoints:
             )
         return found.metadata
 
-    @contextlib.contextmanager
-    def _damage_as_error(self, step: int) -> Iterator[None]:
-        """Turns what Orbax raises into one sentence, and silences its log."""
-        _ignore_abandoned_reads()
-        orbax = logging.getLogger("absl")
-        level = orbax.level
-        orbax.setLevel(logging.CRITICAL)
-        try:
-            yield
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise
-            words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
-            raise StorageError(
-                f"the checkpoint of step {step} in {self.directory} is damaged: {words}"
-            ) from error
-        finally:
-            orbax.setLevel(level)
+    def _damage_as_error(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return quiet(f"the checkpoint of step {step} in {self.directory} is damaged")
 
 
 def restore(
@@ -285,6 +269,24 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
             f"{checkpoints.steps}, and best is {checkpoints.best}"
         )
     return step
+
+
+@contextlib.contextmanager
+def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]:
+    """Turns what Orbax raises into one sentence, and silences its log."""
+    _ignore_abandoned_reads()
+    orbax = logging.getLogger("absl")
+    level = orbax.level
+    orbax.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
+        raise kind(f"{sentence}: {words}") from error
+    finally:
+        orbax.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -115,9 +115,8 @@ class Experiment:
         values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
         optimizer, schedule = make_optimization(config.num_steps, **values)
         family = family_of(config.model.name)
-        source = None
-        if config.init_from is not None:
-            source = tuning.open_source(config.init_from, family, devices)
+        finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
+        source = tuning.open_source(config.init_from, family, devices, finetuning)
         data = make_data(config)
         keys = model_keys(config)
         function = resolve("model", keys.pop("name"), MODELS)
@@ -137,7 +136,7 @@ class Experiment:
             seed=config.seed,
             family=family,
             flops_per_token=flops,
-            finetuning=tuning.make_finetuning(config.init_from, **config.finetuning),
+            finetuning=finetuning,
             init_from=source,
             steps=module("step", config.step, step, "forward", "make_train_step"),
         )

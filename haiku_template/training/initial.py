@@ -56,7 +56,8 @@ def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., An
         adapters = split_seed(recipe.seed).adapters
         params = flatten(recipe.plan.init_params(whole, adapters))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
-        net_state = first_net_state if net_state is None else net_state
+        # Leaves that start fresh are not in what was read.
+        net_state = hk.data_structures.merge(first_net_state, net_state or {})
         return first_state(recipe, params=params, net_state=net_state)
 
     return init

@@ -1,0 +1,99 @@
+"""NumPy archives: `.npz` of arrays with flat names, read without unpickling any."""
+
+import functools
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from haiku_template.errors import ConfigError
+from haiku_template.pretrained import tensors
+from haiku_template.pretrained.tensors import Tensor
+
+HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+NAMES = {np.dtype(dtype): name for name, dtype in tensors.DTYPES.items()}
+DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError)
+DAMAGE += (TypeError, RuntimeError)  # Of an archive with a password, or made strangely.
+
+
+def is_archive(source: Path) -> bool:
+    """Tests for a zip file that is not one of PyTorch's."""
+    if not source.is_file() or source.suffix in tensors.PICKLES:
+        return False
+    with source.open("rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def read_headers(source: Path) -> list[Tensor]:
+    """Lists the arrays of an archive; those of objects have the dtype `object`.
+
+    Raises:
+      ConfigError: it is truncated or damaged.
+    """
+    try:
+        # Open as long as the tensors are there: reading its directory takes long.
+        archive = zipfile.ZipFile(source)
+        return [_header(archive, info, source) for info in archive.infolist()]
+    except DAMAGE as error:
+        raise ConfigError(
+            f"{source} is truncated, damaged, or no archive of NumPy's: {error}"
+        ) from error
+
+
+def dtype_name(dtype: np.dtype | None) -> str:
+    """Names a dtype as safetensors do, or as NumPy if they have none."""
+    if dtype is None:
+        return "text"
+    return NAMES.get(dtype.newbyteorder("="), str(dtype))
+
+
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, source: Path) -> Tensor:
+    with archive.open(info) as file:
+        shape, fortran, dtype = _layout(file)
+        size, first = math.prod(shape) * dtype.itemsize, file.tell()
+    if not dtype.hasobject and first + size != info.file_size:
+        raise ValueError(
+            f"{info.filename} claims {dtype}{list(shape)}, of {size:,} bytes, and has "
+            f"{info.file_size - first:,}"
+        )
+    name = info.filename.removesuffix(".npy")
+    read = functools.partial(_pieces, archive, info)
+    return Tensor(name, source, dtype_name(dtype), tuple(shape), read)
+
+
+def _layout(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+    # NumPy writes bfloat16 as two bytes without a meaning.
+    return shape, fortran, np.dtype(tensors.FLOATS["BF16"]) if dtype == "V2" else dtype
+
+
+def _pieces(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, tensor: Tensor
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Reads an array as `tensors.pieces` does; the archive's checksum holds."""
+    try:
+        with archive.open(info) as file:
+            shape, fortran, dtype = _layout(file)
+            total, *rest = (shape[::-1] if fortran else shape) or (1,)
+            row = math.prod(rest) * dtype.itemsize
+            rows = max(1, tensors.PIECE // max(1, row))
+            for first in range(0, total if row else 0, rows):
+                part = slice(first, min(first + rows, total))
+                data = file.read((part.stop - first) * row)
+                values = np.frombuffer(data, dtype).reshape(-1, *rest)
+                if not shape:
+                    yield (), values[0]
+                else:
+                    yield ((..., part), values.T) if fortran else (part, values)
+            file.read(1)  # At the end of the member its checksum is compared.
+    except DAMAGE as error:
+        raise ConfigError(
+            f"{tensor.file}: {tensor.name} is damaged: {error}"
+        ) from error

@@ -1,0 +1,202 @@
+"""Published files of any format: parameters and network state, checked and read.
+
+A leaf's path is its module and its name, `state:` before it in the network state.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, near
+from haiku_template.params import flatten, matching, unflatten
+from haiku_template.pretrained import npz
+from haiku_template.pretrained.reading import load
+from haiku_template.pretrained.rules import Rule, match, same_names
+from haiku_template.pretrained.tensors import Tensor, convert_command, read_headers
+
+logger = logging.getLogger(__name__)
+
+BESIDE = "state.safetensors"  # Network state, beside the parameters' file.
+MARK = "state:"
+# Keys of parameters, and of the network state beside them, as files have them.
+SECTIONS = {"params": ("state", "net_state", "hk_state", "haiku_state"), "0": ("1",)}
+WILDCARD = re.compile(r"(\*|\?|\[[^\]]+\])")
+GROUPS = {"*": "(.*)", "?": "(.)"}
+
+
+class Names(NamedTuple):
+    """How names in a file may differ from the model's; patterns as in a shell."""
+
+    rename: Sequence[tuple[str, str]] = ()  # A file's names, and the model's.
+    ignore: Sequence[str] = ()  # May be left over in the file.
+    fresh: Sequence[str] = ()  # Leaves of the state that need not be in the file.
+
+
+def list_tensors(source: Path) -> Iterable[Tensor]:
+    """Lists the tensors of a file, or of a folder of Hugging Face's."""
+    if npz.is_archive(source):
+        return npz.read_headers(source)
+    return read_headers(source).values()
+
+
+def read_published(
+    source: Path,
+    shapes: hk.Params,
+    skip: Collection[str],
+    state: hk.State | None,
+    devices: DeviceManager,
+    *,
+    rules: Sequence[Rule],
+    names: Names,
+    list_tensors: Callable[[Path], Iterable[Tensor]] = list_tensors,
+) -> tuple[dict[str, jax.Array], hk.State | None]:
+    """Reads parameters and network state: all that fit the shapes, or none.
+
+    Args:
+      source: a safetensors file, a folder of Hugging Face's, `.npz`; or a folder whose
+        tensors `list_tensors` lists.
+      skip: paths of parameters that are left out.
+      state: shapes of the network state; None leaves it out.
+      rules: of names that are not Haiku's.
+
+    Returns:
+      Parameters by path, and state, replicated; None where there is none to read.
+
+    Raises:
+      ConfigError: the file is damaged or a pickle, or names, shapes or dtypes of
+        parameters and state do not fit: lists every one.
+    """
+    found = _by_path(source, list_tensors(source), shapes)
+    beside = (source if source.is_dir() else source.parent) / BESIDE
+    if state and not any(map(_is_state, found)) and beside.is_file():
+        found |= {MARK + path: x for path, x in read_headers(beside).items()}
+    if state and not any(map(_is_state, found)):
+        logger.warning(
+            "network state starts afresh, not as it was trained: %s is not there, "
+            "which would give %s",
+            *(beside, ", ".join(list(flatten(state))[:4])),
+        )
+        state = None
+    ignored, old_names = _fitting("ignore", names.ignore, found), _rename(found, names)
+    found = {new: found[old] for new, old in old_names.items()}
+    ignored = {new for new, old in old_names.items() if old in ignored}
+    if state is None:
+        found = {path: x for path, x in found.items() if not _is_state(path)}
+    wanted = flatten(shapes) | {MARK + k: x for k, x in flatten(state or {}).items()}
+    fresh = {path for path in filter(_is_state, wanted) if _fits(path, names.fresh)}
+    left_out = {*skip, *fresh}
+    wanted = {path: x for path, x in wanted.items() if path not in left_out}
+    rules = [*rules, *same_names(wanted), *same_names(left_out)]
+    matches = match(found, wanted, rules, left_out, ignored)
+    leaves = load(matches, wanted, devices)
+    read_state = {k: leaves.pop(k) for k in [*leaves] if _is_state(k)}
+    read_state = unflatten({k.removeprefix(MARK): x for k, x in read_state.items()})
+    return leaves, None if state is None else read_state
+
+
+def _by_path(
+    source: Path, found: Iterable[Tensor], shapes: hk.Params
+) -> dict[str, Tensor]:
+    """Lists tensors by path: names are joined by `/`, for `//` and `:` too."""
+    tensors: dict[str, Tensor] = {}
+    for tensor in found:
+        path = tensor.name.replace("//", "/").replace(":", "/")
+        if path in tensors:
+            raise ConfigError(
+                f"{source} holds {tensors[path].name} and {tensor.name}, which are one "
+                f"path, {path}"
+            )
+        tensors[path] = tensor
+    tensors = _without_sections(source, tensors, shapes)
+    pickled = [tensor.name for tensor in tensors.values() if tensor.dtype == "object"]
+    if pickled:
+        raise ConfigError(
+            f"{source} holds {pickled[0]} as a pickle, which can run any code and is "
+            f"not read here; this runs none:\n    {convert_command(source)}"
+        )
+    return tensors
+
+
+def _without_sections(
+    source: Path, tensors: dict[str, Tensor], shapes: hk.Params
+) -> dict[str, Tensor]:
+    """Takes the parameters and the state of a file that holds more, such as a config.
+
+    A model with a module that is called like a section has none.
+    """
+    tops = dict.fromkeys(path.partition("/")[0] for path in tensors)
+    own = {module.partition("/")[0] for module in shapes}
+    params = next((key for key in SECTIONS if key in tops and key not in own), None)
+    if params is None:
+        return tensors
+    state = next((key for key in SECTIONS[params] if key in tops), None)
+    others = [key for key in tops if key not in (params, state)]
+    if others:
+        _say_ignored(source, ", ".join(others))
+    parts = [(path.partition("/"), x) for path, x in tensors.items()]
+    taken = {path: x for (top, _, path), x in parts if top == params}
+    return taken | {MARK + path: x for (top, _, path), x in parts if top == state}
+
+
+@functools.cache  # A start may read a file twice.
+def _say_ignored(source: Path, names: str) -> None:
+    words = "%s holds more than parameters and network state, which is not read: %s"
+    logger.warning(words, source, names)
+
+
+def _is_state(path: str) -> bool:
+    return path.startswith(MARK)
+
+
+def _fits(path: str, patterns: Iterable[str]) -> bool:
+    """Tests patterns on a path, and on that of the state without its mark."""
+    both = path, path.removeprefix(MARK)
+    return any(matching(pattern, both) for pattern in patterns)
+
+
+def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
+    for pattern in patterns:
+        if not any(_fits(path, [pattern]) for path in paths):
+            raise ConfigError(
+                f"config.finetuning.{key}: the pattern {pattern!r} fits none of the "
+                f"{len(paths)} names in the file{near(pattern, paths)}"
+            )
+    return {path for path in paths if _fits(path, patterns)}
+
+
+def _rename(paths: Collection[str], names: Names) -> dict[str, str]:
+    """Maps new names to those of the file: the first rule that fits counts."""
+    _fitting("rename", [old for old, _ in names.rename], paths)
+    parsed, made = [_parse(*pair) for pair in names.rename], {}
+    for path in paths:
+        mark, bare = MARK * _is_state(path), path.removeprefix(MARK)
+        fits = ((found.fullmatch(bare), new) for found, new in parsed)
+        match_, template = next((pair for pair in fits if pair[0]), (None, ""))
+        new = mark + (template.format(*match_.groups()) if match_ else bare)
+        if new in made:
+            raise ConfigError(
+                f"config.finetuning.rename gives {made[new]} and {path} one name, {new}"
+            )
+        made[new] = path
+    return made
+
+
+def _parse(old: str, new: str) -> tuple[re.Pattern, str]:
+    parts, targets = WILDCARD.split(old), WILDCARD.split(new)
+    if parts[1::2] != targets[1::2]:
+        raise ConfigError(
+            f"config.finetuning.rename: ({old!r}, {new!r}) has other wildcards in its "
+            "new name; each is carried over, in order, such as ('old/*', 'new/*')"
+        )
+    parts[::2] = map(re.escape, parts[::2])
+    groups = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in parts[1::2]]
+    parts[1::2] = groups
+    plain = [text.replace("{", "{{").replace("}", "}}") for text in targets[::2]]
+    return re.compile("".join(parts)), "{}".join(plain)
