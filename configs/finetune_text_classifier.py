@@ -48,7 +48,13 @@ def get_config() -> config_dict.ConfigDict:
         "placement": "host",
     }
     # Its sizes are FOLDER's.
-    config.model = {"name": "bert", "pooling": "mean", "dropout": 0.1, "remat": False}
+    config.model = {
+        "name": "bert",
+        "pooling": "mean",
+        "dropout": 0.1,
+        "attention": "auto",  # cuDNN's with precision="bfloat16" on a GPU.
+        "remat": False,
+    }
     config.finetuning.fresh = ("bert/head/*",)
     config.optimizer.learning_rate = 5e-5
     config.optimizer.warmup_steps = 100

@@ -65,12 +65,16 @@ COSTS = {
     "LoRA of convolutions and of tensors of more axes": 134,
     "remat of any Haiku module by name, tried by the memory budget": 192,
     "optimizer moments in bfloat16": 20,
+    "attention pads by lengths": 8,
 }
 DOCTOR_COSTS = {
     "after the rebuild": 2_400,
     "--code: removed names, found in a folder": 315,
 }
-TEXT_COSTS = {"language models": 2_639}
+TEXT_COSTS = {
+    "language models": 2_639,
+    "BERT pads by lengths": 42,
+}
 HOUR_BUDGET = 1_400
 SEES_CONFIG_DICT = {
     "cli.py",

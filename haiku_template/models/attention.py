@@ -69,24 +69,32 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None = None,
+    *,
+    lengths: jax.Array | None = None,
 ) -> jax.Array:
     """Attention with softmax in float32: [B, T, H, C].
 
-    `attention` is as in `choose`, whose errors this raises; `query` is [B, T, H, C],
-    `key` and `value` are [B, S, H, C]. `mask` is bool [B, 1, T, S], True for visible
-    tokens, and computed by XLA; None is causal.
+    Args:
+      attention: as in `choose`, whose errors this raises.
+      query: [B, T, H, C]; `key` and `value` are [B, S, H, C].
+      mask: bool [B, 1, T, S], True for visible tokens; None is causal. XLA computes it,
+        unless there are `lengths`.
+      lengths: int [B], of the tokens before padding, if `mask` hides just that: cuDNN
+        takes them instead of it, and T is S.
     """
     hardware, dtype = Hardware.current(), query.dtype
     chosen = "xla"
-    if mask is None and hardware is not ANY:
+    if (mask is None or lengths is not None) and hardware is not ANY:
         chosen = choose(attention, hardware, dtype, query.shape[-1])
     if dtype == jnp.float16 and hardware.platform != "gpu":
         # JAX would ask for float16 products added up in float32, which GPUs alone have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    outputs = jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=mask is None, implementation=chosen
-    )
-    return outputs.astype(dtype)
+    options = {"mask": mask, "is_causal": mask is None, "implementation": chosen}
+    if lengths is not None and chosen == "cudnn":
+        lengths = jnp.maximum(lengths, 1).astype(jnp.int32)  # A row may be padding.
+        options |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        options["mask"] = None
+    return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
 
 
 def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int) -> str:

@@ -34,6 +34,28 @@ class Tokens(NamedTuple):
         return np.where(mask, self.flat.take(at, mode="clip"), 0), mask
 
 
+def text_lengths(mask: np.ndarray) -> np.ndarray:
+    """Counts the tokens of texts, int32 [B], by a mask [B, T] that is 0 for padding.
+
+    Raises `ConfigError` unless all padding is on the right.
+    """
+    seen = np.asarray(mask).astype(bool)
+    lengths = seen.sum(axis=1, dtype=np.int32)
+    other = (seen != (np.arange(seen.shape[1]) < lengths[:, None])).any(axis=1)
+    if other.any():
+        raise ConfigError(
+            f"row {other.argmax()} of the mask has padding before a token, and lengths "
+            "are of texts that are padded on the right; pad them there, or give the "
+            "model the mask alone"
+        )
+    return lengths
+
+
+def with_lengths(inputs: Batch) -> Batch:
+    """Adds `lengths`, int32 [B], to the inputs of `Texts`; on the device."""
+    return {**inputs, "lengths": inputs["mask"].sum(axis=1)}
+
+
 class Texts(NamedTuple):
     """Texts with a class each, int32 [N], for an encoder."""
 

@@ -86,6 +86,8 @@ def jsonl(
     train = BucketedDataset(parts[0], lengths, spec)
     evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
     given = {"text": coder.name, "class_names": names, "vocab_size": size}
+    if labels == "classes":
+        given["preprocess"] = buckets.with_lengths  # Padding is on the right.
     return Data(train, evaluation if held_out else None, num_outputs, **given)
 
 

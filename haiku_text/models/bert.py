@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models import Family, Keyword
-from haiku_template.models.attention import attend
+from haiku_template.models.attention import IMPLEMENTATIONS, attend
 from haiku_text.models import layers
 from haiku_text.models.rules import layer_rules
 
@@ -48,13 +48,15 @@ def bert(
     token_types: int = 2,
     dropout: float = 0.1,
     norm_eps: float = 1e-12,
+    attention: str = "auto",
     remat: bool = False,
 ) -> hk.Transformed:
     """A text classifier, or a sentence encoder: texts to [B, K] or to [B, D].
 
     Inputs are a dictionary of `tokens` (int [B, T]), `mask` (int or bool [B, T], 0 for
-    padding) and, optionally, `token_types` (int [B, T]; 0 without). The model keeps no
-    statistics of the batch, so `axis_name` is not used.
+    padding) and, optionally, `token_types` (int [B, T]; 0 without) and `lengths` (int
+    [B], as `haiku_text.data.text_lengths` counts them), which cuDNN's attention needs.
+    The model keeps no statistics of the batch, so `axis_name` is not used.
 
     Args:
       num_outputs: K; None gives the pooled texts themselves, each of length 1.
@@ -65,11 +67,13 @@ def bert(
       token_types: number of token types (segments).
       dropout: share of units dropped in training, in [0, 1); none of the attention's.
       norm_eps: added to variances.
+      attention: `auto` (cuDNN's flash attention where it exists), `xla` or `cudnn`.
       remat: recompute each block in the backward pass: more work, much less memory.
 
     Raises:
-      ValueError: an unknown pooling, or a value out of its range.
-      ConfigError: when traced: a text of more tokens than `context`.
+      ValueError: an unknown pooling or attention, or a value out of its range.
+      ConfigError: when traced: a text of more tokens than `context`, or no such
+        attention here.
     """
     del axis_name
     sizes = Sizes(
@@ -78,6 +82,10 @@ def bert(
     if pooling not in POOLINGS:
         raise ValueError(
             f"pooling={pooling!r} is not known; possible are {', '.join(POOLINGS)}"
+        )
+    if attention not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention={attention!r}; possible are {', '.join(IMPLEMENTATIONS)}"
         )
     if min(sizes) < 1 or width % num_heads or not 0 <= dropout < 1:
         raise ValueError(
@@ -88,7 +96,7 @@ def bert(
     def forward(inputs: dict[str, jax.Array], is_training: bool) -> jax.Array:
         with hk.name_scope("bert"):
             rate = dropout if is_training else 0.0
-            hidden = encode(inputs, sizes, norm_eps, rate, remat)
+            hidden = encode(inputs, sizes, norm_eps, rate, attention, remat)
             pooled = pool(hidden, inputs["mask"], pooling)
             if num_outputs is None:
                 return _normalized(pooled)
@@ -102,6 +110,7 @@ def encode(
     sizes: Sizes,
     norm_eps: float,
     rate: float = 0.0,
+    attention: str = "auto",
     remat: bool = False,
 ) -> jax.Array:
     """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing."""
@@ -113,6 +122,14 @@ def encode(
             "model has positions for (context): cut texts to that length, in a config "
             f"with data.context={sizes.context} and data.truncate=True"
         )
+    lengths = inputs.get("lengths")
+    if attention == "cudnn" and lengths is None:
+        raise ConfigError(
+            "attention=cudnn was asked for, and the inputs have a mask and no lengths; "
+            "haiku_text.data.text_lengths counts them if padding is on the right, and "
+            "attention=auto does without"
+        )
+    attention = "xla" if hk.running_init() else attention  # Traced in float32.
     types = inputs.get("token_types", jnp.zeros_like(tokens))
     x = layers.look_up(layers.table(sizes.vocab_size, sizes.width, "embed"), tokens)
     segments = layers.table(sizes.token_types, sizes.width, "token_types")
@@ -123,14 +140,14 @@ def encode(
     mask = inputs["mask"][:, None, None, :].astype(bool)  # Of the tokens that are seen.
     heads = (*tokens.shape, sizes.num_heads, sizes.width // sizes.num_heads)
 
-    def block(x: jax.Array, mask: jax.Array) -> jax.Array:
+    def block(x: jax.Array, mask: jax.Array, lengths: jax.Array | None) -> jax.Array:
         with hk.name_scope("attention"):
             query, key, value = (
                 layers.linear(sizes.width, name)(x).reshape(heads)
                 for name in ("query", "key", "value")
             )
-            y = attend("xla", query, key, value, mask).reshape(x.shape)
-            y = layers.linear(sizes.width, "projection")(y)
+            y = attend(attention, query, key, value, mask, lengths=lengths)
+            y = layers.linear(sizes.width, "projection")(y.reshape(x.shape))
         x = layers.norm("norm_1", norm_eps)(x + layers.drop(rate, y))
         y = layers.feed_forward(x, sizes.mlp_width, approximate=False)
         return layers.norm("norm_2", norm_eps)(x + layers.drop(rate, y))
@@ -138,7 +155,7 @@ def encode(
     block = hk.remat(block) if remat else block
     for i in range(sizes.num_layers):
         with hk.name_scope(f"block_{i}"):
-            x = block(x, mask)
+            x = block(x, mask, lengths)
     return x
 
 

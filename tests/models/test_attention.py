@@ -9,6 +9,7 @@ import pytest
 
 from haiku_template.config import default_config
 from haiku_template.errors import ConfigError
+from haiku_template.models import attention
 from haiku_template.models.attention import Hardware, attend, choose
 from haiku_template.training import Experiment
 
@@ -65,11 +66,11 @@ def test_of_several_cards_the_least_capable_counts():
 @pytest.fixture
 def traced(monkeypatch):
     """What JAX is asked for: implementations and dtypes. The CPU computes by XLA."""
-    asked, attention = [], jax.nn.dot_product_attention
+    asked, compute = [], jax.nn.dot_product_attention
 
     def record(query, *args, implementation, **kwargs):
         asked.append((implementation, str(query.dtype)))
-        return attention(query, *args, implementation="xla", **kwargs)
+        return compute(query, *args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     return asked
@@ -120,3 +121,48 @@ def test_half_precision_is_computed_on_the_cpu_too(dtype, masked):
     outputs = jax.jit(attend, static_argnums=0)("auto", *inputs, mask)
     assert outputs.dtype == dtype
     np.testing.assert_allclose(np.float32(outputs), exact, atol=0.03)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Has cuDNN chosen, and JAX's own XLA compute it; gives what it is asked for."""
+    asked, compute = [], jax.nn.dot_product_attention
+
+    def record(*args, implementation, **kwargs):
+        asked.append((implementation, kwargs))
+        return compute(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(attention, "choose", lambda *args: "cudnn")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    return asked
+
+
+def with_gradients(weights, **options):
+    """Outputs of attention, and gradients for queries, keys and values."""
+    arrays = np.random.default_rng(0).normal(size=(3, *weights.shape)).astype("f4")
+
+    def total(arrays):
+        outputs = attend("auto", *arrays, **options)
+        return jnp.sum(outputs * weights), outputs
+
+    grads, outputs = jax.jit(jax.grad(total, has_aux=True))(arrays)
+    return np.asarray(outputs), np.asarray(grads)
+
+
+LENGTHS = np.array([6, 3, 0, 1], np.int32)  # A row of padding alone, too.
+
+
+def test_padding_by_lengths_is_that_of_the_mask(request):
+    seen = np.arange(6) < LENGTHS[:, None]
+    mask = seen[:, None, None]
+    # What comes out at padding is used nowhere, so that nothing comes back.
+    weights = np.random.default_rng(1).normal(size=(4, 6, 2, 8)) * seen[..., None, None]
+    expected, expected_grads = with_gradients(weights, mask=mask)
+    asked = request.getfixturevalue("on_a_gpu")
+    outputs, grads = with_gradients(weights, mask=mask, lengths=LENGTHS)
+    np.testing.assert_allclose(outputs[seen], expected[seen], atol=1e-5)
+    np.testing.assert_allclose(grads, expected_grads, atol=1e-5)
+    assert np.all(grads[:, ~seen] == 0) and np.all(np.isfinite(outputs))
+    ((implementation, options),) = asked
+    assert implementation == "cudnn"
+    assert options["mask"] is None and not options["is_causal"]

@@ -6,6 +6,8 @@ float32 (products).
 """
 
 import dataclasses
+import json
+import re
 
 import haiku as hk
 import jax
@@ -15,7 +17,11 @@ import pytest
 from haiku.data_structures import tree_bytes
 from safetensors.numpy import save_file
 
-from configs import digits_resnet, gpt2_124m
+from configs import (
+    digits_resnet,
+    finetune_text_classifier,
+    gpt2_124m,
+)
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices.program import parse, read_program
 from haiku_template.devices.targets import CARDS, target_devices
@@ -64,6 +70,13 @@ def compiled(config, target):
     return Compiled(trainer, budget, made.as_text(), donated)
 
 
+def fused(made):
+    """Functions of cuDNN's attention that a program calls."""
+    computations, _ = parse(made.text)
+    calls = {i.target for body in computations.values() for i in body}
+    return {name for name in calls if "fmha" in name}
+
+
 @pytest.fixture(scope="session")
 def one_gpt(tokens):
     changes = {"batch_size": 8, "accumulate_steps": 1}
@@ -83,11 +96,35 @@ def gpt(request):
 def test_attention_is_cudnns_in_each_layer_forward_and_backward(gpt):
     layers = 12 * gpt.trainer.experiment.accumulate_steps
     assert gpt.program.attention == (layers, layers)
-    computations, _ = parse(gpt.text)
-    calls = {i.target for body in computations.values() for i in body}
     # With a mask that is an array, they would have a bias.
-    attention = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
-    assert {name for name in calls if "fmha" in name} == attention
+    assert fused(gpt) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+
+
+@pytest.fixture(scope="session")
+def lines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
+    rows = [
+        {"text": "x" * n, "label": n % 2, "prompt": "x" * n, "completion": "y"}
+        for n in range(1, 380)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def of_lines(config, lines):
+    config.precision, config.batch_size, config.accumulate_steps = "bfloat16", 8, 1
+    config.data.update({"path": lines, "tokenizer": None, "context": 384})
+    config.data.num_buckets, config.finetuning.fresh = 1, ()
+    return config
+
+
+def test_padding_is_cudnn_s_own_and_no_mask_is_in_the_program(lines):
+    config = of_lines(finetune_text_classifier.get_config(), lines)
+    bert = compiled(config, "h100")
+    assert bert.program.attention == (12, 12)
+    assert fused(bert) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    # Of 384 tokens, and no other size is 384: nothing is of pairs of tokens.
+    assert "384" in bert.text and not re.search(r"\[(\d+,)*384,384[],]", bert.text)
 
 
 def test_all_products_are_of_bfloat16(gpt):

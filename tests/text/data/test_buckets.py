@@ -12,6 +12,7 @@ from haiku_template.data import BatchSpec, each_shape
 from haiku_template.errors import ConfigError
 from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import memory_budget
+from haiku_text.data.buckets import text_lengths
 from haiku_text.data.jsonl import jsonl
 from haiku_text.models import bert, gpt
 from haiku_text.tasks import language_model
@@ -56,6 +57,25 @@ def trainer(devices, tmp_path, task, batch_size=16, **parts):
     return Experiment(data=data, optimizer=optax.adam(1e-2), **fitting | parts).trainer(
         devices
     )
+
+
+def test_lengths_are_of_texts_that_are_padded_on_the_right():
+    mask = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    for kind in (mask, mask.astype(bool)):
+        lengths = text_lengths(kind)
+        assert lengths.tolist() == [3, 1, 0] and lengths.dtype == np.int32
+    for wrong in ([0, 1, 1], [1, 0, 1]):
+        with pytest.raises(ConfigError, match="row 1 of the mask has padding before"):
+            text_lengths(np.array([[1, 1, 0], wrong]))
+
+
+def test_encoders_get_the_lengths_of_their_texts(tmp_path):
+    path = write(tmp_path / "a.jsonl", "classification")
+    data = jsonl(BatchSpec(8), path=path, context=64)
+    inputs = data.train.batch(3)["inputs"]
+    found = jax.jit(data.preprocess)(inputs)
+    np.testing.assert_array_equal(found["lengths"], text_lengths(inputs["mask"]))
+    assert found["lengths"].dtype == np.int32 and "lengths" not in inputs
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import MODELS
+from haiku_template.models import MODELS, attention
 from haiku_template.registry import resolve
+from haiku_text.data import text_lengths
 from haiku_text.models import bert
 
 SIZES = {
@@ -56,6 +57,42 @@ def test_padding_has_no_influence(num_outputs, pooling):
     seen = {**INPUTS, "mask": np.ones_like(INPUTS["mask"])}
     difference = apply(params, None, seen, False) - expected
     assert jnp.abs(difference[1]).max() > 1e-3  # The mask is what keeps them apart.
+
+
+def test_by_lengths_it_computes_what_it_computes_by_the_mask(monkeypatch):
+    """As on a GPU, but for the kernels: JAX's XLA takes the lengths for cuDNN."""
+    params, apply = make(3, pooling="mean", num_layers=2)
+    inputs = {**INPUTS, "lengths": text_lengths(INPUTS["mask"])}
+
+    def results(model):
+        def loss(params):
+            logits = model.apply(params, None, inputs, False)
+            return jnp.sum(jnp.square(logits)), logits
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss, has_aux=True))(params))
+
+    def by_lengths(*args, mask, implementation, **kwargs):
+        assert mask is None and implementation == "cudnn"
+        return compute(*args, implementation="xla", **kwargs)
+
+    def model():
+        return bert(3, pooling="mean", **SIZES | {"num_layers": 2})
+
+    expected, compute = results(model()), jax.nn.dot_product_attention
+    monkeypatch.setattr(attention, "choose", lambda *args: "cudnn")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_lengths)
+    for x, y in zip(results(model()), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1, np.abs(y).max()))
+
+
+def test_cudnn_s_attention_needs_lengths_and_not_a_mask():
+    params, apply = make(3, attention="xla")
+    model = bert(3, **SIZES, attention="cudnn")
+    with pytest.raises(ConfigError, match="a mask and no lengths; .*text_lengths"):
+        model.apply(params, None, INPUTS, False)
+    inputs = {**INPUTS, "lengths": text_lengths(INPUTS["mask"])}
+    with pytest.raises(ConfigError, match="there is no NVIDIA GPU"):
+        model.apply(params, None, inputs, False)
 
 
 def test_each_token_sees_all_others():
@@ -127,6 +164,7 @@ def test_the_pooler_belongs_to_cls_alone():
     ("arguments", "words"),
     [
         ({"pooling": "max"}, "pooling='max' is not known; possible are cls, mean"),
+        ({"attention": "flash"}, "attention='flash'; possible are auto, xla, cudnn"),
         ({"num_heads": 3}, "num_heads divides width"),
         ({"dropout": 1.0}, "dropout is in"),
         ({"context": 0}, "sizes are 1 or more"),
