@@ -1,10 +1,12 @@
 """Finds out why the GPU is not used, and prints the fix.
 
     python -m haiku_template.doctor --device=gpu
+    python -m haiku_template.doctor --code=DIR
 
-Checks from cheap to expensive and stops at the first broken link. This process never
-imports JAX; children with a time limit do. Exit codes: 0 the device that was asked for
-works, 64 a mistyped flag, 69 it does not work.
+The first checks from cheap to expensive and stops at the first broken link. It never
+imports JAX; children with a time limit do. The second reads the code in a folder, and
+lists the names in it that JAX removed. Exit codes: 0 the device that was asked for
+works, or no name was removed; 64 a mistyped flag; 69 it does not work, or names were.
 """
 
 import argparse
@@ -12,10 +14,12 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from haiku_template.doctor import children, table
 from haiku_template.doctor.children import DriverResult, JaxResult
+from haiku_template.doctor.code import files
 from haiku_template.doctor.machine import Machine
 from haiku_template.doctor.report import lines, memory_in_use
 from haiku_template.doctor.table import Facts
@@ -42,6 +46,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     choices = "auto, cpu, gpu, tpu, or chosen devices such as gpu:0,2"
     parser.add_argument("--device", default="auto", metavar="SPEC", help=choices)
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
+    words = "list the names in DIR, or a file, that JAX, Haiku and optax removed"
+    parser.add_argument("--code", type=Path, metavar="DIR", help=words)
     limit = "limit of each child process (default 60)"
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help=limit
@@ -52,6 +58,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--device={flags.device} is not understood; possible are auto, "
             "cpu, gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
         )
+    if flags.code is not None and not flags.code.exists():
+        parser.error(f"--code={flags.code} does not exist")
     if not 0 < flags.timeout < 86400:
         parser.error(f"--timeout={flags.timeout:g} is not a number of seconds")
     return flags
@@ -155,8 +163,11 @@ def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Examines this machine, prints what was found, and returns the exit code."""
     flags = parse(argv)
-    found = report(Machine.here(), flags.device, flags.timeout)
-    print(json.dumps(found, indent=1) if flags.json else "\n".join(lines(found)))
+    if flags.code is not None:
+        found, text = files.report(flags.code), files.lines
+    else:
+        found, text = report(Machine.here(), flags.device, flags.timeout), lines
+    print(json.dumps(found, indent=1) if flags.json else "\n".join(text(found)))
     return WORKS if found["works"] else UNAVAILABLE
 
 

@@ -1,0 +1,163 @@
+"""Files of a folder, Python and notebooks, parsed and never imported."""
+
+import ast
+import bisect
+import json
+import os
+import re
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from haiku_template.doctor.code.scan import removed_names
+
+# Where code of others lies, or none; a folder that is asked for is read all the same.
+SKIPPED = {".git", ".hg", ".tox", ".nox", ".venv", "site-packages", "node_modules"}
+SKIPPED |= {"__pycache__", ".ipynb_checkpoints"}
+MOST_BYTES = 2**25
+MENTIONED = re.compile(rb"jax|haiku|optax")
+# Of notebooks: lines that are no Python, and the first line of cells that are not.
+MAGIC = re.compile(
+    r"(?m)^([ \t]*)(?:(?:%[%\w]|[!?]|[\w, ]+=\s*[%!])(?:.*\\\n)*.*|[\w.]+\?+[ \t]*)$"
+)
+FOREIGN = re.compile(r"(?:\s*#.*\n)*\s*%%(?!time|capture|prun)")
+Rows = list[dict[str, Any]]
+
+
+class Unread(Exception):
+    """A file, or a cell of one, that is not read: the reason, and the line or 0."""
+
+
+def report(top: Path) -> dict[str, Any]:
+    """Report of the removed names in a folder or a file, for JSON. Time in seconds."""
+    begun, names, unread, count, seen = time.monotonic(), [], [], 0, set()
+    for path in _files(top, unread):
+        try:
+            info = path.stat()
+            if (info.st_dev, info.st_ino) in seen:
+                continue
+            seen.add((info.st_dev, info.st_ino))
+            count += 1
+            source = _source(path, info)
+            if not MENTIONED.search(source):
+                continue
+            names += _names(path, source, unread)
+        except (OSError, Unread) as error:
+            why = error.strerror if isinstance(error, OSError) else error.args[0]
+            unread.append({"file": _shown(path), "cell": 0, "line": 0, "why": why})
+    return {
+        "asked": f"--code={top}",
+        "works": not names,
+        "files": count,
+        "names": names,
+        "not_read": unread,
+        "seconds": round(time.monotonic() - begun, 3),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Formats the report, one line for each place."""
+    text = []
+    for row in found["names"]:
+        write = f"write {row['instead']}" if row["instead"] else "nothing replaces it"
+        words = f"{row['name']} was removed in {row['removed_in']}; {write}"
+        text.append(f"{_place(row)}: {words}")
+    text += [f"{_place(row)}: not read: {row['why']}" for row in found["not_read"]]
+    uses, files = found["names"], len({row["file"] for row in found["names"]})
+    words = f"uses of removed names: {len(uses) or 'none'}; files: {found['files']}"
+    words += f", {files} with such names" * bool(uses)
+    words += f", not read: {len(found['not_read'])}" * bool(found["not_read"])
+    return [*text, f"{found['asked']}: {words} ({found['seconds']:.1f} s)"]
+
+
+def _place(row: dict[str, Any]) -> str:
+    cell = f":cell {row['cell']}" if row["cell"] else ""
+    return f"{row['file']}{cell}" + f":{row['line']}" * bool(row["line"])
+
+
+def _shown(path: Path) -> str:
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _files(top: Path, unread: Rows) -> Iterator[Path]:
+    """Finds sources and notebooks; links of folders are not followed."""
+
+    def note(error: OSError) -> None:
+        place = {"file": _shown(Path(error.filename)), "cell": 0, "line": 0}
+        unread.append({**place, "why": error.strerror})
+
+    if not top.is_dir():
+        yield top
+        return
+    for folder, folders, files in os.walk(top, onerror=note):
+        inside = Path(folder)
+        kept = [f for f in folders if not (inside / f / "pyvenv.cfg").exists()]
+        folders[:] = sorted(set(kept) - SKIPPED)
+        yield from (inside / f for f in sorted(files) if f.endswith((".py", ".ipynb")))
+
+
+def _source(path: Path, info: os.stat_result) -> bytes:
+    if not stat.S_ISREG(info.st_mode):
+        raise Unread("it is no regular file")
+    if info.st_size > MOST_BYTES:
+        raise Unread(f"it is larger than {MOST_BYTES >> 20} MiB")
+    return path.read_bytes()
+
+
+def _cells(source: bytes) -> list[tuple[int, str]]:
+    """Cells of Python in a notebook, with their numbers from 1."""
+    try:
+        cells = enumerate(json.loads(source)["cells"], 1)
+        code = [(i, "".join(c["source"])) for i, c in cells if c["cell_type"] == "code"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Unread(f"it is no notebook: {error!r}") from error
+    return [(i, text) for i, text in code if not FOREIGN.match(text)]
+
+
+def _passed(magic: re.Match) -> str:
+    return f"{magic[1]}pass" + "\n" * magic[0].count("\n")
+
+
+def _parsed(source: str | bytes) -> ast.Module:
+    """Parses Python, in a notebook's cell with its magic commands left out."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # About the strings of this source.
+            try:
+                return ast.parse(source)
+            except SyntaxError:
+                if isinstance(source, bytes):
+                    raise
+                return ast.parse(MAGIC.sub(_passed, source))
+    except SyntaxError as error:
+        raise Unread(error.msg, error.lineno or 0) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Unread(str(error) or type(error).__name__, 0) from error
+
+
+def _names(path: Path, source: bytes, unread: Rows) -> Rows:
+    """Finds the removed names in a file; its cells share their variables."""
+    cells = _cells(source) if path.suffix == ".ipynb" else [(0, source)]
+    whole, starts, place = ast.Module([], []), [], {"file": _shown(path)}
+    start = 0
+    for number, text in cells:
+        starts.append((start, number))
+        try:
+            tree = _parsed(text)
+        except Unread as error:
+            why, line = error.args
+            unread.append({**place, "cell": number, "line": line, "why": why})
+        else:
+            whole.body += ast.increment_lineno(tree, start).body
+            start += len(text.splitlines()) + 1
+    rows = []
+    for line, name in sorted(removed_names(whole)):
+        start, number = starts[bisect.bisect(starts, (line, 0)) - 1]
+        rows.append(
+            {**place, "cell": number, "line": line - start}
+            | {"name": name.name, "removed_in": name.package, "instead": name.instead}
+        )
+    return rows
