@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -78,40 +79,29 @@ MADE: dict[str, Callable[[Any], Any]] = {
 _used: set[str] = set()
 
 
+class _Module(ModuleType):
+    """A module that is asked here for what it does not have, after its own function."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = _value(self.__name__, name)
+        except (AttributeError, ImportError):
+            return super().__getattribute__(name)  # Raises the module's own error.
+        _say(self.__name__, name)
+        return value
+
+
 def install() -> None:
     """Puts the names back, for this process; doing so again changes nothing."""
     parents = {path.rpartition(".")[0] for path in REMOVED if "import " not in path}
     for name in sorted(parents | HOMES.keys()):
         try:
-            module = importlib.import_module(name)
+            importlib.import_module(name).__class__ = _Module
         except ImportError:
-            if name not in HOMES:
-                continue
-            # Not as its parent's attribute: `jax.config` is another thing today.
-            module = sys.modules[name] = ModuleType(name, "A module that is gone.")
-        if not hasattr(vars(module).get("__getattr__"), "puts_back"):
-            module.__getattr__ = _getattr(name, vars(module).get("__getattr__"))
-
-
-def _getattr(module: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    """Makes a module's `__getattr__`, which asks the module's own one first."""
-
-    def puts_back(name: str) -> Any:
-        error = AttributeError(f"module {module!r} has no attribute {name!r}")
-        if own is not None:
-            try:
-                return own(name)
-            except AttributeError as raised:
-                error = raised
-        try:
-            value = _value(module, name)
-        except (AttributeError, ImportError):
-            raise error from None
-        _say(module, name)
-        return value
-
-    puts_back.puts_back = True
-    return puts_back
+            if name in HOMES:
+                # Not as its parent's attribute: `jax.config` is another thing today.
+                sys.modules[name] = _Module(name, "A module that is gone.")
+                sys.modules[name].__spec__ = ModuleSpec(name, None)
 
 
 def _value(module: str, name: str) -> Any:
@@ -125,12 +115,8 @@ def _value(module: str, name: str) -> Any:
     if row and PATH.fullmatch(row.instead):
         return _find(row.instead)
     # Of a module that is there, names in the table alone: others never were.
-    gone = module in REMOVED
-    if (
-        module in HOMES
-        and not name.startswith("_")
-        and (not row.instead if row else gone)
-    ):
+    held = not row.instead if row else module in REMOVED
+    if held and module in HOMES and not name.startswith("_"):
         return getattr(_find(HOMES[module]), name)
     raise AttributeError(path)
 

@@ -42,6 +42,7 @@ YESTERDAY = {
     "sorted(x.tolist()) == list(range(9))",
     "stax": "from jax.experimental import stax\nlen(stax.Dense(3)) == 2",
     "optax": "import optax\nhasattr(optax.additive_weight_decay(0.1), 'update')",
+    "a specification": "importlib.util.find_spec('jax.util').name == 'jax.util'",
     "a miss": "not hasattr(jax, 'tree_mapp')",
     "what words replace": "not hasattr(jax, 'xla_computation')",
     "once more": "compat.install()\njax.tree_map(int, '1') == 1",
@@ -58,15 +59,14 @@ kept = {name: (m, dict(vars(m)), dir(m)) for name, m in modules.items()}
 compat.install()
 deprecated = 0
 for name, (module, before, listed) in kept.items():
-    before.pop("__getattr__", None)
-    assert all(vars(module)[key] is value for key, value in before.items()), name
-    assert set(dir(module)) - set(listed) <= {"__getattr__"}, name
+    assert vars(module) == before and dir(module) == listed, name
     for old, (words, value) in before.get("_deprecations", {}).items():
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             found = getattr(module, old, None)
         if value is not None:
             assert found is value and str(seen[0].message) == words, old
+            assert seen[0].filename == "<string>", old
             deprecated += 1
         elif f"{name}.{old}" not in REMOVED:
             assert found is None, old

@@ -61,7 +61,7 @@ COSTS = {
     "convert: published pickles to safetensors, none of them run": 874,
     "init_from: npz and Orbax trees, with state, in names that may differ": 466,
     "own_loss, per_example, batches of any tree, bucketed by length": 471,
-    "compat: names that JAX removed, put back when asked": 168,
+    "compat: names that JAX removed, put back when asked": 156,
     "LoRA of convolutions and of tensors of more axes": 134,
     "remat of any Haiku module by name, tried by the memory budget": 192,
     "optimizer moments in bfloat16": 20,

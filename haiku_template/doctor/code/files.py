@@ -49,7 +49,7 @@ def report(top: Path) -> dict[str, Any]:
             why = error.strerror if isinstance(error, OSError) else error.args[0]
             unread.append({"file": _shown(path), "cell": 0, "line": 0, "why": why})
     return {
-        "asked": f"--code={top}",
+        "asked": f"--code={_shown(top)}",
         "works": not names,
         "files": count,
         "names": names,
