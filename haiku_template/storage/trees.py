@@ -1,6 +1,8 @@
 """Orbax trees of others: parameters, perhaps with state, read a leaf at a time."""
 
 import functools
+import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,11 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from haiku_template.errors import ConfigError
 from haiku_template.storage.checkpoint import quiet
 
 METADATA = "_METADATA"  # Of a tree, in its folder.
+DATABASE = "manifest.ocdbt"  # Where leaves are no folders of their own.
+PIECE = 2**22  # Bytes read at a time, unless a chunk has more.
 WHOLE = "default"  # Name of a tree that is saved alone.
 
 
@@ -62,33 +67,49 @@ def _leaves(item: str, folder: Path) -> list[Leaf]:
         held = checkpointer.metadata(folder.absolute()).item_metadata
         if held is None:
             raise ValueError("its leaves cannot be listed")
-        found, structure = jax.tree_util.tree_flatten_with_path(held.tree)
+        found = jax.tree_util.tree_leaves_with_path(held.tree)
+        stored = json.loads((folder / METADATA).read_text())
+    # Otherwise what is missing on disk would be zeros, as Orbax reads it.
+    whole = bool(stored.get("store_array_data_equal_to_fill_value"))
+    kind = {"driver": "zarr3" if held.use_zarr3 else "zarr"}
+    kind["fill_missing_data_reads"] = not whole
     listed = []
-    for i, (path, leaf) in enumerate(found):
+    for path, leaf in found:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         dtype = np.dtype(leaf.dtype) if hasattr(leaf, "dtype") else None
-        read = functools.partial(_read, structure, i, folder)
+        read = functools.partial(_read, kind, folder.absolute(), leaf.name)
         shape = tuple(getattr(leaf, "shape", None) or ())
         listed.append(Leaf(f"{item}/{name}".lstrip("/"), folder, dtype, shape, read))
     return listed
 
 
 def _read(
-    structure: Any, i: int, folder: Path, leaf: Any
+    kind: dict[str, Any], folder: Path, name: str, leaf: Any
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """Reads leaf `i` of a tree, in one piece."""
-    number = structure.num_leaves
-    wanted = structure.unflatten(
-        [0 if j == i else ocp.PLACEHOLDER for j in range(number)]
-    )
-    how = structure.unflatten([ocp.RestoreArgs(restore_type=np.ndarray)] * number)
-    arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=how)
-    with _faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(folder.absolute(), args=arguments)
-        values = np.asarray(jax.tree.leaves(tree)[i])
-        if values.shape != leaf.shape:
-            raise ValueError(f"{leaf.name} has shape {list(values.shape)}")
-    yield (..., values) if leaf.shape else ((), values)
+    """Reads a leaf a few megabytes at a time, or a chunk as it was written.
+
+    Through Orbax, which opens the whole tree for it, a leaf of 400 takes 0.2 s.
+    """
+    if (folder / DATABASE).exists():
+        store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": name}
+    else:
+        store = {"driver": "file", "path": str(folder / name)}
+    with _faults(leaf.file):
+        array = tensorstore.open(kind | {"kvstore": store}, read=True).result()
+        if array.shape != leaf.shape:
+            raise ValueError(f"{leaf.name} has shape {list(array.shape)}")
+    if not leaf.shape:
+        bounds = [()]
+    else:
+        chunk = (array.chunk_layout.read_chunk.shape or (1,))[0]
+        row = max(1, array.dtype.numpy_dtype.itemsize * math.prod(leaf.shape[1:]))
+        rows = chunk * max(1, PIECE // (row * chunk))
+        total = leaf.shape[0]
+        bounds = [slice(i, min(i + rows, total)) for i in range(0, total, rows)]
+    for part in bounds:
+        with _faults(leaf.file):
+            values = array[part].read().result()
+        yield part, values
 
 
 def _faults(folder: Path) -> Any:

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,15 @@ params = restore(sys.argv[1], init, rules, devices)
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print((status("VmHWM") - before - size) / 1e6, size / 1e6)
 """
+OF_OTHERS = CHILD.replace(
+    "params = restore(sys.argv[1], init, rules, devices)",
+    """
+from haiku_template.finetuning import open_source
+def init():
+    return {f"net/w{i}": {"w": jnp.zeros((1024, 8192), sys.argv[2])} for i in range(20)}
+params = open_source(sys.argv[1], None, devices)(devices.abstract(init), (), None)[0]
+""",
+)
 
 
 def write_large(path):
@@ -76,3 +87,38 @@ def test_a_gigabyte_is_read_with_little_more_than_its_parameters(tmp_path):
             assert above < 50
     finally:
         path.unlink()
+
+
+def write_archive(path):
+    """As NumPy does, an array at a time: 671 MB of float32."""
+    block = np.random.default_rng(0).random((1024, 8192), np.float32)
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(20):
+            with archive.open(f"net/w{i}//w.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, block)
+
+
+def write_tree(path):
+    block = np.random.default_rng(0).random((1024, 8192), np.float32)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {f"net/w{i}": {"w": block} for i in range(20)})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("write", [write_archive, write_tree])
+def test_archives_and_trees_are_read_with_little_more_than_a_leaf(tmp_path, write):
+    write(tmp_path / "file")
+    for dtype, size in (("float32", 671.1), ("bfloat16", 335.5)):
+        printed = subprocess.run(
+            [sys.executable, "-c", OF_OTHERS, tmp_path / "file", dtype],
+            cwd=ROOT,
+            check=True,
+            timeout=120,
+            capture_output=True,
+            text=True,
+        ).stdout
+        above, parameters = map(float, printed.split())
+        assert abs(parameters - size) < 1
+        # A leaf of Orbax's is one chunk of 34 MB, of which its reader holds a few.
+        most = 50 if write is write_archive else 220
+        assert above < most, f"{above} MB above the parameters, for {dtype}"

@@ -17,6 +17,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, open_source
 from haiku_template.params import flatten
 from haiku_template.pretrained import convert, published, tensors
+from haiku_template.storage import trees
 
 ZERO = np.zeros((), np.float32)
 RNG = np.random.default_rng(0)
@@ -371,6 +372,19 @@ def test_wildcards_are_carried_over_in_order(tmp_path, one_device):
     assert_same(leaves, flatten(params))
 
 
+def test_a_tree_that_many_devices_wrote_is_read_on_any_number(
+    tmp_path, devices, monkeypatch
+):
+    monkeypatch.setattr(trees, "PIECE", 100)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], "x")
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    whole = {"net": {"w": RNG.normal(size=(96, 3, 2)).astype(np.float32)}}
+    split = {"net": {"w": jax.device_put(whole["net"]["w"], split)}}
+    orbax(ocp.StandardCheckpointer, split)(tmp_path / "tree")
+    leaves, _ = read(tmp_path / "tree", devices, whole, None)
+    assert_same(leaves, flatten(whole))
+
+
 def test_state_is_left_alone_where_it_is_not_asked_for(tmp_path, one_device):
     np.savez(tmp_path / "a.npz", **flatten(TREE))
     leaves, state = read(tmp_path / "a.npz", one_device, state=None)
@@ -419,6 +433,12 @@ def test_damaged_trees_and_folders_of_steps_are_one_sentence(tmp_path, one_devic
         file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(ConfigError, match="Orbax tree in .* is damaged"):
         read(folder, one_device, state=None)
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as opened:
+        opened.save((tmp_path / "old").absolute(), PARAMS)
+    assert_same(read(tmp_path / "old", one_device)[0], flatten(PARAMS))
+    (tmp_path / "old/head.w/0.0").unlink()  # Orbax reads zeros there.
+    with pytest.raises(ConfigError, match="Orbax tree in .* is damaged"):
+        read(tmp_path / "old", one_device)
     (folder / "_METADATA").write_text("{")
     with pytest.raises(ConfigError, match="Orbax tree in .* is damaged"):
         read(folder, one_device, state=None)

@@ -1,11 +1,15 @@
 """Runs that start from what others trained, through their configs."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import save_file
 
@@ -176,3 +180,97 @@ def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     (copied / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
         open_source(str(copied), gpt.family, cpu)
+
+
+def normed(num_outputs, axis_name=None):
+    """A model with network state."""
+
+    def forward(x, is_training):
+        x = hk.Linear(8, name="body")(hk.Flatten()(x))
+        x = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis_name, name="norm")(
+            x, is_training
+        )
+        return hk.Linear(num_outputs, name="head")(jax.nn.relu(x))
+
+    return hk.transform_with_state(forward)
+
+
+def write_npz(path, tree):
+    flat = {
+        f"{k}:{m}:{n}": x
+        for k, t in tree.items()
+        for m, p in t.items()
+        for n, x in p.items()
+    }
+    np.savez(path, **flat, **{"model_config:width": 8})
+
+
+def write_tree(path, tree):
+    shutil.rmtree(path, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, (tree["params"], tree["state"]))
+
+
+@pytest.mark.slow(but="write_npz")
+@pytest.mark.parametrize("write", [write_npz, write_tree])
+def test_a_run_from_a_published_file_resumes_with_the_same_frozen_part(
+    tmp_path, cpu, write
+):
+    """Parameters and state begin as published, renamed; one that changed is refused."""
+    rng, source = np.random.default_rng(0), tmp_path / "published.npz"
+    published = normed(7).init(jax.random.key(1), jnp.zeros((2, 64)), True)
+    published = jax.tree.map(lambda x: x + rng.random(x.shape), published)
+    published = jax.tree.map(lambda x: x.astype(np.float32), jax.device_get(published))
+    state = published[1]
+    for leaves in state.values():
+        leaves["counter"] = leaves["counter"].astype(np.int32)
+    names = [{f"old/{m}": x for m, x in tree.items()} for tree in published]
+    tree = dict(zip(("params", "state"), names, strict=True))
+    write(source, tree)
+    values = config(
+        init_from=str(source),
+        model={"name": "tests.training.test_init_from:normed"},
+        **{
+            "finetuning.train": ("head/*", "norm/*"),
+            "finetuning.fresh": ("head/*",),
+            "finetuning.rename": (("old/*", "*"),),
+            "optimizer.schedule": "constant",
+        },
+    )
+    first = Experiment.from_config(values, cpu).trainer(cpu).init()
+    for name, x in flatten(state).items():
+        np.testing.assert_array_equal(flatten(first.net_state)[name], x)
+    frozen = flatten(first.frozen)
+    assert set(frozen) == {"body/w", "body/b"}
+    for name, x in frozen.items():
+        np.testing.assert_array_equal(x, flatten(published[0])[name])
+    assert first.params["head"]["w"].shape == (8, 10)
+    workdir = tmp_path / "run"
+    experiment.run(values, cpu, str(workdir))
+    values.num_steps = 5
+    experiment.run(values, cpu, str(workdir))
+    assert evaluated(workdir, cpu)[0] == 5
+    tree["params"]["old/body"]["w"] += 1
+    write(source, tree)
+    values.num_steps = 6
+    with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
+        experiment.run(values, cpu, str(workdir))
+
+
+def test_names_are_not_mapped_in_a_workdir(cpu, pretrained):
+    values = config(init_from=str(pretrained), **{"finetuning.ignore": ("a",)})
+    with pytest.raises(
+        ConfigError, match=r"finetuning\.ignore is for the names in file"
+    ):
+        Experiment.from_config(values, cpu)
+    with pytest.raises(ConfigError, match=r"init_from is needed.*finetuning\.rename"):
+        Experiment.from_config(config(**{"finetuning.rename": (("a", "b"),)}), cpu)
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, cpu):
+    path = tmp_path / "params.pkl"
+    path.write_bytes(pickle.dumps({"mlp": {"w": np.ones(3)}}))
+    with pytest.raises(
+        ConfigError, match=f"haiku_template.convert --input={path} --ou"
+    ):
+        Experiment.from_config(config(init_from=str(path)), cpu).trainer(cpu).init()
