@@ -79,8 +79,13 @@ def task_rng(rng: jax.Array | None) -> jax.Array | None:
     """Makes the rng of a task, from which no other use draws; None without any."""
     if rng is None:
         return None
-    first = rng if rng.shape == () else rng[0]  # Of the examples' own.
+    first = rng if _is_one(rng) else rng[0]  # Of the examples' own.
     return jax.random.fold_in(first, 0xA0000000)
+
+
+def _is_one(rng: jax.Array) -> bool:
+    is_new = jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    return rng.ndim == (0 if is_new else 1)  # jax.random.PRNGKey's has two numbers.
 
 
 class PerExample(hk.TransformedWithState):
@@ -110,7 +115,7 @@ def per_example(model: Any) -> PerExample:
             changed.extend(k for k, x in flatten(new).items() if x is not old.get(k))
             return outputs, new
 
-        if rng is not None and rng.shape == ():
+        if rng is not None and _is_one(rng):
             rng = jax.random.split(rng, jax.tree.leaves(inputs)[0].shape[0])
         try:
             return jax.vmap(one, out_axes=(0, None))(rng, inputs)

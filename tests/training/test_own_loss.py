@@ -243,6 +243,14 @@ def test_a_model_of_one_example_is_mapped_over_the_batch(devices):
     assert plain[1]["eval/loss"] == pytest.approx(expected[1]["eval/loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_mapped_model_takes_both_kinds_of_rng(make):
+    model = per_example(hk.transform(noisy))
+    params, state = model.init(make(0), (X[:4], Y[:4]), True)
+    loss, _ = model.apply(params, state, make(1), (X[:4], Y[:4]), True)
+    assert len(np.unique(loss)) == 4
+
+
 def test_each_example_of_an_evaluation_draws_the_same_on_any_number_of_devices():
     results = []
     for count, size in ((1, 16), (4, 5), (3, 15)):
@@ -323,12 +331,17 @@ def test_a_step_of_one_s_own_gets_the_whole_batch(devices):
     assert found == pytest.approx(np.square(Y[:16]).mean(), rel=1e-6)
 
 
-def chains(spec: BatchSpec, count):
-    """Chains of 2 to 30 points, whose ends are to be told from the rest."""
+def originals(count):
+    """Chains of 2 to 30 points, and a number to tell of each."""
     rng, made = np.random.default_rng(0), []
     for _ in range(count):
         places = rng.normal(size=(int(rng.integers(2, 31)), 3)).astype(np.float32)
         made.append({"places": places, "wanted": np.abs(places).sum(axis=1)})
+    return made
+
+
+def chains(spec: BatchSpec, count):
+    made = originals(count)
     held_out = made[: count // 3]
     return bucketed(made, spec, (8, 16, 32), evaluation=held_out, mask="mask")
 
@@ -376,6 +389,15 @@ def test_a_run_is_evaluated_predicted_and_exported(devices, tmp_path, noise):
     assert write_predictions(run, tmp_path / "outputs.npz") == 13
     with np.load(tmp_path / "outputs.npz") as file:
         outputs = dict(file)
+    if not noise:  # Each alone, as it was before it was padded.
+        apply = hk.without_apply_rng(of_one_chain(0, None, 8)).apply
+        params, alone = devices.fetch(run.state.params), []
+        for chain in originals(40)[:13]:
+            mask = np.ones(len(chain["places"]), bool)
+            alone.append(float(apply(params, chain | {"mask": mask})[0]))
+        np.testing.assert_allclose(
+            np.sort(outputs["outputs/0"]), np.sort(alone), rtol=1e-4
+        )
     assert outputs["outputs/0"].mean() == pytest.approx(result.metrics["eval/loss"])
     assert outputs["outputs/1/largest"].shape == (13,)
     if noise:
