@@ -49,6 +49,7 @@ def get_config() -> config_dict.ConfigDict:
         "context": 512,
         "truncate": True,  # Longer examples lose the beginnings of their prompts.
         "num_buckets": 4,
+        "packing": False,  # Or short examples share windows of `context` tokens.
         "vocab_size": placeholder(int),
         "validation_path": placeholder(str),
         "validation_fraction": 0.1,

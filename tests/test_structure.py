@@ -66,6 +66,7 @@ COSTS = {
     "remat of any Haiku module by name, tried by the memory budget": 192,
     "optimizer moments in bfloat16": 20,
     "attention pads by lengths": 8,
+    "attention of packed examples, and a word on how full their windows are": 51,
 }
 DOCTOR_COSTS = {
     "after the rebuild": 2_400,
@@ -74,6 +75,7 @@ DOCTOR_COSTS = {
 TEXT_COSTS = {
     "language models": 2_639,
     "BERT pads by lengths": 42,
+    "packing": 124,
 }
 HOUR_BUDGET = 1_400
 SEES_CONFIG_DICT = {

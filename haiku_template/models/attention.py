@@ -21,6 +21,9 @@ IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 LEAST_CAPABILITY = (8, 0)
 HEAD_MULTIPLE = 8
 LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.
+# With a bias some versions give NaN gradients where 64 tokens fill half of a tile.
+SEGMENTS_MULTIPLE = 128
+BLOCK, MOST_BLOCKS = 128, 8  # Queries at a time, of segments computed by XLA.
 
 
 class Hardware(NamedTuple):
@@ -71,6 +74,7 @@ def attend(
     mask: jax.Array | None = None,
     *,
     lengths: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Attention with softmax in float32: [B, T, H, C].
 
@@ -81,15 +85,22 @@ def attend(
         unless there are `lengths`.
       lengths: int [B], of the tokens before padding, if `mask` hides just that: cuDNN
         takes them instead of it, and T is S.
+      segments: int [B, T], without a mask: tokens see those before them with an equal
+        number alone.
     """
     hardware, dtype = Hardware.current(), query.dtype
+    tokens = 0 if segments is None else query.shape[1]
     chosen = "xla"
     if (mask is None or lengths is not None) and hardware is not ANY:
-        chosen = choose(attention, hardware, dtype, query.shape[-1])
+        chosen = choose(attention, hardware, dtype, query.shape[-1], tokens)
     if dtype == jnp.float16 and hardware.platform != "gpu":
         # JAX would ask for float16 products added up in float32, which GPUs alone have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    if segments is not None and chosen == "xla":
+        return _attend_in_blocks(query, key, value, segments).astype(dtype)
     options = {"mask": mask, "is_causal": mask is None, "implementation": chosen}
+    if segments is not None:
+        options["mask"] = segments[:, None, :, None] == segments[:, None, None]
     if lengths is not None and chosen == "cudnn":
         lengths = jnp.maximum(lengths, 1).astype(jnp.int32)  # A row may be padding.
         options |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
@@ -97,15 +108,54 @@ def attend(
     return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
 
 
-def choose(attention: str, hardware: Hardware, dtype: jnp.dtype, head_size: int) -> str:
+def _attend_in_blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """Causal attention inside segments by XLA: [B, T, H, C], a block at a time.
+
+    A block of queries sees no key beyond its end, which nearly halves the products; its
+    weights, float32 [B, H, BLOCK, S], are computed again in the backward pass.
+    """
+
+    @jax.checkpoint
+    def block(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
+    ) -> jax.Array:
+        start = key.shape[1] - query.shape[1]
+        mask = segments[:, start:, None] == segments[:, None]
+        mask &= jnp.tri(*mask.shape[1:], start, dtype=bool)
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask[:, None], implementation="xla"
+        )
+
+    size = query.shape[1]
+    step = max(BLOCK, -(-size // MOST_BLOCKS))
+    ends = [min(start + step, size) for start in range(0, size, step)]
+    seen = [[x[:, :end] for x in (key, value, segments)] for end in ends]
+    queries = jnp.split(query, ends[:-1], axis=1)
+    parts = [block(q, *rest) for q, rest in zip(queries, seen, strict=True)]
+    return jnp.concatenate(parts, axis=1)
+
+
+def choose(
+    attention: str,
+    hardware: Hardware,
+    dtype: jnp.dtype,
+    head_size: int,
+    segmented: int = 0,
+) -> str:
     """Chooses the implementation: `xla` or `cudnn`.
 
     `attention` is one of these, or `auto` for cuDNN's flash attention where it exists.
+    `segmented` is the number of tokens of a window with segments; 0 without.
 
     Raises:
       ConfigError: `cudnn` was asked for and cannot be had; says why.
     """
     obstacle = _obstacle(hardware, jnp.dtype(dtype), head_size)
+    if not obstacle and segmented % SEGMENTS_MULTIPLE:
+        multiple = f"a multiple of {SEGMENTS_MULTIPLE}"
+        obstacle = f"packed windows of {segmented} tokens are not {multiple}"
     if attention == "cudnn" and obstacle:
         raise ConfigError(
             f"attention=cudnn was asked for and cannot be had: {obstacle}; "

@@ -142,7 +142,8 @@ class Trainer:
         if self._blocks:
             return f"staged on each device, {self._blocks.size}"
         reason = self.experiment.why_on_host
-        return f"on the host, {reason or 'from where each batch travels'}"
+        words = f"on the host, {reason or 'from where each batch travels'}"
+        return "; ".join(filter(None, (words, getattr(self._train, "note", ""))))
 
     @property
     def work(self) -> Work:

@@ -18,6 +18,7 @@ from haiku_template.errors import ConfigError
 from haiku_text.data import buckets
 from haiku_text.data.buckets import Completions, Texts, Tokens
 from haiku_text.data.documents import hold_out, rank
+from haiku_text.data.packing import PackedDataset
 from haiku_text.data.tokenizer import Tokenizer
 
 # Keys by the kind of labels that a task needs; other keys of a line are not read.
@@ -44,6 +45,7 @@ def jsonl(
     context: int = 512,  # Longest inputs, in tokens: at most the model's positions.
     vocab_size: int | None = None,  # Of the model; None means the tokenizer's.
     num_buckets: int = 4,  # Most lengths of batches; each is compiled.
+    packing: bool = False,  # Completions share windows of `context` tokens to train on.
     truncate: bool = False,  # Else what is longer than `context` is refused.
     validation_path: str | None = None,  # Evaluate on this, and train on all of `path`.
     validation_fraction: float = 0.1,  # Else hold out lines by a hash; 0 for none.
@@ -53,13 +55,17 @@ def jsonl(
     For the task `classification`, inputs are an encoder's, and the classes are the
     labels to train on, sorted. For `language_model`, an input is prompt, completion and
     the end of a text, and the loss is of the last two. Others take either. `truncate`
-    cuts the end of a text, or the beginning of a prompt and its completion.
+    cuts the end of a text, or the beginning of a prompt and its completion. With
+    `packing`, an example of a batch is a window; evaluation is of each line alone.
     """
     file = given_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     rows = _read_rows(file)
     labels = _labels(rows, spec.labels)
+    if packing and labels != "tokens":
+        words = f"prompts with completions, and the labels here are {labels}"
+        raise ConfigError(f"packing=True is for {words}; use packing=False")
     training = [_line(*row, labels) for row in rows]
     if validation_path is not None:
         rows = _read_rows(Path(validation_path).expanduser())
@@ -83,7 +89,10 @@ def jsonl(
         _check_sizes(part.sizes, lines, context)
     longest = max(part.sizes.max(initial=0) for part in parts)
     lengths = buckets.choose_lengths(parts[0].sizes, num_buckets, context, longest)
-    train = BucketedDataset(parts[0], lengths, spec)
+    if packing:
+        train = PackedDataset(parts[0], context, spec)
+    else:
+        train = BucketedDataset(parts[0], lengths, spec)
     evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
     given = {"text": coder.name, "class_names": names, "vocab_size": size}
     if labels == "classes":

@@ -21,6 +21,7 @@ from haiku_text.models import layers
 from haiku_text.models.logits import LazyLogits
 from haiku_text.models.rules import layer_rules
 
+NAMES = ("tokens", "segments")  # Of packed inputs.
 KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] each.
 
 
@@ -65,8 +66,10 @@ def gpt(
 
     `forward(tokens, is_training, cache=None)`: with `cache="new"`, or the `Cache` of an
     earlier call, it returns (`LazyLogits`, `Cache`). The tokens follow those in the KV
-    cache; the caller ensures that they fit. The model keeps no statistics of the batch,
-    so `axis_name` is not used.
+    cache; the caller ensures that they fit. Inputs may also be a dictionary of `tokens`
+    and `segments`, int [B, T], without a cache: each run of equal numbers is an example
+    of its own, with its own positions, of which no other sees anything. The model keeps
+    no statistics of the batch, so `axis_name` is not used.
 
     Args:
       preset: `124M`, `355M`, `774M` or `1558M`: GPT-2's four sizes, for each of
@@ -90,20 +93,26 @@ def gpt(
         raise ValueError(f"dropout={dropout}; possible is 0 or more, and below 1")
 
     def forward(
-        tokens: jax.Array,
+        inputs: jax.Array | dict[str, jax.Array],
         is_training: bool,
         cache: Cache | Literal["new"] | None = None,
     ) -> LazyLogits | tuple[LazyLogits, Cache]:
         rate, after = dropout if is_training else 0.0, []
+        packed = isinstance(inputs, dict)
+        if packed and cache is not None:
+            raise ValueError("packed examples have no KV cache; give tokens alone")
+        tokens, segments = (inputs[k] for k in NAMES) if packed else (inputs, None)
+        if packed:  # One number may come back.
+            segments = jnp.cumsum(_begins(segments), axis=1)
         block = functools.partial(_block, size, rate, attention)
         block = hk.remat(block) if remat else block
         with hk.name_scope("gpt"):
-            x, vocabulary, cache = _embed(tokens, num_outputs, size, cache)
+            x, vocabulary, cache = _embed(tokens, segments, num_outputs, size, cache)
             x = layers.drop(rate, x)  # [B, T, D]
             for i in range(size.num_layers):
-                before = () if cache is None else (cache.blocks[i], cache.lengths)
+                before = None if cache is None else (cache.blocks[i], cache.lengths)
                 with hk.name_scope(f"block_{i}"):
-                    x, new = block(x, *before)
+                    x, new = block(x, segments, before)
                 after.append(new)
             logits = LazyLogits(layers.norm("norm")(x), vocabulary)
         if cache is None:
@@ -114,7 +123,11 @@ def gpt(
 
 
 def _embed(
-    tokens: jax.Array, num_outputs: int, size: Size, cache: Cache | str | None
+    tokens: jax.Array,
+    segments: jax.Array | None,
+    num_outputs: int,
+    size: Size,
+    cache: Cache | str | None,
 ) -> tuple[jax.Array, jax.Array, Cache | None]:
     """Embeddings of the tokens [B, T, D], the vocabulary [V, D], and a KV cache."""
     rows, num_tokens = tokens.shape
@@ -132,10 +145,20 @@ def _embed(
         empty = ((zeros, zeros),) * size.num_layers
         cache = Cache(empty, jnp.zeros(rows, jnp.int32))
     x = layers.look_up(vocabulary, tokens)
-    if cache is None:
+    if cache is None and segments is None:
         return x + layers.repeat(positions[:num_tokens], rows), vocabulary, None
-    places = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
+    places = jnp.arange(num_tokens)
+    if segments is not None:
+        first = jnp.where(_begins(segments), places, 0)
+        places -= jax.lax.cummax(first, axis=1)  # They begin anew: [B, T].
+    else:
+        places = cache.lengths[:, None] + places  # [B, T]
     return x + layers.look_up(positions, places), vocabulary, cache
+
+
+def _begins(segments: jax.Array) -> jax.Array:
+    """Finds where the numbers change: bool [B, T]."""
+    return jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
 
 
 def _block(
@@ -143,8 +166,8 @@ def _block(
     rate: float,
     attention: str,
     x: jax.Array,
-    cache: KeysValues | None = None,
-    lengths: jax.Array | None = None,
+    segments: jax.Array | None,
+    cache: tuple[KeysValues, jax.Array] | None,
 ) -> tuple[jax.Array, KeysValues | None]:
     """Attention and an MLP with residuals: [B, T, D]; appends to a given KV cache."""
     # The more layers, the smaller the initial residuals.
@@ -157,9 +180,11 @@ def _block(
         query, key, value = (part.reshape(heads) for part in projected)
         if cache is None:
             # First parameters come from shapes alone, and are traced in float32.
-            y = attend("xla" if hk.running_init() else attention, query, key, value)
+            chosen = "xla" if hk.running_init() else attention
+            y = attend(chosen, query, key, value, segments=segments)
         else:
-            cache = _append(cache[0], key, lengths), _append(cache[1], value, lengths)
+            (keys, values), lengths = cache
+            cache = _append(keys, key, lengths), _append(values, value, lengths)
             here = lengths[:, None] + jnp.arange(x.shape[1])  # [B, T]
             visible = jnp.arange(size.context) <= here[:, None, :, None]
             y = attend(attention, query, *cache, visible)

@@ -50,6 +50,14 @@ def test_cudnn_is_chosen_where_it_exists(hardware, dtype, head_size, obstacle):
     assert error.value.exit_code == 64
 
 
+def test_packed_windows_have_a_length_that_cudnn_computes_right():
+    arguments = (HOPPER, jnp.bfloat16, 64)
+    for tokens, chosen in ((128, "cudnn"), (192, "xla"), (500, "xla"), (512, "cudnn")):
+        assert choose("auto", *arguments, tokens) == chosen
+    with pytest.raises(ConfigError, match="windows of 192 .* not a multiple of 128"):
+        choose("cudnn", *arguments, 192)
+
+
 def test_this_machine_s_cpu_is_no_gpu():
     hardware = Hardware.current()
     assert hardware == CPU == Hardware.of(jax.devices())
@@ -166,3 +174,41 @@ def test_padding_by_lengths_is_that_of_the_mask(request):
     ((implementation, options),) = asked
     assert implementation == "cudnn"
     assert options["mask"] is None and not options["is_causal"]
+
+
+@pytest.mark.parametrize("size", [1, 40, 300, 1200])
+def test_segments_are_a_mask_computed_in_blocks_or_by_cudnn(request, size):
+    rng = np.random.default_rng(size)
+    segments = np.sort(rng.integers(0, 1 + size // 9, (1, size)), axis=1)
+    mask = (segments[:, None, :, None] == segments[:, None, None]) & np.tri(
+        size, dtype=bool
+    )
+    weights = rng.normal(size=(1, size, 1, 4))
+    expected, expected_grads = with_gradients(weights, mask=mask)
+    for fixture in (None, "on_a_gpu"):
+        asked = fixture and request.getfixturevalue(fixture)
+        outputs, grads = with_gradients(weights, segments=segments)
+        np.testing.assert_allclose(outputs, expected, atol=1e-5)
+        np.testing.assert_allclose(grads, expected_grads, atol=1e-5)
+    ((implementation, options),) = asked
+    assert implementation == "cudnn" and options["is_causal"]
+
+
+def test_segments_by_xla_take_the_memory_of_a_block():
+    size = 1024
+    shape = jax.ShapeDtypeStruct((1, size, 4, 8), jnp.float32)
+
+    def temporaries(**options):
+        def total(query, segments):
+            given = {name: make(segments) for name, make in options.items()}
+            return jnp.sum(attend("xla", query, query, query, **given) ** 2)
+
+        numbers = jax.ShapeDtypeStruct((1, size), jnp.int32)
+        made = jax.jit(jax.grad(total)).lower(shape, numbers).compile()
+        return made.memory_analysis().temp_size_in_bytes
+
+    def dense(segments):
+        equal = segments[:, None, :, None] == segments[:, None, None]
+        return equal & jnp.tri(size, dtype=bool)
+
+    assert temporaries(segments=lambda x: x) < 0.5 * temporaries(mask=dense)
