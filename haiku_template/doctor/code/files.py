@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from haiku_template.doctor.code.names import Removed
 from haiku_template.doctor.code.scan import removed_names
 
 # Where code of others lies, or none; a folder that is asked for is read all the same.
@@ -62,8 +63,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     """Formats the report, one line for each place."""
     text = []
     for row in found["names"]:
-        write = f"write {row['instead']}" if row["instead"] else "nothing replaces it"
-        words = f"{row['name']} was removed in {row['removed_in']}; {write}"
+        words = Removed(row["name"], row["removed_in"], row["instead"])
         text.append(f"{_place(row)}: {words}")
     text += [f"{_place(row)}: not read: {row['why']}" for row in found["not_read"]]
     uses, files = found["names"], len({row["file"] for row in found["names"]})

@@ -29,6 +29,9 @@ NAMES = """
 0.2.12 jax: custom_transforms defjvp defjvp_all defvjp defvjp_all = jax.custom_jvp or \
 jax.custom_vjp
 0.2.21 jax: api = the same name in jax
+0.2.14 jax: ad_util = jax.interpreters.ad
+0.2.7 jax: lax_linalg = jax.lax.linalg
+0.2.13 jax: lax_reference = numpy and scipy
 0.3.16 jax: mask shapecheck = padding, and a mask of your own
 0.3.18 jax: soft_pmap = jax.vmap under jax.jit
 0.4.14 jax: partial_eval pxla xla = jax.interpreters.{}
@@ -66,6 +69,11 @@ jax.custom_vjp
 0.6.1 jaxlib.xla_extension: ArrayImpl = jax.Array
 0.6.1 jaxlib.xla_extension: Device = jax.Device
 0.6.1 jaxlib.xla_extension: XlaRuntimeError = jax.errors.JaxRuntimeError
+
+0.2.21 jax.lib: pytree = jax.tree_util
+0.3.14 jax.test_util: JaxTestCase JaxTestLoader = absl.testing, or pytest
+0.3.22 jax.test_util: cases_from_list check_close check_eq device_under_test \
+rand_uniform skip_on_devices = numpy.testing, or pytest
 
 0.3.2 jax.ops: index_update = x.at[i].set(y)
 0.3.2 jax.ops: index_add = x.at[i].add(y)
@@ -218,6 +226,7 @@ dimension_as_value join_named_shapes symbolic_equal_dim =
 0.4.24 jax.core: partial = functools.partial
 0.4.24 jax.core: map zip safe_map safe_zip lu pp ref dtypes as_hashable_function \
 source_info_util traceback_util tuple_delete tuple_insert total_ordering =
+0.3.25 jax.core: named_call_p = jax.named_call(f)
 0.4.3 jax.core: abstract_unit unit unitvar eval_jaxpr_eqn extract_call_jaxpr =
 
 0.4.11 jax.interpreters.xla: Buffer DeviceArray = jax.Array
