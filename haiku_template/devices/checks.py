@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from haiku_template.devices.shards import dimensions
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -72,15 +73,23 @@ class Placement(NamedTuple):
     where: str  # Devices and layout, as `describe` gives them.
     committed: bool  # False if nobody placed it: computations need not follow it.
     memory_kind: str  # `device`, `pinned_host`, ...; empty unless it is a JAX array.
-    verdict: str  # Fault and remedy; empty if replicated on the devices in use.
+    verdict: str  # Fault and remedy; empty if whole, or a shard, where it should be.
 
 
 def audit(devices: "DeviceManager", tree: Any) -> list[Placement]:
     """Placement of each leaf of a state, with a verdict for each that is astray."""
-    return [_placement(*item, devices.devices) for item in leaves_by_path(tree).items()]
+    splits = dimensions(tree, devices.num_devices)
+    return [
+        _placement(path, leaf, devices.devices, split is not None)
+        for (path, leaf), split in zip(
+            leaves_by_path(tree).items(), splits, strict=True
+        )
+    ]
 
 
-def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement:
+def _placement(
+    path: str, leaf: Any, devices: Sequence[jax.Device], split: bool
+) -> Placement:
     shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
     size, committed, kind = 0, False, ""
     if not isinstance(leaf, jax.Array):
@@ -89,11 +98,11 @@ def _placement(path: str, leaf: Any, devices: Sequence[jax.Device]) -> Placement
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         committed, kind = leaf.committed, leaf.sharding.memory_kind or ""
     facts = (path, shape, dtype, size, describe(leaf), committed, kind)
-    return Placement(*facts, _verdict(leaf, devices))
+    return Placement(*facts, _verdict(leaf, devices, split))
 
 
-def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
-    """Fault of a leaf that should be replicated on the devices; "" for none."""
+def _verdict(leaf: Any, devices: Sequence[jax.Device], split: bool) -> str:
+    """Fault of a leaf that should be whole or split on the devices; "" for none."""
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
     if not is_concrete(leaf):
@@ -102,8 +111,10 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
         return DELETED
     where, wanted = leaf.devices(), set(devices)
     if where == wanted:
-        if leaf.is_fully_replicated:
+        if leaf.is_fully_replicated != split:
             return ""
+        if split:
+            return "whole on each device, which should keep its share: use devices.init"
         if leaf.ndim and leaf.shape[0] == len(devices):
             return (
                 "a stacked copy, one entry a device: use devices.replicate, which adds "
@@ -128,7 +139,7 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device]) -> str:
 
 
 def check(devices: "DeviceManager", tree: Any) -> None:
-    """Raises `PlacementError` unless every leaf is replicated on the devices."""
+    """Raises `PlacementError` unless every leaf is on the devices as it should be."""
     faults = [row for row in audit(devices, tree) if row.verdict]
     if faults:
         first, *others = faults

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from haiku.data_structures import tree_bytes
 
-from haiku_template.devices import checks, selection, step, transfer
+from haiku_template.devices import checks, selection, shards, step, transfer
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
@@ -80,30 +80,31 @@ class DeviceManager(NamedTuple):
         """Sharding of an array that is whole on every device."""
         return transfer.sharding_on(self.devices)
 
-    def init(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Runs `fn(*args)`; its results are born replicated, without a device axis.
+    def init(self, fn: Callable[..., Any], *args: Any, like: Any = None) -> Any:
+        """Runs `fn(*args)`; its results are born replicated, or where `like` is.
 
-        `fn` sees the mesh axis by its name, as steps do, so that modules that average
-        over it (`hk.BatchNorm`) initialize too.
+        `like` is such a tree, of shapes. `fn` sees the mesh axis by its name, as steps
+        do, so that modules that average over it (`hk.BatchNorm`) initialize too.
         """
-        compiled = self._once(fn)
+        compiled = self._once(fn, like)
         with checks.leaks_named(compiled.__wrapped__, *args):
             return compiled(*args)
 
-    def lower_init(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Lowers `init(fn, *args)`; on one device `init` reuses the compiled result."""
-        compiled = self._once(fn)
+    def lower_init(self, fn: Callable[..., Any], *args: Any, like: Any = None) -> Any:
+        """Lowers `init(...)`; on one device `init` reuses the compiled result."""
+        compiled = self._once(fn, like)
         with checks.leaks_named(compiled.__wrapped__, *args):
             return compiled.lower(*args)
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
-        return jax.eval_shape(self._once(fn), *args)
+        return shards.placed(jax.eval_shape(self._once(fn), *args), self.replicated)
 
-    def _once(self, fn: Callable[..., Any]) -> Any:
+    def _once(self, fn: Callable[..., Any], like: Any = None) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
+        placed = jax.tree.map(lambda x: x.sharding, like) or self.replicated
         fn = step.with_axis(fn, self.axis_name)
-        return jax.jit(fn, out_shardings=self.replicated, compiler_options=options)
+        return jax.jit(fn, out_shardings=placed, compiler_options=options)
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.

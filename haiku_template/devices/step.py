@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from haiku_template.devices import checks
+from haiku_template.devices import checks, shards
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.transfer import check_host_batch, pad_rows
 from haiku_template.errors import PlacementError
@@ -135,6 +135,7 @@ def compile_step(
     donate_argnums: int | tuple = 0,
     replicated: int = 1,
     out: str = "whole",
+    like: Any = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
@@ -148,7 +149,10 @@ def compile_step(
       replicated: number of arguments before the batch.
       out: `whole`; or `split` for results of each example: one entry for each row of a
         share, joined to arrays [B, ...] in the order of the batch.
+      like: a state, or its shapes, with `Sharded` parts, of which the step sees this
+        device's shares; it returns (state, whole results). None for a whole state.
     """
+    like = like if shards.has_shards(like) else None
     if out not in ("whole", "split"):
         raise PlacementError(f"out={out!r}; possible are whole and split")
 
@@ -163,7 +167,7 @@ def compile_step(
 
     if devices.axis_name is None:
         compiled = jax.jit(run, donate_argnums=donate_argnums)
-    elif out == "whole":
+    elif out == "whole" and like is None:
         compiled = jax.pmap(
             run,
             devices.axis_name,
@@ -174,11 +178,12 @@ def compile_step(
         )
     else:
         whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
+        state = whole if like is None else shards.specs(like, devices.num_devices)
         each = jax.shard_map(
             lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
             mesh=devices.replicated.mesh,
-            in_specs=(*(whole,) * replicated, split),
-            out_specs=(split, whole),
+            in_specs=(state, *(whole,) * (replicated - 1), split),
+            out_specs=(split if out == "split" else (state, whole), whole),
             check_vma=False,
         )
         compiled = jax.jit(each, donate_argnums=donate_argnums)

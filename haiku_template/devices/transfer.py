@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices.checks import describe
+from haiku_template.devices.shards import AXIS_NAME as AXIS_NAME
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
-
-AXIS_NAME = "data"
 
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> Any:

@@ -19,7 +19,7 @@ from haiku_template.data.files import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager, canonical_shapes, describe
 from haiku_template.devices.program import describe_program, read_program
-from haiku_template.devices.transfer import AXIS_NAME
+from haiku_template.devices.shards import AXIS_NAME, device_bytes, has_shards
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
@@ -39,6 +39,7 @@ WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 NOT_PARTS = ("limit", "process", "host", "saved")
 LARGEST = 3
+WHOLE = "no moment has a dimension that splits evenly over the devices"
 TRIED = 3  # Patterns of modules to rematerialize, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
@@ -118,9 +119,9 @@ def memory_budget(
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
     memory = limit or host_memory()
-    if tree_bytes(state) > memory:
+    if device_bytes(state) > memory:
         raise ConfigError(
-            f"the state of a run is {in_units(tree_bytes(state))} on each device and "
+            f"the state of a run is {in_units(device_bytes(state))} on each device and "
             f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; "
             "no accumulate_steps is enough for a model of this size"
         )
@@ -147,7 +148,7 @@ def memory_budget(
     process = process_bytes() if devices.platform == "cpu" else None
     kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
     return Budget(
-        **{name: tree_bytes(getattr(state, name)) for name in kept},
+        **{name: device_bytes(getattr(state, name)) for name in kept},
         data=data,
         closed_over=closed_over,
         batch=share,
@@ -171,12 +172,14 @@ def _saved(opt_state: Any) -> dict[str, int]:
     leaves = jax.tree.leaves(opt_state)
     floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
-    return {"mu_dtype": narrow} if narrow else {}
+    found = {"mu_dtype": narrow}
+    found["shard_moments"] = tree_bytes(opt_state) - device_bytes(opt_state)
+    return {key: size for key, size in found.items() if size}
 
 
 def _largest(state: TrainState) -> str:
     """Names the largest arrays of a state, with their sizes."""
-    sizes = {path: tree_bytes(leaf) for path, leaf in leaves_by_path(state).items()}
+    sizes = {path: device_bytes(leaf) for path, leaf in leaves_by_path(state).items()}
     largest = sorted(sizes.items(), key=lambda leaf: -leaf[1])[:LARGEST]
     return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
 
@@ -196,7 +199,7 @@ def _init_peak(trainer: Trainer) -> int:
     state = trainer.abstract
     if trainer.experiment.init_from is not None:
         # The parameters that were read exist beside the state made of them.
-        return tree_bytes((state.params, state.net_state)) + tree_bytes(state)
+        return tree_bytes((state.params, state.net_state)) + device_bytes(state)
     frozen = tree_bytes(state.frozen)
     return frozen + _peak(trainer.lower_init().compile().memory_analysis())
 
@@ -205,7 +208,7 @@ def _evaluation_peak(trainer: Trainer) -> int:
     lowered, state = trainer.lower_evaluation(), trainer.abstract
     if lowered is None:
         return 0
-    kept = tree_bytes(state) - tree_bytes((state.variables(), state.frozen))
+    kept = device_bytes(state) - tree_bytes((state.variables(), state.frozen))
     return kept + _peak(lowered.compile().memory_analysis())
 
 
@@ -258,6 +261,9 @@ def check_budget(
         by compiling: rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
+    if has_shards(trainer.abstract) and "shard_moments" not in budget.saved:
+        why = "there is one device" if trainer.devices.axis_name is None else WHOLE
+        logger.warning("shard_moments changes nothing: %s", why)
     if budget.closed_over >= LARGE:
         _warn_of_closed_over(trainer)
     if budget.limit is None or budget.peak <= budget.limit:
@@ -283,7 +289,7 @@ def _program_table(trainer: Trainer) -> Table:
     """Tabulates what the compiled train step holds."""
     compiled = trainer.lower(trainer.shapes()[0]).compile()
     rows = describe_program(read_program(compiled.as_text()))
-    size = tree_bytes(trainer.abstract.without_frozen())
+    size = device_bytes(trainer.abstract.without_frozen())
     donated = compiled.memory_analysis().alias_size_in_bytes
     part = f"{in_units(donated)} of {in_units(size)} are donated"
     rows["state"] = "donated whole" if donated >= size else part

@@ -101,7 +101,7 @@ class Trainer:
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
         self._init, step = functions.init, functions.step
-        self.abstract = devices.abstract(self._init, {})
+        self._like = self.abstract = devices.abstract(self._init, {})
         if self.plan.frozen:
             frozen = devices.abstract(self._frozen_of_seed)
             self.abstract = self.abstract._replace(frozen=frozen)
@@ -113,7 +113,8 @@ class Trainer:
             arrays = data.train.staged()
             self.abstract_staged = devices.abstract(lambda arrays: arrays, arrays)
             step = _gathering(step, self._blocks)
-        self._step = devices.compile(step, replicated=3 if self._blocks else 2)
+        placed = {"like": self._like, "replicated": 3 if self._blocks else 2}
+        self._step = devices.compile(step, **placed)
         keep = {"donate_argnums": (), "replicated": 2}
         self._eval_step = devices.compile(functions.eval_step, **keep)
         self._predict_step = devices.compile(
@@ -174,7 +175,7 @@ class Trainer:
         """
         frozen = self.frozen()
         leaves, net_state = self._pretrained(frozen)
-        state = self.devices.init(self._init, leaves, net_state)
+        state = self.devices.init(self._init, leaves, net_state, like=self._like)
         return state._replace(frozen=frozen)
 
     def frozen(self) -> hk.Params:
@@ -305,7 +306,8 @@ class Trainer:
 
     def lower_init(self) -> Any:
         """Lowers the function that makes the first state from the seed."""
-        return self.devices.lower_init(functools.partial(self._init, {}))
+        init = functools.partial(self._init, {})
+        return self.devices.lower_init(init, like=self._like)
 
     def shapes(self) -> list[Any]:
         """Example host batches, one for each shape of a step's, the largest first."""
