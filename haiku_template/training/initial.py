@@ -25,19 +25,34 @@ FIELDS = ("params", "net_state", "opt_state", "ema_params")
 
 
 def make_model_init(
-    recipe: Recipe, inputs: Any
+    recipe: Recipe, batch: Any
 ) -> Callable[[], tuple[hk.Params, hk.State]]:
     """Makes the function that initializes a model's parameters and state.
 
-    `inputs` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
+    `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
+
+    Raises:
+      ConfigError: when called: the task takes labels, and the batch has no inputs.
     """
+    inputs = inputs_of(batch)
+    names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
 
     def init() -> tuple[hk.Params, hk.State]:
+        if inputs is batch and recipe.task.labels != "any":
+            raise ConfigError(
+                f"the task takes inputs and labels ({recipe.task.labels}), and the "
+                f"batches of the data have {names} alone"
+            )
         # One row of zeros, as Haiku initializes from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
-        policy = recipe.precision.policy
-        example = policy.cast_to_param(recipe.preprocess(example))
-        return recipe.model.init(split_seed(recipe.seed).params, example, True)
+        policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
+        try:
+            example = policy.cast_to_param(recipe.preprocess(example))
+            return recipe.model.init(rng, example, True)
+        except Exception as error:
+            if inputs is batch:
+                error.add_note(f"The model was given whole batches: {names}.")
+            raise
 
     return init
 

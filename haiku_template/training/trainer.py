@@ -92,7 +92,7 @@ class Trainer:
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example)
-        self._model_init = make_model_init(self.recipe, inputs_of(self._example))
+        self._model_init = make_model_init(self.recipe, self._example)
         self._whole, self._net_state, axes = {}, {}, {}
         if experiment.init is None:
             with tuning.convolutions() as axes:

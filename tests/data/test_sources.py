@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+from typing import NamedTuple
 
 import grain
+import jax
 import numpy as np
 import pytest
 from test_dataset import assert_same, grain_pipeline, read_labels
@@ -92,6 +94,21 @@ def test_arrays_of_other_libraries_become_numpy_arrays_of_their_own():
     for i, batch in enumerate(batches):
         for array in (batch["a"], *batch["b"]):
             assert type(array) is np.ndarray and set(array) == {i}
+
+
+class Images(NamedTuple):
+    image: np.ndarray
+    kind: np.ndarray
+
+
+@pytest.mark.parametrize("make", [Images, lambda *x: x, lambda *x: {"a": x}])
+def test_batches_may_be_other_trees_of_arrays(make):
+    batch = make(np.ones((4, 2)), np.arange(4))
+    dataset = from_iterator(lambda: [batch])
+    given = GrainDataset(grain.MapDataset.source([batch])), dataset
+    for found in (each.batch(0) for each in given):
+        assert type(found) is type(batch)
+        jax.tree.map(np.testing.assert_array_equal, found, batch)
 
 
 def test_a_generator_without_batches_is_refused():

@@ -199,9 +199,18 @@ def test_outputs_that_are_no_loss_are_refused(one_device, forward, words):
 
 def test_a_task_that_takes_labels_refuses_a_batch_without_names(one_device):
     task = Task(lambda outputs, batch: {"loss": outputs}, "classes")
-    trainer = experiment(errors, task=task).trainer(one_device)
-    with pytest.raises(ConfigError, match="takes labels.*have arrays without names"):
-        trainer.lower(trainer.shapes()[0])
+    for tree, found in (((X, Y), "arrays without names"), ({"x": X, "y": Y}, "x, y")):
+        words = f"takes inputs and labels .classes.*have {found} alone"
+        with pytest.raises(ConfigError, match=words):
+            experiment(errors, tree=tree, task=task).trainer(one_device)
+
+
+def test_a_model_that_fails_with_a_whole_batch_is_told_that_it_got_one(one_device):
+    with pytest.raises(AttributeError) as caught:
+        experiment(lambda x: hk.Flatten()(x), tree={"image": X, "kind": Y}).trainer(
+            one_device
+        )
+    assert "given whole batches: image, kind" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
