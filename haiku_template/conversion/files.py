@@ -22,11 +22,14 @@ HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
+DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 ARCHIVE, ARRAY = b"PK\3\4", b"\x93NUMPY"
 
 
-def load(path: Path, scratch: Path) -> Any:
+def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
     """Reads the tree in a file; what is compressed is decompressed into `scratch`.
+
+    Inside of such a file, nothing is compressed again.
 
     Returns:
       Containers, numbers and text; each array is an `Array`.
@@ -36,10 +39,12 @@ def load(path: Path, scratch: Path) -> Any:
     """
     with path.open("rb") as file:
         begin = file.read(8)
-    if begin.startswith(ARCHIVE):
-        return _load_archive(path, scratch)
     if begin.startswith(ARRAY):
         return _load_array(path)
+    if is_inside and begin.startswith((ARCHIVE, *COMPRESSED)):
+        raise ConfigError("it is compressed twice, which is not read here")
+    if begin.startswith(ARCHIVE):
+        return _load_archive(path, scratch)
     for magic, open_ in COMPRESSED.items():
         if begin.startswith(magic):
             room = max(ALWAYS, MOST_TIMES * path.stat().st_size)
@@ -47,9 +52,9 @@ def load(path: Path, scratch: Path) -> Any:
             try:
                 with path.open("rb") as file, open_(file) as opened:
                     _copy(opened, inflated, room)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            except DAMAGE as error:
                 raise ConfigError(f"it is truncated or damaged: {error}") from error
-            return load(inflated, scratch)
+            return load(inflated, scratch, is_inside=True)
     for magic, words in REFUSED.items():
         if begin.startswith(magic):
             raise ConfigError(f"it is {words}, which is not read here")
@@ -64,10 +69,12 @@ def _load_archive(path: Path, scratch: Path) -> dict[str, Any]:
                 member = scratch / f"{len(tree)}.{i}.npy"
                 with archive.open(info) as opened:
                     room -= _copy(opened, member, room)
-                tree[info.filename.removesuffix(".npy")] = load(member, scratch)
-    except (zipfile.BadZipFile, OSError, EOFError, zlib.error, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+                tree[info.filename.removesuffix(".npy")] = load(
+                    member, scratch, is_inside=True
+                )
+    except ConfigError:
+        raise
+    except (*DAMAGE, zipfile.BadZipFile, ValueError, RuntimeError) as error:
         raise ConfigError(f"it is truncated or damaged: {error}") from error
     return tree
 

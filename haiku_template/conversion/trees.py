@@ -1,13 +1,14 @@
 """Parameters inside a tree: {module: {name: array}}, or a pair of them and state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from haiku_template.conversion.pickles import Array
 from haiku_template.errors import ConfigError, near
 
 PARAMS, STATE = "params", ("state", "net_state", "hk_state", "haiku_state")
-DEEPEST, SHOWN = 8, 12
+DEEPEST, SHOWN = 8, 12  # Levels that are searched, and keys in a message.
+MOST = 10**5  # Leaves and containers.
 Path = tuple[str, ...]
 
 
@@ -41,9 +42,9 @@ def choose(
         if name in arrays:
             raise ConfigError(f"it holds two arrays whose name would be {name}")
         if not isinstance(array, Array) or array.dtype is None:
+            what = f"{path_words or 'it'} holds {name}, " if name else f"{key} is "
             raise ConfigError(
-                f"{path_words or 'it'} holds {name}, a {type(array).__name__}; all of "
-                "the parameters must be arrays"
+                f"{what}a {type(array).__name__}; parameters must be arrays"
             )
         arrays[name] = array
     if not arrays:
@@ -63,8 +64,13 @@ def is_params(node: Any) -> bool:
         isinstance(node, dict)
         and any(node.values())
         and all(isinstance(module, dict) for module in node.values())
-        and all(_is_number(x) for module in node.values() for x in module.values())
+        and all(_is_number(x) for m in _distinct(node) for x in m.values())
     )
+
+
+def _distinct(node: dict[Any, Any]) -> Iterable[Any]:
+    """Values, one that is named many times but once."""
+    return {id(value): value for value in node.values()}.values()
 
 
 def _is_number(x: Any) -> bool:
@@ -160,13 +166,17 @@ def _take(node: Any) -> tuple[list[tuple[str, Any]], list[str]]:
     return [*_names(node)], left
 
 
-def _names(node: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _names(node: Any) -> Iterator[tuple[str, Any]]:
     """Leaves by name: keys joined by `/`, and `//` or `:` inside of them made so."""
-    if depth > DEEPEST:
-        raise ConfigError(f"its dictionaries are more than {DEEPEST} deep")
-    for key, item in _items(node):
-        name = key.replace("//", "/").replace(":", "/")
-        if isinstance(item, dict | list | tuple):
-            yield from ((f"{name}/{n}", x) for n, x in _names(item, depth + 1))
+    left = [((), node)]
+    for _ in range(MOST):
+        if not left:
+            return
+        path, item = left.pop()
+        if not isinstance(item, dict | list | tuple):
+            yield "/".join(path).replace("//", "/").replace(":", "/"), item
+        elif len(path) > DEEPEST:
+            raise ConfigError(f"its dictionaries are more than {DEEPEST} deep")
         else:
-            yield name, item
+            left += [((*path, key), x) for key, x in _items(item)][::-1]
+    raise ConfigError(f"it names more than {MOST:,} arrays and dictionaries")

@@ -71,7 +71,8 @@ def _pieces(array: Array) -> Iterator[bytes]:
             data = file.read(data.size)
     values = np.frombuffer(data, array.dtype)
     values = values.reshape(array.shape, order="F" if array.fortran else "C")
-    yield values.astype(array.dtype.newbyteorder("=")).tobytes()
+    values = np.asarray(values, array.dtype.newbyteorder("="), order="C")
+    yield values.reshape(-1).view(np.uint8).data
 
 
 def _swap(piece: bytes, dtype: np.dtype) -> bytes:

@@ -73,6 +73,9 @@ def dumped(compress):
 WRITERS = {f"pickle {n}": pickled(n) for n in range(6)}
 WRITERS |= {f"joblib {c}": dumped(c) for c in (0, 3, ("gzip", 3), ("bz2", 9))}
 WRITERS |= {f"joblib {c}": dumped((c, 3)) for c in ("xz", "lzma")}
+WRITERS["joblib, an object"] = lambda path, tree: joblib.dump(
+    np.array(tree, object), path
+)
 WRITERS["npy"] = lambda path, tree: path.write_bytes(
     saved(np.save, np.array(tree, object))
 )
@@ -149,7 +152,7 @@ def test_a_key_chooses_among_several(tmp_path, converted):
         in converted(tmp_path / "file", "emas")["refused"]
     )
     assert "inside a are x/y" in converted(tmp_path / "file", "a/z")["refused"]
-    assert "holds no arrays" in converted(tmp_path / "file", "note")["refused"]
+    assert "note is a str;" in converted(tmp_path / "file", "note")["refused"]
     facts = converted(tmp_path / "file", "a/x/y")
     assert facts["left"] == ["ema", "note"]
     assert_same(tmp_path / "out.safetensors", flat(PARAMS))
@@ -249,6 +252,7 @@ CLAIMS = {
     "lz4": (b"\x04\x22\x4d\x18" + bytes(20), "compressed with LZ4"),
     "old joblib": (b"ZF0x123", "joblib before 0.10"),
     "bomb": (zlib.compress(bytes(2**26 + 1), 9), "grows beyond 67,108,864 bytes"),
+    "compressed twice": (gzip.compress(gzip.compress(b"N.")), "compressed twice"),
     "unfinished": (zlib.compress(pickle.dumps(PARAMS))[:-9], "truncated or damaged"),
     "no array": (pickle.dumps({"a": {"b": "text"}}), "no parameters"),
     "a leaf": (pickle.dumps({"a": {"b": W, "c": "text"}}), "no parameters"),
@@ -301,6 +305,9 @@ def test_one_array_named_many_times_does_not_grow_the_file(tmp_path, converted):
     pickled(4)(tmp_path / "file", cycle)
     assert "no parameters" in converted(tmp_path / "file")["refused"]
     assert "8 deep" in converted(tmp_path / "file", "a")["refused"]
+    shared = {f"w{i}": W for i in range(400)}
+    pickled(4)(tmp_path / "file", {f"m{i}": shared for i in range(400)})
+    assert "more than 100,000" in converted(tmp_path / "file")["refused"]
 
 
 def test_the_function_writes_all_or_nothing(tmp_path):
