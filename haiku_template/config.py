@@ -92,6 +92,10 @@ def _default_finetuning() -> config_dict.ConfigDict:
     tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
     # A folder or file of exported adapters to start from; or None.
     tuning.adapters = config_dict.placeholder(str)
+    # Pattern of modules: the arguments of those that train, and the results of others,
+    # are computed once into a file, and steps begin there. None: steps compute all.
+    tuning.features = config_dict.placeholder(str)
+    tuning.features_dir = "runs/features"  # By a hash, for many runs.
     tuning.lora = config_dict.ConfigDict()
     tuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
     tuning.lora.alpha = 16.0  # LoRA scale times rank.

@@ -97,15 +97,13 @@ def load_adapters(
             raise ConfigError(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
-    check_frozen(found["base_sha256"], devices, frozen, f"the adapters in {file}")
+    own = fingerprint(devices, frozen)
+    check_frozen(found["base_sha256"], own, f"the adapters in {file}")
     return unflatten(read(file, skeleton, same_names(flatten(skeleton)), devices))
 
 
-def check_frozen(
-    expected: str, devices: DeviceManager, frozen: hk.Params, whose: str
-) -> None:
+def check_frozen(expected: str, found: str, whose: str) -> None:
     """Raises `ConfigError` if the hash is another; `whose` names what expects it."""
-    found = fingerprint(devices, frozen)
     if found != expected:
         raise ConfigError(
             f"{whose} were trained with other frozen parameters: their SHA-256 was "
@@ -114,15 +112,20 @@ def check_frozen(
         )
 
 
-def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) -> None:
-    """Saves a new run's hash; raises `ConfigError` if a resumed run's is another."""
+def check_same_frozen(
+    devices: DeviceManager, frozen: hk.Params, workdir: Path, known: str | None = None
+) -> None:
+    """Saves a new run's hash; raises `ConfigError` if a resumed run's is another.
+
+    `known` is the hash, if it is not that of `frozen` alone.
+    """
     file = workdir / BASE
-    if not frozen:
+    if not (frozen or known):
         return
+    found = known or fingerprint(devices, frozen)
     if not (file.exists() and has_checkpoints(workdir)):
-        found = {"sha256": fingerprint(devices, frozen)}
         with dispensable(file):
-            write_json(file, found)
+            write_json(file, {"sha256": found})
         return
     try:
         expected = json.loads(file.read_text())["sha256"]
@@ -133,4 +136,4 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
             *(file, error),
         )
     else:
-        check_frozen(expected, devices, frozen, f"the parameters in {workdir}")
+        check_frozen(expected, found, f"the parameters in {workdir}")

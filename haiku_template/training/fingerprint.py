@@ -46,6 +46,7 @@ def needed(config: dict[str, Any]) -> bool:
 
 def of(trainer: Trainer) -> dict[str, str]:
     """Digests each part of an experiment, the same on any number of devices."""
+    trainer, _ = trainer.through or (trainer, None)  # The whole model's.
     data, functions = trainer.experiment.data, trainer.functions()
     abstract = canonical_shapes(trainer.abstract)
     state, frozen = abstract.without_frozen(), abstract.frozen

@@ -10,8 +10,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from haiku_template.data import each_shape
+from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import check_same_frozen
+from haiku_template.finetuning import check_same_frozen, from_features
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.params import flatten, unflatten
 from haiku_template.storage import Checkpoints
@@ -141,9 +143,25 @@ def restored_or_first(
     else:
         state = trainer.init()
     trainer.devices.check(state)
-    if trainer.experiment.init_from is not None:
-        check_same_frozen(trainer.devices, state.frozen, workdir)
+    whole, base = trainer.through or (trainer, None)
+    if whole.experiment.init_from is not None:
+        check_same_frozen(trainer.devices, state.frozen, workdir, base)
     return start, state
+
+
+def with_features(trainer: "Trainer") -> "Trainer":
+    """Makes the trainer that begins at `finetuning.features`; the same without any.
+
+    They are computed if they are not there yet. Raises as `from_features`.
+    """
+    if trainer.experiment.finetuning.features is None:
+        return trainer
+    example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
+    init = make_model_init(trainer.recipe, example)
+    experiment, base = from_features(trainer, init, inputs_of(example))
+    made = type(trainer)(experiment, trainer.devices)
+    made.through = trainer, base
+    return made
 
 
 def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:

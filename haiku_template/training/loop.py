@@ -13,7 +13,7 @@ from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
 from haiku_template.training.guards import Guards, StopSignals, check_before_start
-from haiku_template.training.initial import restored_or_first
+from haiku_template.training.initial import restored_or_first, with_features
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -91,6 +91,7 @@ def train(
     """
     directory, devices, config = Path(workdir), trainer.devices, config or {}
     workdirs.check(directory, config)  # Before anything is compiled.
+    trainer = with_features(trainer)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:

@@ -82,7 +82,7 @@ class Trainer:
     """
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
-        self.experiment, self.devices = experiment, devices
+        self.experiment, self.devices, self.through = experiment, devices, None
         data = experiment.data
         example = each_shape(data.train)[0]
         if data.evaluation is not None:

@@ -149,7 +149,7 @@ def test_dropout_is_of_the_rows_of_each_a():
     assert (dropped[0] != dropped[1]).any()
 
 
-@pytest.mark.slow(but="one device")
+@pytest.mark.slow
 def test_merged_equals_unmerged_and_what_is_frozen_stays_bitwise(devices):
     trainer = made(devices)
     first = bits(devices.fetch(trainer.init().frozen))

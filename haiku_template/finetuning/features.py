@@ -1,0 +1,326 @@
+"""Features of a frozen trunk: computed once, into files that training maps.
+
+A folder of them is named by a hash of all that they are made of: program, platform,
+frozen parameters, network state, inputs. Shapes: N examples, B in a batch, W words of
+each.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
+from haiku_template.data.dataset import ArrayDataset, Batch, EvaluationSet
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.finetuning.adapters import fingerprint
+from haiku_template.finetuning.cut import Cut, Model, find
+from haiku_template.models.forms import inputs_of
+from haiku_template.params import flatten, unflatten
+from haiku_template.pretrained.writing import new_folder
+
+logger = logging.getLogger(__name__)
+
+ARRAYS = (ArrayDataset, EvaluationSet)
+NO_BATCH = {"outputs", "mask", "is_training"}  # What a task may take beside it.
+BUCKETS = (BucketedDataset, BucketedEvaluationSet)
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder:
+    """Each example of a set once, whatever training does with it; texts by length."""
+
+    dataset: Any
+    batch_size: int
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """Number of each example in the set: int64 [N]."""
+        if isinstance(self.dataset, ARRAYS):
+            return np.arange(len(self.dataset.inputs))
+        return np.argsort(self.dataset.examples.sizes, kind="stable")
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that hold each example once."""
+        return -(-len(self.order) // self.batch_size)
+
+    def rows(self, index: int) -> np.ndarray:
+        """Numbers of the examples of one batch: int64 [B]."""
+        return self.order[index * self.batch_size :][: self.batch_size]
+
+    def batch(self, index: int) -> Batch:
+        """Makes one batch."""
+        rows, dataset = self.rows(index), self.dataset
+        if isinstance(dataset, ARRAYS):
+            return {"inputs": dataset.inputs[rows]}
+        longest = np.searchsorted(dataset.lengths, dataset.examples.sizes[rows[-1]])
+        return dataset.examples.batch(rows, dataset.lengths[longest])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Words:
+    """Examples of a set in buckets, with words [N, W] in place of their inputs."""
+
+    examples: Any
+    words: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Length of each example: int64 [N]."""
+        return self.examples.sizes
+
+    def batch(self, rows: np.ndarray, length: int) -> Batch:
+        """Makes a batch of the examples `rows`."""
+        batch = self.examples.batch(rows, length)
+        others = batch if isinstance(batch, dict) else {}
+        return others | {"inputs": self.words[rows]}
+
+
+def from_features(
+    trainer: Any, model_init: Callable[[], tuple[hk.Params, hk.State]], inputs: Any
+) -> tuple[Any, str]:
+    """Makes the experiment of a trainer whose steps begin at its features.
+
+    These are read from a folder in `finetuning.features_dir`, or computed first.
+    `model_init` makes the model's first parameters and state; `inputs` are shapes of a
+    batch's. Returns the SHA-256 of all frozen parameters, too.
+
+    Raises:
+      ConfigError: there are no such features, or they would change from step to step.
+      StorageError: they cannot be written or read.
+    """
+    experiment, devices = trainer.experiment, trainer.devices
+    data, tuning = experiment.data, experiment.finetuning
+    sets = {"train": data.train, "eval": data.evaluation}
+    sets |= {f"eval_{i}": x for i, x in enumerate(data.evaluations.values())}
+    sets = {name: x for name, x in sets.items() if x is not None}
+    _check(experiment, trainer.task, sets)
+    cut = _find(trainer, model_init, inputs)
+    probe = _probe(experiment, trainer.recipe.model, cut).trainer(devices)
+    state = probe.init()
+    ordered = {name: InOrder(x, trainer.batch_size) for name, x in sets.items()}
+    base, own = (fingerprint(devices, x) for x in (state.frozen, state.net_state))
+    folder = Path(tuning.features_dir)
+    folder /= _key(ordered, cut.program, devices.platform, base, own)
+    if not folder.is_dir():
+        found = {name: probe.predict(state, x) for name, x in ordered.items()}
+        _write(folder, ordered, found, cut)
+    words = [_map(folder / f"{k}.npy", len(x.order), cut) for k, x in ordered.items()]
+    made = dataclasses.replace(
+        experiment,
+        model=_left(cut, model_init),
+        task=_without_inputs(trainer.task),
+        data=_with_words(data, words),
+        why_on_host=f"as features of {tuning.features}, mapped from {folder}",
+        flops_per_token=None,
+        finetuning=tuning._replace(features=None, adapters=None),
+        init_from=_source(devices, cut, state),
+    )
+    return made, base
+
+
+def _check(experiment: Any, task: Any, sets: dict[str, Any]) -> None:
+    """Raises `ConfigError` for an experiment that cannot begin at features."""
+    what = f"config.finetuning.features={experiment.finetuning.features!r}"
+    if experiment.step is not None:
+        raise ConfigError(f"{what} is for steps of a model, and this one is custom")
+    if "params" in inspect.signature(task.values).parameters:
+        raise ConfigError(
+            f"{what}: the task takes params, and those of the trunk are not there"
+        )
+    for name, dataset in sets.items():
+        if getattr(dataset, "augment", None) is not None:
+            raise ConfigError(
+                f"{what}: the training data are augmented, so that their features are "
+                "others in each epoch; augment nothing, or leave the key out"
+            )
+        if not isinstance(dataset, ARRAYS + BUCKETS):
+            raise ConfigError(
+                f"{what} is for sets of numbered examples, arrays or JSON-lines; the "
+                f"batches of the {name} set ({type(dataset).__name__}) are functions "
+                "of the step alone"
+            )
+
+
+def _find(trainer: Any, model_init: Callable[[], Any], inputs: Any) -> Cut:
+    recipe, plan, devices = trainer.recipe, trainer.plan, trainer.devices
+    pattern = trainer.experiment.finetuning.features
+    params, net_state = devices.abstract(model_init)
+    cast = recipe.precision.policy.cast_to_compute
+    seen = jax.eval_shape(lambda x: cast(recipe.preprocess(x)), inputs)
+    shapes = jax.eval_shape(cast, params), net_state, seen
+    where = pattern, plan.trained | plan.adapted, devices.axis_name
+    with recipe.precision.norms_in_float32():
+        cut = find(Model(recipe.model.apply, *shapes, *where))
+    if cut.changes:
+        logger.warning(
+            "config.finetuning.features=%r: through the trunk, training would compute "
+            "other features than evaluation does (dropout, batch statistics); this run "
+            "has those of evaluation",
+            pattern,
+        )
+    return cut
+
+
+def _probe(experiment: Any, model: hk.TransformedWithState, cut: Cut) -> Any:
+    """Makes the experiment whose outputs are features, as words [B, W]."""
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        return model.init(rng, inputs, is_training)
+
+    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
+        return cut.compute(params, state, rng, inputs, is_training), state
+
+    return dataclasses.replace(
+        experiment,
+        model=hk.TransformedWithState(init, apply),
+        finetuning=experiment.finetuning._replace(features=None),
+        placement="host",
+    )
+
+
+def _left(cut: Cut, model_init: Callable[[], Any]) -> hk.TransformedWithState:
+    """Makes the model of words [B, W], without the parameters that are absent."""
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        del rng, inputs, is_training  # They are the whole model's.
+        params, net_state = model_init()
+        leaves = {k: x for k, x in flatten(params).items() if k not in cut.absent}
+        return unflatten(leaves), net_state
+
+    def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
+        return cut.left(params, state, rng, inputs, is_training)
+
+    return hk.TransformedWithState(init, apply)
+
+
+def _source(devices: Any, cut: Cut, state: Any) -> Callable[..., Any]:
+    """Makes the source of what a first state has, from copies of it on the host."""
+    frozen = {k: x for k, x in flatten(state.frozen).items() if k not in cut.absent}
+    kept = devices.fetch((flatten(state.params), frozen, state.net_state))
+
+    def of_host(shapes: hk.Params, skip: Any, net_state: Any) -> Any:
+        del shapes, skip
+        if net_state is None:  # Frozen parameters are asked for.
+            return devices.replicate(kept[1]), None
+        return devices.replicate(kept[0]), devices.replicate(kept[2])
+
+    return of_host
+
+
+def _without_inputs(task: Any) -> Any:
+    """Makes a task that cannot read the inputs of a batch: they are words."""
+    if set(inspect.signature(task.values).parameters) <= NO_BATCH:
+        return task
+
+    class WithoutInputs(dict):
+        def __missing__(self, key: str) -> None:
+            raise ConfigError(
+                f"the task reads {key} of a batch, and with config.finetuning.features "
+                "the inputs are not there, or never were"
+            )
+
+    def hide(value: Any) -> Any:
+        is_batch = isinstance(value, dict) and "inputs" in value
+        if not is_batch:
+            return value
+        return WithoutInputs({k: x for k, x in value.items() if k != "inputs"})
+
+    @functools.wraps(task.values)
+    def values(*args: Any, **kwargs: Any) -> Any:
+        return task.values(*map(hide, args), **{k: hide(x) for k, x in kwargs.items()})
+
+    def count(outputs: Any, batch: Any, mask: Any) -> Any:
+        return task.count(outputs, hide(batch), mask)
+
+    return task._replace(values=values, count=count)
+
+
+def _with_words(data: Any, words: list[np.ndarray]) -> Any:
+    """Puts words in the place of the inputs of each set, in order."""
+    each = iter(words)
+
+    def replaced(dataset: Any) -> Any:
+        if isinstance(dataset, ARRAYS):
+            return dataclasses.replace(dataset, inputs=next(each))
+        examples = Words(dataset.examples, next(each))
+        return dataclasses.replace(dataset, examples=examples)
+
+    parts = {"train": replaced(data.train), "preprocess": lambda inputs: inputs}
+    if data.evaluation is not None:
+        parts["evaluation"] = replaced(data.evaluation)
+    parts["evaluations"] = {k: replaced(x) for k, x in data.evaluations.items()}
+    return data._replace(**parts)
+
+
+def _key(ordered: dict[str, InOrder], *facts: str) -> str:
+    """Name of a folder: a hash of the facts and of all inputs."""
+    digest = hashlib.sha256(" ".join(facts).encode())
+    for name, dataset in ordered.items():
+        for index in range(dataset.num_batches):
+            for path, leaf in flatten(inputs_of(dataset.batch(index))).items():
+                described = f"{name} {path} {leaf.dtype}{list(leaf.shape)}\n"
+                digest.update(described.encode())
+                digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return digest.hexdigest()[:16]
+
+
+def _write(
+    folder: Path, ordered: dict[str, InOrder], found: dict[str, Any], cut: Cut
+) -> None:
+    """Writes a folder of words, whole or not at all."""
+    count = sum(len(dataset.order) for dataset in ordered.values())
+    logger.warning("%s: features of %d examples are computed", folder, count)
+    try:
+        with new_folder(folder) as partial:
+            for name, dataset in ordered.items():
+                _write_words(partial / f"{name}.npy", dataset, found[name], cut)
+    except (ConfigError, StorageError):
+        if not folder.is_dir():  # Else another run wrote the same.
+            raise
+
+
+def _write_words(file: Path, dataset: InOrder, found: Any, cut: Cut) -> None:
+    """Writes rows to their places: a mapping would crash where a disk is full."""
+    header = {"descr": cut.dtype.str, "fortran_order": False}
+    header["shape"] = len(dataset.order), cut.width
+    with file.open("wb") as opened:
+        np.lib.format.write_array_header_1_0(opened, header)
+        begin, size = opened.tell(), cut.width * cut.dtype.itemsize
+        for index, words in enumerate(found):
+            rows = dataset.rows(index)
+            if words.shape[1] != cut.width:
+                raise ConfigError(
+                    "config.finetuning.features: the features of examples of another "
+                    "length are of another size; name a module behind what pools them"
+                )
+            ends = np.flatnonzero(np.diff(rows) != 1) + 1
+            for run in np.split(np.arange(len(rows)), ends):
+                opened.seek(begin + int(rows[run[0]]) * size)
+                opened.write(np.ascontiguousarray(words[run]))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _map(file: Path, rows: int, cut: Cut) -> np.ndarray:
+    """Maps words [N, W]; raises `StorageError` unless all are there."""
+    try:
+        words = np.load(file, mmap_mode="r", allow_pickle=False)
+        if words.shape != (rows, cut.width) or words.dtype != cut.dtype:
+            raise ValueError(f"it holds {words.dtype}{list(words.shape)}")
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"the features in {file} cannot be read ({error}); remove {file.parent}, "
+            "and they are computed again"
+        ) from error
+    return words.view(np.ndarray)  # Slicing numpy.memmap is several times slower.
