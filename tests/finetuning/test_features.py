@@ -188,7 +188,7 @@ def arrays(devices, tmp_path, tuning=AT_HEAD, **options):
     return made(devices, tmp_path, tuning, **options)
 
 
-@pytest.mark.slow(but="bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_features_have_the_bits_of_the_trunk_staged_or_not(
     tmp_path, one_device, precision
