@@ -59,7 +59,7 @@ COSTS = {
     "the house after the rebuild": 10_000,
     "--target: programs for GPUs that are not here": 479,
     "convert: published pickles to safetensors, none of them run": 892,
-    "init_from: npz and Orbax trees, with state, in names that may differ": 487,
+    "init_from: npz and Orbax trees, with state, in names that may differ": 497,
     "own_loss, per_example, batches of any tree, bucketed by length": 492,
     "compat: names that JAX removed, put back when asked": 156,
     "LoRA of convolutions and of tensors of more axes": 134,

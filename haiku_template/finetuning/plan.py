@@ -27,6 +27,7 @@ from haiku_template.finetuning.lora import (
     init_adapters,
 )
 from haiku_template.params import flatten, matching, unflatten
+from haiku_template.pretrained import MARK
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def make_plan(
     others = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
     lora = lora._replace(axes=tuple(others))
     # Others name leaves of the network state alone.
-    of_params = [p for p in finetuning.fresh if not p.startswith("state:")]
+    of_params = [p for p in finetuning.fresh if not p.startswith(MARK)]
     fresh = _select("fresh", of_params, leaves)
     stuck = sorted(fresh & frozen)
     if stuck:

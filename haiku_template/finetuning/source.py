@@ -19,6 +19,7 @@ from haiku_template.models import Family
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained import (
     BESIDE,
+    MARK,
     Names,
     Tensor,
     describe,
@@ -67,10 +68,12 @@ def open_source(
             "config.finetuning.adapters"
         )
     if _is_workdir(path):
-        for key in ("rename", "ignore"):
-            if getattr(finetuning, key):
+        marked = [pattern for pattern in finetuning.fresh if pattern.startswith(MARK)]
+        found = {"rename": finetuning.rename, "ignore": finetuning.ignore}
+        for key, value in (found | {"fresh": marked}).items():
+            if value:
                 raise ConfigError(
-                    f"config.finetuning.{key} is for the names in files, and "
+                    f"config.finetuning.{key}={value} is for the names in files, and "
                     f"config.init_from={init_from} is a workdir"
                 )
         return _of_workdir(path, devices)

@@ -7,6 +7,7 @@ from haiku_template.pretrained.folder import describe as describe
 from haiku_template.pretrained.folder import to_config as to_config
 from haiku_template.pretrained.npz import dtype_name as dtype_name
 from haiku_template.pretrained.published import BESIDE as BESIDE
+from haiku_template.pretrained.published import MARK as MARK
 from haiku_template.pretrained.published import Names as Names
 from haiku_template.pretrained.published import read_published as read_published
 from haiku_template.pretrained.reading import read as read

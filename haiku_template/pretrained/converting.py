@@ -1,6 +1,7 @@
 """Conversion of published pickles to safetensors, by a child process."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def convert(
             [sys.executable, "-m", "haiku_template.conversion", source, partial]
             + [key or ""],
             capture_output=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
             check=False,
         )

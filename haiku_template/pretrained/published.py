@@ -89,6 +89,9 @@ def read_published(
     ignored = {new for new, old in old_names.items() if old in ignored}
     if state is None:
         found = {path: x for path, x in found.items() if not _is_state(path)}
+    marked = [pattern for pattern in names.fresh if _is_state(pattern)]
+    if state is not None:
+        _fitting("fresh", marked, [MARK + path for path in flatten(state)])
     wanted = flatten(shapes) | {MARK + k: x for k, x in flatten(state or {}).items()}
     fresh = {path for path in filter(_is_state, wanted) if _fits(path, names.fresh)}
     left_out = {*skip, *fresh}
@@ -166,7 +169,7 @@ def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[s
         if not any(_fits(path, [pattern]) for path in paths):
             raise ConfigError(
                 f"config.finetuning.{key}: the pattern {pattern!r} fits none of the "
-                f"{len(paths)} names in the file{near(pattern, paths)}"
+                f"{len(paths)} that there are{near(pattern, paths)}"
             )
     return {path for path in paths if _fits(path, patterns)}
 

@@ -287,12 +287,17 @@ MISFITS = {
     "ignored nothing": (
         changed(),
         {"ignore": ["heads/*"]},
-        "ignore: the pattern 'heads/*' fits none of the 27 names in the file; nearest",
+        "ignore: the pattern 'heads/*' fits none of the 27 that there are; nearest",
     ),
     "renamed nothing": (
         changed(),
         {"rename": [("old/*", "new/*")]},
-        "rename: the pattern 'old/*' fits none of the 27 names in the file",
+        "rename: the pattern 'old/*' fits none of the 27 that there are",
+    ),
+    "fresh nothing": (
+        changed(),
+        {"fresh": ["state:blok/*"]},
+        "fresh: the pattern 'state:blok/*' fits none of the 12 that",
     ),
     "renamed to one name": (
         changed(),
