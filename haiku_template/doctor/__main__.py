@@ -11,6 +11,7 @@ works, or no name was removed; 64 a mistyped flag; 69 it does not work, or names
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -163,11 +164,16 @@ def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Examines this machine, prints what was found, and returns the exit code."""
     flags = parse(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # Names of files may be bytes.
     if flags.code is not None:
         found, text = files.report(flags.code), files.lines
     else:
         found, text = report(Machine.here(), flags.device, flags.timeout), lines
-    print(json.dumps(found, indent=1) if flags.json else "\n".join(text(found)))
+    words = json.dumps(found, indent=1) if flags.json else "\n".join(text(found))
+    try:
+        print(words, flush=True)
+    except BrokenPipeError:  # As `head` does, which has read enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return WORKS if found["works"] else UNAVAILABLE
 
 

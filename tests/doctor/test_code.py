@@ -249,17 +249,27 @@ def test_this_repository_uses_no_removed_name():
 
 def test_the_command_prints_a_line_for_each_place_and_imports_no_jax(tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "a.py").write_text(OLD)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xc3\xbc.py")).write_text(OLD)
     command = [sys.executable, "-m", "haiku_template.doctor", "--code", "."]
     run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
-    run["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    run["env"] = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, check=False, **run)
     first, last = done.stdout.splitlines()
     assert done.returncode == doctor.UNAVAILABLE and not done.stderr
-    assert first == "a.py:2: jax.tree_map was removed in jax 0.6.0; write jax.tree.map"
+    words = "jax.tree_map was removed in jax 0.6.0; write jax.tree.map"
+    assert first == rf"\udcff\xfc.py:2: {words}"
     assert re.fullmatch(
         r"--code=\.: uses of removed names: 1; files: 2, 1 with .*", last
     )
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
+    (tmp_path / "a.py").write_text("import jax" + "\njax.tree_map" * 2000)
+    command = f"{sys.executable} -m haiku_template.doctor --code {tmp_path} | true"
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_json_and_exit_codes(tmp_path, capsys):

@@ -48,9 +48,9 @@ def report(top: Path) -> dict[str, Any]:
             names += _names(path, source, unread)
         except (OSError, Unread) as error:
             why = error.strerror if isinstance(error, OSError) else error.args[0]
-            unread.append({"file": _shown(path), "cell": 0, "line": 0, "why": why})
+            unread.append({"file": str(path), "cell": 0, "line": 0, "why": why})
     return {
-        "asked": f"--code={_shown(top)}",
+        "asked": f"--code={top}",
         "works": not names,
         "files": count,
         "names": names,
@@ -78,15 +78,11 @@ def _place(row: dict[str, Any]) -> str:
     return f"{row['file']}{cell}" + f":{row['line']}" * bool(row["line"])
 
 
-def _shown(path: Path) -> str:
-    return os.fsencode(path).decode("utf-8", "replace")
-
-
 def _files(top: Path, unread: Rows) -> Iterator[Path]:
     """Finds sources and notebooks; links of folders are not followed."""
 
     def note(error: OSError) -> None:
-        place = {"file": _shown(Path(error.filename)), "cell": 0, "line": 0}
+        place = {"file": str(error.filename), "cell": 0, "line": 0}
         unread.append({**place, "why": error.strerror})
 
     if not top.is_dir():
@@ -141,7 +137,7 @@ def _parsed(source: str | bytes) -> ast.Module:
 def _names(path: Path, source: bytes, unread: Rows) -> Rows:
     """Finds the removed names in a file; its cells share their variables."""
     cells = _cells(source) if path.suffix == ".ipynb" else [(0, source)]
-    whole, starts, place = ast.Module([], []), [], {"file": _shown(path)}
+    whole, starts, place = ast.Module([], []), [], {"file": str(path)}
     start = 0
     for number, text in cells:
         starts.append((start, number))
