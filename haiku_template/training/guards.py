@@ -342,6 +342,11 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         return
     for each in (dataset, *trainer.experiment.data.evaluations.values()):
         trainer.padded_size(each)  # Raises if one does not split over the devices.
+    if not trainer.pads:
+        logger.warning(
+            "the model returns one loss for a batch: its evaluation is exact if that "
+            "is a mean over the examples; a loss for each, [B], is exact in any case"
+        )
     batch = pad(dataset.batch(0), trainer.padded_size(dataset))
     shapes = canonical_shapes(batch)
     state, eval_step = trainer.abstract, trainer.functions().eval_step

@@ -18,6 +18,7 @@ from haiku_template.models import per_example
 from haiku_template.runs import Run, export_stablehlo, write_predictions
 from haiku_template.testing import assert_devices_agree, assert_resumes_bitwise
 from haiku_template.training import Experiment, Task, own_loss, train
+from haiku_template.training.guards import check_evaluation
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 6)).astype(np.float32)
@@ -157,6 +158,14 @@ def test_a_batch_that_may_not_be_padded_and_does_not_split_is_refused_before_ste
     _, metrics, params = fitted(one_device, experiment(whole, **parts))
     loss = by_hand(errors, params, parts["count"])
     assert metrics["eval/loss"] == pytest.approx(loss.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("forward", [whole, each])
+def test_a_run_says_if_its_evaluation_is_exact_for_a_mean_alone(
+    one_device, caplog, forward
+):
+    check_evaluation(experiment(forward).trainer(one_device), "eval/loss")
+    assert ("exact if that is a mean" in caplog.text) == (forward is whole)
 
 
 def test_padding_cannot_get_into_the_loss_of_a_whole_batch(one_device):
