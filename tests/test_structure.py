@@ -60,7 +60,7 @@ COSTS = {
     "--target: programs for GPUs that are not here": 479,
     "convert: published pickles to safetensors, none of them run": 892,
     "init_from: npz and Orbax trees, with state, in names that may differ": 497,
-    "own_loss, per_example, batches of any tree, bucketed by length": 498,
+    "own_loss, per_example, batches of any tree, bucketed by length": 499,
     "compat: names that JAX removed, put back when asked": 156,
     "LoRA of convolutions and of tensors of more axes": 134,
     "remat of any Haiku module by name, tried by the memory budget": 192,

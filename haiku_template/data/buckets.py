@@ -191,7 +191,8 @@ def bucketed(
     The arrays of an example have its length as their first dimension; numbers have
     none. Batches have one length each, the least of `sizes` that holds their examples;
     the rest is zeros. Training is a function of the step, and each length is compiled
-    once; evaluation has each example once, short ones first.
+    once; evaluation has each example once, short ones first: a number in them, which
+    the model returns with its outputs, tells predictions apart.
 
     Args:
       sizes: the lengths, which rise.
