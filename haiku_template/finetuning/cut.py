@@ -5,9 +5,11 @@ are given. Other parameters and inputs are absent. Shapes: B examples, W words o
 """
 
 import fnmatch
+import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -22,53 +24,76 @@ from haiku_template.models import plain_outputs
 from haiku_template.params import flatten, unflatten
 
 ROWS = 509  # B of what is traced: no other axis has this length.
+SHOWN = 20  # Names in a message.
 
 
 class Model(NamedTuple):
     """A model, and its modules at which it is cut."""
 
     # `apply(params, net_state, rng, inputs, is_training)`, and shapes of its arguments:
-    # params in compute precision, inputs as it gets them.
+    # params in compute precision, inputs [B, ...] as it gets them.
     apply: Callable[..., Any]
     params: hk.Params
     net_state: hk.State
-    inputs: Any  # [B, ...]
+    inputs: Any
     # Of modules: features are the arguments of those that train, else the results.
     pattern: str
     trained: frozenset[str]  # Paths of parameters that train, or have adapters.
     axis_name: str | None
 
-    def run(self, take: Callable[[Any], Any], *args: Any) -> tuple[Any, list[str]]:
-        """Applies the model; `take` maps a tree at each call of a module of the cut.
+    def run(
+        self, args: tuple, mask: Sequence[bool] = (), features: Sequence[Any] = ()
+    ) -> tuple[Any, list[Any], list[bool], list[str]]:
+        """Applies the model, with features if they are given.
 
-        Modules inside of these do not count. Returns the names of all, too.
+        Returns the result, the features, the mask and the names of all modules. `mask`
+        tells which of the leaves at the cut are features, one call after another; by
+        default those with `ROWS`. Modules inside of those of the cut do not count.
         """
-        inside, names = [], []
+        inside, names, found, flags = [], [], [], []
+        given, known = iter(features), iter(mask)
 
-        def look(call: Any, given: tuple, kwargs: dict, context: Any) -> Any:
+        def take(tree: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            own = [
+                next(known) if mask else jnp.shape(leaf)[:1] == (ROWS,)
+                for leaf in leaves
+            ]
+            flags.extend(own)
+            found.extend(_selected(leaves, own))
+            if not features:
+                return tree
+            return treedef.unflatten(_replaced(leaves, own, given))
+
+        def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
             if context.method_name != "__call__":
-                return call(*given, **kwargs)
+                return call(*args, **kwargs)
             names.append(name := context.module.module_name)
             if inside or not fnmatch.fnmatchcase(name, self.pattern):
-                return call(*given, **kwargs)
+                return call(*args, **kwargs)
             inside.append(name)
             try:
                 if any(path.startswith(f"{name}/") for path in self.trained):
-                    given, kwargs = take((given, kwargs))
-                    return call(*given, **kwargs)
-                return take(call(*given, **kwargs))
+                    args, kwargs = take((args, kwargs))
+                    return call(*args, **kwargs)
+                return take(call(*args, **kwargs))
             finally:
                 inside.pop()
 
         with hk.intercept_methods(look):
-            return self.apply(*args), names
+            return self.apply(*args), found, flags, names
+
+    def trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Traces a function of shapes: its program, and shapes of its results."""
+        function = with_axis(function, self.axis_name)
+        return jax.make_jaxpr(function, return_shape=True)(*args)
 
 
 class Cut(NamedTuple):
     """A model in two parts, made by `find`."""
 
     model: Model
-    features: tuple[tuple[bool, ...], ...]  # Leaves of each call that are of examples.
+    mask: tuple[bool, ...]  # Of `Model.run`.
     kept: tuple[bool, ...]  # Leaves of the inputs that are still needed.
     absent: frozenset[str]  # Parameters that are not, by path.
     stale: tuple[bool, ...]  # Leaves of the network state that stay as they are.
@@ -78,43 +103,31 @@ class Cut(NamedTuple):
 
     def compute(self, *args: Any) -> jax.Array:
         """Computes the features of `apply`'s arguments, and keeps inputs: [B, W]."""
-        found, inputs = [], jax.tree.leaves(args[3])
-
-        def take(tree: Any) -> Any:
-            leaves = jax.tree.leaves(tree)
-            found.extend(_selected(leaves, self.features[len(trees)]))
-            trees.append(tree)
-            return tree
-
-        trees: list[Any] = []
-        self.model.run(take, *args)
-        found += _selected(inputs, self.kept)
+        found = self.model.run(args, self.mask)[1]
+        found += _selected(jax.tree.leaves(args[3]), self.kept)
         return jnp.concatenate([_words(x, self.dtype) for x in found], axis=1)
 
     def left(
         self, params: Any, net_state: Any, rng: Any, words: jax.Array, training: bool
     ) -> tuple[Any, hk.State]:
         """Applies what is left of the model; `absent` parameters may be missing."""
-        model, given, start = self.model, [], 0
-        for leaf in self.leaves:
-            stop = start + _size(leaf, self.dtype)
-            given.append(_array(words[:, start:stop], leaf))
-            start = stop
-        shapes = flatten(model.params)
-        zeros = {k: jnp.zeros(shapes[k].shape, shapes[k].dtype) for k in self.absent}
-        whole, inputs = (
-            unflatten(zeros | flatten(params)),
-            jax.tree.leaves(model.inputs),
-        )
-        blank = [jnp.zeros((len(words), *x.shape[1:]), x.dtype) for x in inputs]
-        features = given[: len(given) - sum(self.kept)]
-        blank = _replaced(blank, self.kept, iter(given[len(features) :]))
-        inputs = jax.tree.unflatten(jax.tree.structure(model.inputs), blank)
-        args = whole, net_state, rng, inputs, training
-        outputs, new = _given(model, self.features, features, *args)
+        ends = itertools.accumulate(_size(leaf, self.dtype) for leaf in self.leaves)
+        parts = zip(jnp.split(words, [*ends][:-1], axis=1), self.leaves, strict=True)
+        given = [_array(part, leaf) for part, leaf in parts]
+        blank = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        shapes = flatten(self.model.params)
+        whole = blank({path: shapes[path] for path in self.absent}) | flatten(params)
+        inputs, treedef = jax.tree.flatten(self.model.inputs)
+        inputs = blank([x.update(shape=(len(words), *x.shape[1:])) for x in inputs])
+        count = len(given) - sum(self.kept)
+        inputs = treedef.unflatten(_replaced(inputs, self.kept, iter(given[count:])))
+        args = unflatten(whole), net_state, rng, inputs, training
+        outputs, new = self.model.run(args, self.mask, given[:count])[0]
         olds, treedef = jax.tree.flatten(net_state)
-        news = _replaced(jax.tree.leaves(new), self.stale, _selected(olds, self.stale))
-        return outputs, treedef.unflatten(news)
+        olds = iter(_selected(olds, self.stale))
+        return outputs, treedef.unflatten(
+            _replaced(jax.tree.leaves(new), self.stale, olds)
+        )
 
     @property
     def dtype(self) -> Any:
@@ -134,28 +147,26 @@ def find(model: Model) -> Cut:
       ConfigError: no such module is called, or inside of a transformed function; the
         features depend on what trains, or are random; or nothing is absent.
     """
-    inputs = jax.tree.map(lambda x: _rows(x, ROWS), model.inputs)
+    inputs = jax.tree.map(lambda x: x.update(shape=(ROWS, *x.shape[1:])), model.inputs)
     model = model._replace(inputs=inputs)
     rng = jax.eval_shape(lambda: jax.random.key(0))
     args = model.params, model.net_state, rng, inputs
-    count = len(jax.tree.leaves(args))
-    params, _, key, inputs = jax.tree.unflatten(jax.tree.structure(args), range(count))
-    paths, inputs = flatten(params), jax.tree.leaves(inputs)
-    programs = {}
-    for training in (True, False):
-        masks, leaves, program = _trace_features(model, args, training)
-        programs[training] = _digest(program)
-    used = _uses(program, [True] * len(leaves))
-    learned = sorted(path for path in model.trained if paths.get(path) in used)
+    leaves, treedef = jax.tree.flatten(args)
+    params, states, key, inputs = treedef.unflatten(range(len(leaves)))
+    paths, states, inputs = flatten(params), *map(jax.tree.leaves, (states, inputs))
+    mask, features, program = _trace_features(model, args, False)
+    used = _uses(program, range(len(features)))
     what = f"config.finetuning.features={model.pattern!r}"
+    learned = sorted(path for path in model.trained if paths.get(path) in used)
     if learned or key in used:
         reason = f"depend on {learned[0]}, which trains" if learned else "are random"
         raise ConfigError(f"{what}: its features {reason}; they must not change")
-    needed, outs = set(), ()
-    for training in (False, True):
-        program, outs = _trace_left(model, masks, leaves, args, training)
-        of_outputs = [path == 0 for path in outs]
-        needed |= _uses(program, of_outputs)
+    other, _, trained = _trace_features(model, args, True)
+    if other != mask:
+        raise ConfigError(f"{what}: training calls these modules otherwise")
+    evaluated, count = _trace_left(model, (*args, features), mask, False)
+    whole, _ = _trace_left(model, (*args, features), mask, True)
+    needed = _uses(evaluated, range(count)) | _uses(whole, range(count))
     absent = {k for k, place in paths.items() if place not in needed} - model.trained
     if not absent:
         raise ConfigError(
@@ -163,37 +174,29 @@ def find(model: Model) -> Cut:
             "depend on all parameters and not on these modules alone"
         )
     missing = {paths[path] for path in absent} | {*inputs} - needed
-    stale = [
-        bool(missing & _uses(program, [i == place for i in range(len(outs))]))
-        for place, which in enumerate(outs)
-        if which == 1
+    stale = [  # So does what features are made of.
+        place in used or bool(missing & _uses(whole, [count + i]))
+        for i, place in enumerate(states)
     ]
     kept = tuple(place in needed for place in inputs)
-    leaves += _selected(jax.tree.leaves(model.inputs), kept)
-    changes = programs[True] != programs[False]
-    facts = kept, frozenset(absent), tuple(stale), tuple(leaves), programs[False]
-    return Cut(model, masks, *facts, changes)
+    features += _selected(jax.tree.leaves(model.inputs), kept)
+    known, changes = _digest(program), _digest(trained) != _digest(program)
+    facts = kept, frozenset(absent), tuple(stale), tuple(features), known, changes
+    return Cut(model, tuple(mask), *facts)
 
 
 def _trace_features(
     model: Model, args: tuple, training: bool
-) -> tuple[tuple[tuple[bool, ...], ...], list[Any], ClosedJaxpr]:
-    """Traces the features: leaves of each call that are, shapes, and the program."""
-    masks, names = [], []
+) -> tuple[list[bool], list[Any], ClosedJaxpr]:
+    """Traces the features: the mask, their shapes, and the program."""
+    mask, names = [], []
 
     def features(*args: Any) -> list[Any]:
-        found = []
-
-        def take(tree: Any) -> Any:
-            leaves = jax.tree.leaves(tree)
-            masks.append(tuple(jnp.shape(x)[:1] == (ROWS,) for x in leaves))
-            found.extend(_selected(leaves, masks[-1]))
-            return tree
-
-        names.extend(model.run(take, *args, training)[1])
+        _, found, *others = model.run((*args, training))
+        mask[:], names[:] = others
         return found
 
-    program, shapes = _trace(features, model.axis_name, args)
+    program, shapes = model.trace(features, *args)
     what = f"config.finetuning.features={model.pattern!r}"
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
         raise ConfigError(
@@ -201,48 +204,32 @@ def _trace_features(
             "around that, or leave remat out"
         )
     if not shapes:
-        some = ", ".join(dict.fromkeys(reversed(names)))
+        some = ", ".join([*dict.fromkeys(reversed(names))][:SHOWN])
         raise ConfigError(
             f"{what} fits no module that is called with arrays of examples, as none is "
             f"inside of jax.vmap or scan{near(model.pattern, names)}; called are, the "
             f"last one first, {some}"
         )
-    return tuple(masks), shapes, program
+    return mask, shapes, program
 
 
 def _trace_left(
-    model: Model, masks: tuple, leaves: list[Any], args: tuple, training: bool
-) -> tuple[ClosedJaxpr, list[int]]:
-    """Traces what is left: its program, and 0 for each output, 1 for network state."""
+    model: Model, args: tuple, mask: list[bool], training: bool
+) -> tuple[ClosedJaxpr, int]:
+    """Traces what is left: its program, and the number of its outputs."""
 
-    def left(*given: Any) -> tuple[Any, Any]:
-        outputs, new = _given(model, masks, given[-1], *given[:-1], training)
+    def left(*args: Any) -> tuple[Any, Any]:
+        outputs, new = model.run((*args[:-1], training), mask, args[-1])[0]
         return plain_outputs(outputs), new
 
-    program, (outputs, new) = _trace(left, model.axis_name, (*args, leaves))
-    return program, [0] * len(jax.tree.leaves(outputs)) + [1] * len(
-        jax.tree.leaves(new)
-    )
+    program, (outputs, _) = model.trace(left, *args)
+    return program, len(jax.tree.leaves(outputs))
 
 
-def _trace(function: Callable, axis_name: str | None, args: tuple) -> tuple[Any, Any]:
-    return jax.make_jaxpr(with_axis(function, axis_name), return_shape=True)(*args)
-
-
-def _given(model: Model, masks: Sequence, features: Sequence, *args: Any) -> Any:
-    """Applies a model in which features are given."""
-    each, features = iter(masks), iter(features)
-
-    def take(tree: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(tree)
-        return treedef.unflatten(_replaced(leaves, next(each), features))
-
-    return model.run(take, *args)[0]
-
-
-def _uses(program: ClosedJaxpr, outputs: Sequence[bool]) -> set[int]:
-    """Numbers of the arguments that these outputs depend on."""
-    used = dce_jaxpr(program.jaxpr, list(outputs))[1]
+def _uses(program: ClosedJaxpr, outputs: Collection[int]) -> set[int]:
+    """Numbers of the arguments that some outputs depend on, by their numbers."""
+    wanted = [place in outputs for place in range(len(program.jaxpr.outvars))]
+    used = dce_jaxpr(program.jaxpr, wanted)[1]
     return {place for place, use in enumerate(used) if use}
 
 
@@ -259,13 +246,9 @@ def _selected(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     return [leaf for leaf, selected in zip(leaves, mask, strict=True) if selected]
 
 
-def _replaced(leaves: Sequence, mask: Sequence[bool], others: Iterable) -> list[Any]:
-    pairs, others = zip(leaves, mask, strict=True), iter(others)
+def _replaced(leaves: Sequence, mask: Sequence[bool], others: Iterator) -> list[Any]:
+    pairs = zip(leaves, mask, strict=True)
     return [next(others) if selected else leaf for leaf, selected in pairs]
-
-
-def _rows(leaf: Any, rows: int) -> Any:
-    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
 
 def _size(leaf: Any, dtype: Any) -> int:
