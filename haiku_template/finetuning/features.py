@@ -175,15 +175,12 @@ def _find(trainer: Any, model_init: Callable[[], Any], inputs: Any) -> Cut:
 def _probe(experiment: Any, model: hk.TransformedWithState, cut: Cut) -> Any:
     """Makes the experiment whose outputs are features, as words [B, W]."""
 
-    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
-        return model.init(rng, inputs, is_training)
-
     def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
         return cut.compute(params, state, rng, inputs, is_training), state
 
     return dataclasses.replace(
         experiment,
-        model=hk.TransformedWithState(init, apply),
+        model=hk.TransformedWithState(model.init, apply),
         finetuning=experiment.finetuning._replace(features=None),
         placement="host",
     )
