@@ -198,6 +198,14 @@ def test_only_devices_asks_jax_for_devices(path):
             assert not (isinstance(node.value, ast.Name) and node.value.id == "jax")
 
 
+@each_file
+def test_nothing_unpickles(path):
+    assert not set(imports(path)) & {"pickle", "joblib", "cloudpickle", "dill"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert node.value.value is False
+
+
 def test_the_loop_and_the_step_import_little():
     for name, most in (("training/loop.py", 8), ("training/step.py", 4)):
         tree = ast.parse((PACKAGE / name).read_text())
