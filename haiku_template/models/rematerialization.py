@@ -57,8 +57,8 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
     return model._replace(init=init, apply=apply) if patterns else model
 
 
-def repeated_blocks(init: Callable[[], Any]) -> list[str]:
-    """Patterns of modules that a model repeats, the outermost first.
+def repeated_blocks(init: Callable[[], Any]) -> list[tuple[str, ...]]:
+    """Patterns of modules that a model repeats: the outermost, then those inside.
 
     Their names differ in numbers, and they hold others: of a single layer nearly all
     that the backward pass needs are its inputs, which are kept in any case. `init` is
@@ -74,10 +74,13 @@ def repeated_blocks(init: Callable[[], Any]) -> list[str]:
             parts = name.split("/")
             alike = tuple(NUMBER.sub("", part) for part in parts)
             groups.setdefault(alike, []).append(parts)
-    repeated = [group for group in groups.values() if len(group) > 1]
-    repeated.sort(key=lambda group: len(group[0]))
-    columns = (zip(*group, strict=True) for group in repeated)
-    return ["/".join(map(_part, column)) for column in columns]
+    repeated = {alike: group for alike, group in groups.items() if len(group) > 1}
+    levels: dict[int, tuple[str, ...]] = {}
+    for alike, group in repeated.items():
+        level = sum(alike[: len(outer)] == outer for outer in repeated)
+        pattern = "/".join(map(_part, zip(*group, strict=True)))
+        levels[level] = (*levels.get(level, ()), pattern)
+    return [levels[level] for level in sorted(levels)]
 
 
 def _part(forms: tuple[str, ...]) -> str:

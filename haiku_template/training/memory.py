@@ -40,7 +40,7 @@ WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 NOT_PARTS = ("limit", "process", "host", "saved")
 LARGEST = 3
 WHOLE = "no moment has a dimension that splits evenly over the devices"
-TRIED = 3  # Patterns of modules to rematerialize, each compiled.
+TRIED = 2  # Levels of modules to rematerialize, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 
@@ -310,13 +310,13 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
         return max(memory_budget(smaller, limit, starts=False).peak, fixed)
 
     # Compiling takes minutes, and would not find a way for what does not shrink.
-    for pattern in _repeated(trainer) if max(kept, fixed) <= limit else ():
-        peak = peak_of(model=remat(experiment.model, (pattern,)))
+    for blocks in _repeated(trainer) if max(kept, fixed) <= limit else ():
+        peak = peak_of(model=remat(experiment.model, blocks))
         if peak <= limit:
             return (
-                f"it fits with remat of {pattern}, {in_units(peak)} and the same "
-                f"batch: --config.model.remat=\"('{pattern}',)\" (in a script "
-                f"models.remat(model, ('{pattern}',)))"
+                f"it fits with remat of {', '.join(blocks)}, {in_units(peak)} and the "
+                f'same batch: --config.model.remat="{blocks}" (in a script '
+                f"models.remat(model, {blocks}))"
             )
     share = trainer.batch_size // devices.num_devices
     now = experiment.accumulate_steps
@@ -342,8 +342,8 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
     return f"{none} the least is {in_units(least)}"
 
 
-def _repeated(trainer: Trainer) -> list[str]:
-    """Patterns of blocks of the model whose rematerialization is worth a try."""
+def _repeated(trainer: Trainer) -> list[tuple[str, ...]]:
+    """Patterns of the model's blocks whose rematerialization is worth a try."""
     if trainer.experiment.step is not None or trainer.experiment.model is None:
         return []
     init = trainer.functions(trainer.devices.axis_name).init

@@ -122,17 +122,24 @@ def test_a_script_may_add_it_to_its_run(one_device):
 
 
 def test_the_blocks_of_a_model_are_those_whose_names_differ_in_a_number():
+    class Stage(hk.Module):
+        def __call__(self, x):
+            for i in range(2):
+                x = hk.nets.MLP([8, 8], name=f"block_{i}")(x)
+            return x
+
     def forward(x):
-        for name in ("layer", "layer", "stage_0", "stage_1"):
+        for name in ("layer", "layer", "single"):
             x = hk.nets.MLP([8, 8], name=name)(x)
+        for i in range(2):
+            x = Stage(name=f"stage_{i}")(x)
         return hk.Linear(2)(x)
 
     made = hk.transform(forward)
     found = repeated_blocks(lambda: jax.eval_shape(made.init, jax.random.key(0), X))
-    assert found == ["layer*", "stage_*"]
-    assert repeated_blocks(
-        lambda: jax.eval_shape(lambda: model().init(jax.random.key(0), X, True))
-    ) == ["block_*"]
+    assert found == [("layer*", "stage_*"), ("stage_*/block_*",)]
+    normed = jax.tree_util.Partial(model().init, jax.random.key(0), X, True)
+    assert repeated_blocks(lambda: jax.eval_shape(normed)) == [("block_*",)]
 
 
 def test_it_is_inside_the_map_over_examples():
