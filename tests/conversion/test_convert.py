@@ -17,6 +17,7 @@ import joblib
 import ml_dtypes
 import numpy as np
 import pytest
+from haiku._src.data_structures import FlatMap
 from safetensors.numpy import load_file
 
 from haiku_template.conversion import __main__ as child
@@ -117,6 +118,14 @@ def test_arrays_of_jax_and_ordered_dictionaries_are_known(
     pickled(protocol)(tmp_path / "file", tree)
     converted(tmp_path / "file")
     assert_same(tmp_path / "out.safetensors", flat({"net": leaves}))
+
+
+def test_the_dictionaries_of_earlier_haiku_are_known(tmp_path, converted):
+    tree = FlatMap({"net": {"w": W}})
+    assert b"haiku._src.data_structures" in pickle.dumps(tree)
+    pickled(4)(tmp_path / "file", tree)
+    converted(tmp_path / "file")
+    assert_same(tmp_path / "out.safetensors", {"net/w": W})
 
 
 @pytest.mark.parametrize(
