@@ -12,7 +12,12 @@ the PDB of August 2021, which has all of these: held out is meant of what is don
 alone. `--config.finetuning.lora.rank=8 --config.optimizer.learning_rate=3e-3` trains
 adapters.
 
-Lab record, CPU, Python 3.11, jax 0.10.2: 2.6 seconds of processor time a step, 1.7 GB.
+Lab record, two CPU cores, Python 3.11, jax 0.10.2; 2.5 processor seconds a step.
+Of the domains that are held out, perplexity and letters recovered:
+
+    4.70  53.7 %  as published
+    3.90  58.6 %  after these 20 steps, on four simulated devices
+    3.83  58.6 %  20 steps of adapters, on one
 """
 
 from ml_collections import config_dict
