@@ -27,7 +27,7 @@ from haiku_text.data.documents import read_documents
 from haiku_text.models import gpt
 from haiku_text.tasks import language_model
 
-ROUNDS, STEPS, CONTEXT = 9, 12, 256
+ROUNDS, STEPS, CONTEXT = 7, 4, 256
 WAYS = {
     "packed": {"packing": True},
     "4 buckets": {"num_buckets": 4},

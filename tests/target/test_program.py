@@ -105,7 +105,7 @@ def lines(tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
     rows = [
         {"text": "x" * n, "label": n % 2, "prompt": "x" * n, "completion": "y"}
-        for n in range(1, 310)
+        for n in range(1, 321)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -142,6 +142,7 @@ def test_padding_is_cudnn_s_own_and_no_mask_is_in_the_program(lines):
     """Tried by hand, fails: `attention="xla"`."""
     config = of_lines(finetune_text_classifier.get_config(), lines, 320)
     bert = compiled(config, "h100")
+    assert bert.trainer.shapes()[0]["inputs"]["tokens"].shape == (4, 320)
     assert bert.program.attention == (2, 2)
     assert fused(bert) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert pairs(bert, 320) == (set(), [])
