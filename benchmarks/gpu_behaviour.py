@@ -25,12 +25,14 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.devices.targets import CARDS, target_devices
 from haiku_template.errors import PlacementError
+from haiku_template.models.attention import attend
 from haiku_template.storage import Checkpoints
 from haiku_template.training import Experiment, Result, Trainer, train
 from haiku_template.training.memory import MARGIN, memory_budget
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.
+LARGEST_ATTENTION_DIFFERENCE = 0.05  # Of gradients in bfloat16, as a share.
 LARGEST_MEMORY_DIFFERENCE = 0.1  # Of a prediction for the card, as a share of its peak.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
@@ -84,6 +86,39 @@ def _refusal(platform: str) -> Figures:
         "a sentence": lines[-1].startswith("error: "),
         "stderr_tail": "\n".join(lines[-3:])[-600:],
     }
+
+
+def attention(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """Padding by lengths and packed segments give XLA's float32 numbers, and no NaN."""
+    size = 256 if scale == QUICK else 1024
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(3, 4, size, 4, 64))
+    lengths = np.array([size, size // 2 + 3, 1, 0], np.int32)
+    seen = np.arange(size) < lengths[:, None]
+    segments = np.sort(rng.integers(0, size // 50, seen.shape), axis=1)
+    ways = {
+        "lengths": (seen, {"mask": seen[:, None, None], "lengths": lengths}),
+        "segments": (np.ones_like(seen), {"segments": segments}),
+    }
+    passed = True
+    for name, (counts, options) in ways.items():
+        weights = rng.normal(size=arrays.shape[1:]) * counts[..., None, None]
+
+        def total(
+            x: Any, how: str, weights: Any = weights, options: Any = options
+        ) -> Any:
+            return jnp.sum(attend(how, *x, **options).astype(jnp.float32) * weights)
+
+        kinds = (("auto", jnp.bfloat16), ("xla", jnp.float32))
+        found, exact = (
+            np.asarray(jax.jit(jax.grad(total), static_argnums=1)(x, how), np.float32)
+            for how, x in ((how, jnp.asarray(arrays, dtype)) for how, dtype in kinds)
+        )
+        difference = float(np.abs(found - exact).max() / np.abs(exact).max())
+        leaked = float(np.abs(found[:, ~counts]).max(initial=0))
+        figures[name] = {"largest difference": difference, "at padding": leaked}
+        passed &= difference < LARGEST_ATTENTION_DIFFERENCE and leaked == 0
+    return passed
 
 
 def print_devices() -> None:

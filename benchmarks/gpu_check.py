@@ -41,6 +41,7 @@ CHECKS: dict[Callable[..., bool | None], float] = {
     speed.digits_training: 90,
     behaviour.losses_on_cpu: 20,
     behaviour.transfer_guard: 20,
+    behaviour.attention: 20,
     speed.bandwidth: 20,
     speed.loop_overhead: 35,
     behaviour.checkpoints: 75,

@@ -16,6 +16,7 @@ CHECKS = (
     "digits_training",
     "losses_on_cpu",
     "transfer_guard",
+    "attention",
     "bandwidth",
     "loop_overhead",
     "checkpoints",
