@@ -10,6 +10,7 @@
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
+# make bench-features   an epoch of a head, through its trunk and from features
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
@@ -33,7 +34,7 @@ HERE := not long and not pretrained and not published and not cuda_wheels
 # In make test-all with the other slow ones, where JAX's CUDA plugin is installed.
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: published test-published bench bench-tokens gpu-check new clean
+.PHONY: published test-published bench bench-features bench-tokens gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -85,6 +86,9 @@ lint: $(VENV)/.dev
 
 bench: $(TRAINS)
 	$(BIN)/python -m benchmarks.overhead
+
+bench-features: $(TRAINS)
+	$(BIN)/python -m benchmarks.features
 
 bench-tokens: $(TRAINS)
 	$(BIN)/python -m benchmarks.token_reader

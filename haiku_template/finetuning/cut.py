@@ -98,7 +98,6 @@ class Cut(NamedTuple):
     absent: frozenset[str]  # Parameters that are not, by path.
     stale: tuple[bool, ...]  # Leaves of the network state that stay as they are.
     leaves: tuple[Any, ...]  # Shapes of features and kept inputs, [B, ...].
-    program: str  # SHA-256 of what computes the features.
     changes: bool  # Training computes other features, as with dropout.
 
     def compute(self, *args: Any) -> jax.Array:
@@ -180,9 +179,8 @@ def find(model: Model) -> Cut:
     ]
     kept = tuple(place in needed for place in inputs)
     features += _selected(jax.tree.leaves(model.inputs), kept)
-    known, changes = _digest(program), _digest(trained) != _digest(program)
-    facts = kept, frozenset(absent), tuple(stale), tuple(features), known, changes
-    return Cut(model, tuple(mask), *facts)
+    facts = kept, frozenset(absent), tuple(stale), tuple(features)
+    return Cut(model, tuple(mask), *facts, digest(trained) != digest(program))
 
 
 def _trace_features(
@@ -233,7 +231,7 @@ def _uses(program: ClosedJaxpr, outputs: Collection[int]) -> set[int]:
     return {place for place, use in enumerate(used) if use}
 
 
-def _digest(program: ClosedJaxpr) -> str:
+def digest(program: ClosedJaxpr) -> str:
     """SHA-256 of all that the outputs depend on, constants among it."""
     jaxpr = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))[0]
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]

@@ -23,7 +23,7 @@ from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import ArrayDataset, Batch, EvaluationSet
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning.adapters import fingerprint
-from haiku_template.finetuning.cut import Cut, Model, find
+from haiku_template.finetuning.cut import Cut, Model, digest, find
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained.writing import new_folder
@@ -110,8 +110,9 @@ def from_features(
     state = probe.init()
     ordered = {name: InOrder(x, trainer.batch_size) for name, x in sets.items()}
     base, own = (fingerprint(devices, x) for x in (state.frozen, state.net_state))
+    program = _program(probe, cut.model, inputs)
     folder = Path(tuning.features_dir)
-    folder /= _key(ordered, cut.program, devices.platform, base, own)
+    folder /= _key(ordered, program, devices.platform, base, own)
     if not folder.is_dir():
         found = {name: probe.predict(state, x) for name, x in ordered.items()}
         _write(folder, ordered, found, cut)
@@ -184,6 +185,14 @@ def _probe(experiment: Any, model: hk.TransformedWithState, cut: Cut) -> Any:
         finetuning=experiment.finetuning._replace(features=None),
         placement="host",
     )
+
+
+def _program(probe: Any, model: Model, inputs: Any) -> str:
+    """SHA-256 of the program that computes words, from inputs as the data have them."""
+    state, rows = probe.abstract, jax.tree.leaves(inputs)[0].shape[:1]
+    placed = inputs, jax.ShapeDtypeStruct(rows, np.int32)
+    step = probe.functions(model.axis_name).predict_step
+    return digest(model.trace(step, state.variables(), state.frozen, placed)[0])
 
 
 def _left(cut: Cut, model_init: Callable[[], Any]) -> hk.TransformedWithState:
@@ -262,14 +271,14 @@ def _with_words(data: Any, words: list[np.ndarray]) -> Any:
 
 def _key(ordered: dict[str, InOrder], *facts: str) -> str:
     """Name of a folder: a hash of the facts and of all inputs."""
-    digest = hashlib.sha256(" ".join(facts).encode())
+    found = hashlib.sha256(" ".join(facts).encode())
     for name, dataset in ordered.items():
         for index in range(dataset.num_batches):
             for path, leaf in flatten(inputs_of(dataset.batch(index))).items():
                 described = f"{name} {path} {leaf.dtype}{list(leaf.shape)}\n"
-                digest.update(described.encode())
-                digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-    return digest.hexdigest()[:16]
+                found.update(described.encode())
+                found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return found.hexdigest()[:16]
 
 
 def _write(

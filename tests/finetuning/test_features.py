@@ -208,6 +208,11 @@ def test_features_have_the_bits_of_the_trunk_staged_or_not(
     close(a.params, run.state.params, 1e-6)
 
 
+def with_a_shortcut(x, is_training, axis_name=None):
+    """Of the same features, and of inputs that are kept beside them."""
+    return plain(x, is_training) + x[:, :3]
+
+
 def test_what_is_stale_is_computed_anew(tmp_path, one_device):
     folders = set()
 
@@ -225,8 +230,10 @@ def test_what_is_stale_is_computed_anew(tmp_path, one_device):
     assert count(tuning=AT_HEAD._replace(features="trunk")) == 4
     assert count(precision="bfloat16") == 5
     assert count(model=lambda x, is_training, axis_name: plain(2 * x, False)) == 6
+    assert count(data=data._replace(preprocess=lambda x: 3 * x)) == 7
+    assert count(model=with_a_shortcut) == 8
     # Of the head, and of the optimizer, they are not.
-    assert count(optimizer=optax.sgd(0.1), ema_decay=0.5) == 6
+    assert count(optimizer=optax.sgd(0.1), ema_decay=0.5) == 8
 
 
 def test_files_are_whole_or_not_there_and_damage_is_said(
@@ -273,6 +280,63 @@ def test_what_training_would_compute_otherwise_is_said(tmp_path, one_device, cap
             for module, values in last.items():
                 moved = not np.array_equal(values["average"], first[module]["average"])
                 assert moved is module.startswith("norm/")
+
+
+class Head(hk.Module):
+    """A head of many arguments, not all of them of examples."""
+
+    def __call__(self, x, table=None, negative=False, *, extra=None):
+        w = hk.get_parameter("w", (x.shape[-1], 3), init=hk.initializers.Orthogonal())
+        y = x @ w if table is None else x @ w + (x @ table.T)[:, :3]
+        y = y if extra is None else y + extra[:, None]
+        return -y if negative else y
+
+
+def trunk(x):
+    return jax.nn.relu(hk.Linear(WIDTH, name="trunk")(x))
+
+
+def shortcut(x, is_training, axis_name=None):
+    hidden = trunk(x)
+    return Head()(hk.Linear(7)(hidden)) + hk.Linear(3)(hidden)
+
+
+def two_heads(x, is_training, axis_name=None):
+    hidden = trunk(x)
+    return Head(name="head_a")(hk.Linear(7)(hidden)) * Head(name="head_b")(hidden)
+
+
+def arguments(x, is_training, axis_name=None):
+    normal = hk.initializers.RandomNormal()
+    table = hk.get_parameter("table", (5, WIDTH), init=normal)
+    return Head()(trunk(x), table, True, extra=x[:, 0] * (x[:, 1] > 0))
+
+
+def called_twice(x, is_training, axis_name=None):
+    head, hidden = Head(), trunk(x)
+    return head(hidden) - head(jnp.flip(hidden, 1)) ** 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        (shortcut, {"linear_1", "trunk"}),
+        (two_heads, set()),
+        (arguments, {"~"}),
+        (called_twice, set()),
+        (with_a_shortcut, set()),
+    ],
+)
+def test_what_goes_around_the_cut_is_still_computed(tmp_path, one_device, model, left):
+    tuning = Finetuning(train=("head*",), features="head*")
+    through = arrays(one_device, tmp_path, tuning, model=model)
+    trainer = with_features(through)
+    (a, one), (b, two) = (run_steps(each, 4) for each in (through, trainer))
+    for before, now in zip(one, two, strict=True):
+        assert before["loss"] == pytest.approx(now["loss"], abs=1e-6)
+    close(a.params, b.params)
+    assert {path.split("/")[0] for path in flatten(b.frozen)} == left
 
 
 def with_inputs(outputs, batch):
