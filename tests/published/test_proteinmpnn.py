@@ -19,6 +19,8 @@ from haiku_template.data import BatchSpec
 from haiku_template.devices import DeviceManager
 from haiku_template.storage import metrics
 from haiku_template.training import Experiment, train
+from haiku_template.training.memory import memory_budget
+from tests.runs import run_steps
 
 pytestmark = pytest.mark.published
 
@@ -124,6 +126,20 @@ def test_held_out_domains_are_others_than_those_that_train():
             match = difflib.SequenceMatcher(None, one, other, autojunk=False)
             same = sum(block.size for block in match.get_matching_blocks())
             assert same < 0.8 * len(one)
+
+
+REMAT = ("*/protein_features", "*/enc_layer*", "*/dec_layer*")
+
+
+def test_its_modules_are_rematerialized_by_name(one_device):
+    plain, less = trainer(one_device), trainer(one_device, **{"model.remat": REMAT})
+    (_, one), (_, other) = run_steps(plain, 2), run_steps(less, 2)
+    for name in ("loss", "grad_norm"):
+        numbers = [[float(row[name]) for row in rows] for rows in (one, other)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+    if jax.__version_info__ >= (0, 11):  # Earlier the CPU's compiler undoes it.
+        bytes_of = [memory_budget(x).temporaries for x in (plain, less)]
+        assert bytes_of[1] < bytes_of[0] / 3
 
 
 STEPS = 4  # Of the schedule that the config has.
