@@ -168,6 +168,7 @@ def test_merged_equals_unmerged_and_what_is_frozen_stays_bitwise(devices):
     assert expected["eval/loss"] < before["eval/loss"] - 0.01
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_and_its_adapters_come_back_bitwise(tmp_path, one_device):
     trainer = made(one_device)
     whole = train(trainer, workdir=tmp_path / "whole", num_steps=4).state

@@ -62,7 +62,12 @@ def build(devices, patterns=()):
 
 
 def largest_difference(a, b):
-    return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b)))
+    """Of values above 1 relative to a leaf's largest: a variance here is 55."""
+
+    def difference(x, y):
+        return np.abs(x - y).max() / max(1, np.abs(x).max())
+
+    return max(jax.tree.leaves(jax.tree.map(difference, a, b)))
 
 
 def recomputed(model):
@@ -77,7 +82,7 @@ def recomputed(model):
     return len(found), inside
 
 
-@pytest.mark.slow(but="four devices-outermost")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patterns",
     [("*/block_*", "twice"), ("block_1/*",), ("*",)],

@@ -134,7 +134,7 @@ def trainer(devices, path, packing=True, **parts):
     ).trainer(devices)
 
 
-@pytest.mark.slow(but="four devices-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_is_that_of_the_same_examples_unpacked(devices, path, parts):
     packed = trainer(devices, path, accumulate_steps=parts)

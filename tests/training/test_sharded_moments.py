@@ -47,6 +47,7 @@ def test_four_devices_keep_a_quarter_each_and_compute_the_same():
     )
 
 
+@pytest.mark.slow
 def test_on_one_device_it_changes_nothing_and_says_so(caplog):
     ends = [run_steps(build(1, shard), 3) for shard in (False, True)]
     for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
