@@ -118,21 +118,14 @@ def memory_budget(
     """
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
-    memory = limit or host_memory()
-    if device_bytes(state) > memory:
-        raise ConfigError(
-            f"the state of a run is {in_units(device_bytes(state))} on each device and "
-            f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; "
-            "no accumulate_steps is enough for a model of this size"
-        )
+    _check_state(state, limit or host_memory())
     largest = trainer.shapes()[0]
     batch = devices.abstract_batch(largest)
     # On several devices the program, and so its analysis, is one device's.
     compiled = trainer.lower(largest).compile()
     analysis, outside, evaluation = compiled.memory_analysis(), 0, 0
     if devices.memory is not None:
-        workspace = read_program(compiled.as_text()).workspace
-        outside = workspace + int(MARGIN * analysis.temp_size_in_bytes)
+        outside = _outside(compiled, analysis.temp_size_in_bytes)
         evaluation = _evaluation_peak(trainer) if starts else 0
     share = tree_bytes(batch) // devices.num_devices
     data = tree_bytes(trainer.abstract_staged)
@@ -141,9 +134,8 @@ def memory_budget(
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
     step_peak = _peak(analysis, closed_over) + outside
     init_peak = _init_peak(trainer) if starts else 0
-    matmul = 0
-    if trainer.work.flops:
-        matmul = matmul_bytes(devices, trainer.precision.policy.compute_dtype, limit)
+    dtype = trainer.precision.policy.compute_dtype
+    matmul = matmul_bytes(devices, dtype, limit) if trainer.work.flops else 0
     peak = max(step_peak + waiting, init_peak, evaluation, matmul)
     process = process_bytes() if devices.platform == "cpu" else None
     kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
@@ -165,6 +157,21 @@ def memory_budget(
         host=process and process + devices.num_devices * peak,
         saved=_saved(state.opt_state),
     )
+
+
+def _check_state(state: TrainState, memory: int) -> None:
+    size = device_bytes(state)
+    if size > memory:
+        raise ConfigError(
+            f"the state of a run is {in_units(size)} on each device and there are "
+            f"{in_units(memory)}; its largest arrays are {_largest(state)}; no "
+            "accumulate_steps is enough for a model of this size"
+        )
+
+
+def _outside(compiled: Any, temporaries: int) -> int:
+    """Bytes beside XLA's plan: cuDNN's workspace, and a margin for other kernels."""
+    return read_program(compiled.as_text()).workspace + int(MARGIN * temporaries)
 
 
 def _saved(opt_state: Any) -> dict[str, int]:

@@ -66,22 +66,23 @@ def write_large(path):
             first -= file.write(block[:first])
 
 
+def above_parameters(code, path, dtype, size):
+    """Megabytes that reading took beside parameters of `size` megabytes."""
+    command = [sys.executable, "-c", code, path, dtype]
+    options = {"cwd": ROOT, "timeout": 120, "capture_output": True, "text": True}
+    printed = subprocess.run(command, check=True, **options).stdout
+    above, parameters = map(float, printed.split())
+    assert abs(parameters - size) < 1
+    return above
+
+
 @pytest.mark.long
 def test_a_gigabyte_is_read_with_little_more_than_its_parameters(tmp_path):
     path = tmp_path / "model.safetensors"
     write_large(path)
     try:
         for dtype, size in (("float32", 978.3), ("bfloat16", 489.1)):
-            printed = subprocess.run(
-                [sys.executable, "-c", CHILD, path, dtype],
-                cwd=ROOT,
-                check=True,
-                timeout=120,
-                capture_output=True,
-                text=True,
-            ).stdout
-            above, parameters = map(float, printed.split())
-            assert abs(parameters - size) < 1
+            above = above_parameters(CHILD, path, dtype, size)
             assert above < 150, f"{above} MB above the parameters, for {dtype}"
             # What is read of the file counts here too, twice: 4 MB of it at a time.
             assert above < 50
@@ -109,16 +110,7 @@ def write_tree(path):
 def test_archives_and_trees_are_read_with_little_more_than_a_leaf(tmp_path, write):
     write(tmp_path / "file")
     for dtype, size in (("float32", 671.1), ("bfloat16", 335.5)):
-        printed = subprocess.run(
-            [sys.executable, "-c", OF_OTHERS, tmp_path / "file", dtype],
-            cwd=ROOT,
-            check=True,
-            timeout=120,
-            capture_output=True,
-            text=True,
-        ).stdout
-        above, parameters = map(float, printed.split())
-        assert abs(parameters - size) < 1
+        above = above_parameters(OF_OTHERS, tmp_path / "file", dtype, size)
         # A leaf of Orbax's is one chunk of 34 MB, of which its reader holds a few.
         most = 50 if write is write_archive else 220
         assert above < most, f"{above} MB above the parameters, for {dtype}"
