@@ -29,7 +29,8 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
         `*/` may stand for nothing. Of nested modules the outermost counts.
 
     Raises:
-      ConfigError: by `init`: a pattern fits no module.
+      ConfigError: by `init`: a pattern fits no module. By `apply`: a module changes a
+        dictionary or a list that it is given.
     """
 
     @wraps(model.init)
@@ -46,7 +47,7 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
         if possible and any(
             _fitting(pattern, [context.module.module_name]) for pattern in patterns
         ):
-            return _recomputed(call, args, kwargs)
+            return _recomputed(call, args, kwargs, context.module.module_name)
         return call(*args, **kwargs)
 
     @wraps(model.apply)
@@ -121,7 +122,7 @@ def _check_fits(pattern: str, names: Collection[str]) -> None:
         )
 
 
-def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:
     """Calls a module inside `hk.remat`, which takes and gives arrays alone."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -129,12 +130,22 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
         whole = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, whole.values())
+        given = jax.tree.unflatten(structure, whole.values())
         token = _nested.set(True)
         try:
-            made, form = jax.tree.flatten(call(*args, **kwargs))
+            made, form = jax.tree.flatten(call(*given[0], **given[1]))
         finally:
             _nested.reset(token)
+        after, changed = jax.tree.flatten(given)
+        same = changed == structure and all(
+            after[i] is x for i, x in zip(places, arrays, strict=True)
+        )
+        if not same:
+            raise ConfigError(
+                f"config.model.remat: {name} changes a dictionary or a list that it is "
+                "given, which its caller would not see; name a module around all that "
+                "use it, or leave this one out"
+            )
         found = [i for i, leaf in enumerate(made) if isinstance(leaf, jax.Array)]
         held[:] = made, form, found
         return [made[i] for i in found]

@@ -169,6 +169,32 @@ def test_it_is_inside_the_map_over_examples():
     assert str(jaxpr).count("prevent_cse") == 2
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda seen, x: seen["each"].append(x),
+        lambda seen, x: seen.update(last=2 * x),
+        lambda seen, x: seen.pop("last"),
+    ],
+)
+def test_a_module_that_changes_its_arguments_is_refused(change):
+    """Its caller would go on with what was there before."""
+
+    class Noting(hk.Module):
+        def __call__(self, x, seen):
+            change(seen, x)
+            return hk.Linear(8)(x)
+
+    def forward(x, is_training):
+        seen = {"last": x, "each": [x]}
+        return Noting(name="noting")(x, seen) + sum(seen["each"])
+
+    again = remat(hk.transform_with_state(forward), ("noting",))
+    params, state = again.init(jax.random.key(0), X, True)
+    with pytest.raises(ConfigError, match="noting changes a dictionary or a list"):
+        again.apply(params, state, None, X, True)
+
+
 @pytest.mark.parametrize("keys", [{"remat": (3,)}, {"remat": ("a", None)}])
 def test_what_is_no_pattern_is_refused(keys):
     with pytest.raises(ConfigError, match="possible are a tuple of patterns"):
