@@ -4,6 +4,7 @@ import contextvars
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
+from operator import is_not
 from typing import Any
 
 import haiku as hk
@@ -137,10 +138,7 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict, name: str) 
         finally:
             _nested.reset(token)
         after, changed = jax.tree.flatten(given)
-        same = changed == structure and all(
-            after[i] is x for i, x in zip(places, arrays, strict=True)
-        )
-        if not same:
+        if changed != structure or any(map(is_not, after, whole.values())):
             raise ConfigError(
                 f"config.model.remat: {name} changes a dictionary or a list that it is "
                 "given, which its caller would not see; name a module around all that "
