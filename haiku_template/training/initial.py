@@ -69,12 +69,13 @@ def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., An
     def init(
         leaves: dict[str, jax.Array], net_state: hk.State | None = None
     ) -> TrainState:
-        whole, first_net_state = model_init()
+        whole, first = model_init()
         adapters = split_seed(recipe.seed).adapters
         params = flatten(recipe.plan.init_params(whole, adapters))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
-        # Leaves that start fresh are not in what was read.
-        net_state = hk.data_structures.merge(first_net_state, net_state or {})
+        # Leaves that start fresh are not in what was read; a module's may be a tree.
+        found = flatten(first) | flatten(net_state or {})
+        net_state = jax.tree.unflatten(jax.tree.structure(first), found.values())
         return first_state(recipe, params=params, net_state=net_state)
 
     return init

@@ -257,6 +257,33 @@ def test_a_run_from_a_published_file_resumes_with_the_same_frozen_part(
         experiment.run(values, cpu, str(workdir))
 
 
+def recurrent(num_outputs, axis_name):
+    """A model whose module keeps a tree of arrays as its state."""
+
+    def forward(inputs):
+        zeros = {"cell": jnp.zeros(3), "more": (jnp.zeros(2), jnp.zeros(()))}
+        carry = hk.get_state("carry", (), init=lambda *_: zeros)
+        hk.set_state("carry", jax.tree.map(lambda x: x + 1, carry))
+        return hk.Linear(num_outputs)(hk.Flatten()(inputs)) + carry["more"][1]
+
+    return hk.transform_with_state(forward)
+
+
+def test_a_module_s_state_may_be_a_tree(tmp_path, cpu):
+    tree = recurrent(10, None).init(jax.random.key(1), jnp.zeros((2, 64)))
+    tree = jax.tree.map(lambda x: np.asarray(x) + 7, tree)
+    leaves = flatten(dict(zip(("params", "state"), tree, strict=True)))
+    np.savez(tmp_path / "a.npz", **{k: x for k, x in leaves.items() if "/0" not in k})
+    values = config(
+        init_from=str(tmp_path / "a.npz"),
+        model={"name": "tests.training.test_init_from:recurrent"},
+        **{"finetuning.fresh": ("state:*/0",)},
+    )
+    found = Experiment.from_config(values, cpu).trainer(cpu).init().net_state
+    tree[1]["~"]["carry"]["more"][0][:] = 0
+    jax.tree.map(np.testing.assert_array_equal, found, tree[1])
+
+
 def test_names_are_not_mapped_in_a_workdir(cpu, pretrained):
     values = config(init_from=str(pretrained), **{"finetuning.ignore": ("a",)})
     with pytest.raises(
