@@ -180,9 +180,10 @@ def _rename(paths: Collection[str], names: Names) -> dict[str, str]:
     parsed, made = [_parse(*pair) for pair in names.rename], {}
     for path in paths:
         mark, bare = MARK * _is_state(path), path.removeprefix(MARK)
-        fits = ((found.fullmatch(bare), new) for found, new in parsed)
+        fits = ((x.fullmatch(bare) or x.fullmatch(path), new) for x, new in parsed)
         match_, template = next((pair for pair in fits if pair[0]), (None, ""))
-        new = mark + (template.format(*match_.groups()) if match_ else bare)
+        new = template.format(*match_.groups()) if match_ else bare
+        new = mark + new.removeprefix(mark)
         if new in made:
             raise ConfigError(
                 f"config.finetuning.rename gives {made[new]} and {path} one name, {new}"

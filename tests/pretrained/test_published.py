@@ -338,8 +338,8 @@ def test_what_may_be_missing_left_over_and_renamed(tmp_path, one_device):
     tree = {"params": {f"old/~/{k}": v for k, v in PARAMS.items()}, "state": {}}
     tree["params"] |= {"head_2/x": {"w": ZERO}, "block/a": {"b": ZERO}}
     tree["params"].pop("old/~/head")
-    tree["state"] = {f"old/~/{k}": v for k, v in STATE.items() if "_1" not in k}
-    tree["state"]["old/~/other"] = {"x": ZERO}
+    tree["state"] = {f"ema/{k}": v for k, v in STATE.items() if "_1" not in k}
+    tree["state"]["ema/other"] = {"x": ZERO}
     np.savez(tmp_path / "a.npz", **by_colons(tree))
     leaves, state = read(
         tmp_path / "a.npz",
@@ -347,7 +347,7 @@ def test_what_may_be_missing_left_over_and_renamed(tmp_path, one_device):
         skip={"head/w"},
         fresh=["head/*", "state:block_1/*"],
         ignore=["head_?/*", "block/a/b", "state:*/other/*"],
-        rename=[("old/~/*", "*")],
+        rename=[("state:ema/*", "state:*"), ("old/~/*", "*")],
     )
     assert_same(leaves, {k: x for k, x in flatten(PARAMS).items() if k != "head/w"})
     assert_same(state, {k: v for k, v in STATE.items() if "_1" not in k})
