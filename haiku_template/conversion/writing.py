@@ -51,29 +51,14 @@ def write(target: Path, arrays: dict[str, Array], most: int) -> int:
 
 
 def _pieces(array: Array) -> Iterator[bytes]:
-    swapped = array.dtype.newbyteorder("=") != array.dtype
-    transposed = array.fortran and len(array.shape) > 1
-    if isinstance(array.data, Place) and not transposed:
-        with array.data.file.open("rb") as file:
-            file.seek(array.data.first)
-            left = array.data.size
-            while left:
-                piece = file.read(min(PIECE, left))
-                left -= len(piece)
-                if not piece:
-                    raise ConfigError("it was truncated while it was read")
-                yield _swap(piece, array.dtype) if swapped else piece
-        return
+    """Reads an array's bytes in C order, a few megabytes at a time."""
     data = array.data
-    if isinstance(data, Place):
-        with data.file.open("rb") as file:
-            file.seek(data.first)
-            data = file.read(data.size)
-    values = np.frombuffer(data, array.dtype)
+    if isinstance(data, Place) and data.size:
+        data = np.memmap(data.file, np.uint8, "r", data.first, (data.size,))
+    values = np.frombuffer(data if array.nbytes else b"", array.dtype)
     values = values.reshape(array.shape, order="F" if array.fortran else "C")
-    values = np.asarray(values, array.dtype.newbyteorder("="), order="C")
-    yield values.reshape(-1).view(np.uint8).data
-
-
-def _swap(piece: bytes, dtype: np.dtype) -> bytes:
-    return np.frombuffer(piece, dtype).astype(dtype.newbyteorder("=")).tobytes()
+    native = array.dtype.newbyteorder("=")
+    flags, size = ["external_loop", "buffered", "zerosize_ok"], PIECE // native.itemsize
+    kind = {"op_dtypes": [native], "casting": "equiv", "buffersize": size}
+    for piece in np.nditer(values, flags, order="C", **kind):
+        yield piece.tobytes()
