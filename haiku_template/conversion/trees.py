@@ -93,14 +93,14 @@ def _pair(node: Any) -> tuple[dict, dict, list[str]] | None:
     """Parameters, state, and the keys of what else lies beside them."""
     found = dict(_items(node))
     is_tuple = isinstance(node, list | tuple) and len(node) == 2
-    params = found.pop("0" if is_tuple else PARAMS, None)
+    first, others = ("0", ("1",)) if is_tuple else (PARAMS, STATE)
+    params = found.pop(first, None)
     if not is_params(params):
         return None
-    names = [
-        name for name in (*STATE, "1") if name in found and is_tuple == (name == "1")
-    ]
-    state = found.pop(names[0]) if names else {}
-    if not (state == {} or is_params(state)):
+    state = next((found.pop(name) for name in others if name in found), {})
+    # Haiku's state may be trees inside of its modules.
+    is_dict = isinstance(state, dict)
+    if not is_dict or not all(_is_number(x) for _, x in _names(state)):
         return None
     return params, state, [*found]
 
@@ -134,8 +134,7 @@ def _flat(tree: Any) -> list[Path]:
 
 
 def _resolve(tree: Any, key: str) -> Path:
-    path: Path = ()
-    rest = key
+    path, rest = (), key
     while rest:
         names = [name for name, _ in _items(_at(tree, path))]
         fits = [n for n in names if rest == n or rest.startswith(f"{n}/")]

@@ -141,6 +141,13 @@ def test_parameters_and_state_are_kept_apart(tmp_path, converted, tree):
     assert_same(tmp_path / "out.safetensors", expected)
 
 
+def test_state_may_be_trees_inside_of_its_modules(tmp_path, converted):
+    pickled(4)(tmp_path / "file", (PARAMS, {"net": {"carry": {"h": W, "more": (W,)}}}))
+    assert converted(tmp_path / "file")["left"] == []
+    state = {"state/net/carry/h": W, "state/net/carry/more/0": W}
+    assert_same(tmp_path / "out.safetensors", flat(PARAMS, "params/") | state)
+
+
 @pytest.mark.parametrize("key", ["", "model_state_dict"])
 def test_the_only_parameters_are_found_and_the_rest_named(tmp_path, converted, key):
     tree = {"num_edges": 48, "noise_level": 0.2, "model_state_dict": PARAMS}
