@@ -47,6 +47,7 @@ class Array:
     shape: tuple[int, ...] = ()
     fortran: bool = False
     data: Place | bytes = b""
+    axes: tuple[int, ...] = ()  # Of an array in C order, of which this is a transpose.
 
     @property
     def nbytes(self) -> int:
@@ -217,6 +218,8 @@ def _cut(stack: list[Any], first: int) -> list[Any]:
 
 def _set(target: Any, items: list[Any]) -> dict[Any, Any]:
     for key, value in zip(items[::2], items[1::2], strict=True):
+        if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
+            raise ConfigError("it names values by tuples of tuples, which is refused")
         dict.__setitem__(target, key, value)
     return target
 
@@ -247,8 +250,7 @@ def _build(target: Any, state: Any, file: Bounded) -> Any:
         target.order = state[1]
         return target
     if isinstance(target, Array):
-        *_, shape, dtype, fortran, data = state
-        return _fill(target, shape, dtype, fortran, data)
+        return _fill(target, *state[-4:])
     if isinstance(target, dict) and not state:
         return target
     raise ConfigError(f"it sets attributes of {_words(target)}, which is refused")
@@ -304,8 +306,16 @@ def _of_jax(make: Known, arguments: Any, state: Any, *_: Any) -> Any:
     del arguments
     if make is not KNOWN["numpy.core.multiarray", "_reconstruct"]:
         raise ConfigError(f"it makes a JAX array of {_words(make)}, which is refused")
-    *_, shape, dtype, fortran, data = state
-    return _fill(Array(), shape, dtype, fortran, data)
+    return _fill(Array(), *state[-4:])
+
+
+def _of_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = ()) -> Array:
+    array = _fill(Array(), shape, dtype, order == "F", data)
+    if order == "K":
+        array.axes, array.shape = axes, tuple(shape[i] for i in _shape(axes))
+        if sorted(axes) != [*range(len(shape))]:
+            raise ConfigError(f"it claims an array whose axes are {str(axes)[:80]}")
+    return array
 
 
 def _encoded(text: str, encoding: str = "latin1") -> bytes:
@@ -334,12 +344,7 @@ _FUNCTIONS = {
     ("multiarray", "scalar"): Known(
         "numpy's scalar", lambda dtype, data: _fill(Array(), (), dtype, False, data)
     ),
-    ("numeric", "_frombuffer"): Known(
-        "numpy's array",
-        lambda data, dtype, shape, order: _fill(
-            Array(), shape, dtype, order == "F", data
-        ),
-    ),
+    ("numeric", "_frombuffer"): Known("numpy's array", _of_buffer),
 }
 for (_module, _name), _known_function in _FUNCTIONS.items():
     KNOWN[f"numpy.core.{_module}", _name] = _known_function

@@ -56,6 +56,9 @@ def _pieces(array: Array) -> Iterator[bytes]:
     if isinstance(data, Place) and data.size:
         data = np.memmap(data.file, np.uint8, "r", data.first, (data.size,))
     values = np.frombuffer(data if array.nbytes else b"", array.dtype)
+    if array.axes:
+        stored = [array.shape[i] for i in np.argsort(array.axes)]
+        values = values.reshape(stored).transpose(array.axes)
     values = values.reshape(array.shape, order="F" if array.fortran else "C")
     native = array.dtype.newbyteorder("=")
     flags, size = ["external_loop", "buffered", "zerosize_ok"], PIECE // native.itemsize

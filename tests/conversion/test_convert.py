@@ -109,6 +109,15 @@ def test_arrays_come_out_bit_for_bit(tmp_path, converted, name):
     assert_same(tmp_path / "out.safetensors", flat(PARAMS))
 
 
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("axes", [(1, 2, 0), (0, 2, 1), (2, 1, 0)])
+def test_permuted_axes_stay_permuted(tmp_path, converted, protocol, axes):
+    permuted = RNG.normal(size=(2, 3, 4)).astype(">f4").transpose(axes)
+    pickled(protocol)(tmp_path / "file", {"net": {"w": permuted}})
+    converted(tmp_path / "file")
+    assert_same(tmp_path / "out.safetensors", {"net/w": permuted})
+
+
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_arrays_of_jax_and_ordered_dictionaries_are_known(
     tmp_path, converted, protocol
@@ -282,6 +291,13 @@ CLAIMS = {
         "named fields",
     ),
     "dates": (pickle.dumps({"a": {"b": np.zeros(2, "M8[s]")}}), "dtype M8"),
+    "axes": (
+        pickle.dumps({"a": {"b": np.zeros((2, 3, 4)).transpose(1, 0, 2)}}, 5).replace(
+            b"K\1K\0K\2", b"K\1K\1K\2"
+        ),
+        "axes are (1, 1, 2)",
+    ),
+    "keys": (b"\x80\2}K\1" + 60 * b"q\0h\0\x86" + b"Ns.", "tuples of tuples"),
     "archive": (b"PK\3\4" + bytes(50), "truncated or damaged"),
 }
 
