@@ -195,13 +195,7 @@ def fitting(tree: Any) -> Any:
 def _fitting(path: Any, leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
-    name = f"{jax.tree_util.keystr(path) or 'the array'} holds"
-    try:
-        dtype = jax.typeof(leaf).dtype
-    except TypeError as error:
-        raise PlacementError(
-            f"{name} {leaf.dtype}, and devices compute with numbers alone"
-        ) from error
+    dtype = _dtype(path, leaf)
     if dtype == leaf.dtype:
         return leaf
     with np.errstate(over="ignore"):
@@ -209,11 +203,25 @@ def _fitting(path: Any, leaf: Any) -> Any:
     lost = cut != leaf if leaf.dtype.kind in "iu" else np.isinf(cut) & ~np.isinf(leaf)
     if np.any(lost):
         raise PlacementError(
-            f"{name} {np.asarray(leaf)[lost].flat[0]} as {leaf.dtype}, which does not "
-            f"fit the {dtype} that JAX makes of it; scale or number it anew, or set "
-            "jax_enable_x64"
+            f"{_holds(path)} {np.asarray(leaf)[lost].flat[0]} as {leaf.dtype}, which "
+            f"does not fit the {dtype} that JAX makes of it; scale or number it anew, "
+            "or set jax_enable_x64"
         )
     return cut
+
+
+def _holds(path: Any) -> str:
+    return f"{jax.tree_util.keystr(path) or 'the array'} holds"
+
+
+def _dtype(path: Any, leaf: Any) -> np.dtype:
+    """JAX's dtype for a NumPy leaf, in this machine's byte order."""
+    try:
+        return jax.typeof(np.empty(0, leaf.dtype.newbyteorder("="))).dtype
+    except TypeError as error:
+        raise PlacementError(
+            f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone"
+        ) from error
 
 
 def distinct(tree: Any) -> Any:
@@ -236,13 +244,17 @@ def first_copy(leaf: Any) -> Any:
 
 
 def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
-    """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32."""
+    """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32.
 
-    def canonical_shape(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    Raises as `fitting` for a NumPy array that is not of numbers.
+    """
+
+    def canonical_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        is_numpy = isinstance(x, np.ndarray)
+        dtype = _dtype(path, x) if is_numpy else jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
-    return jax.tree.map(canonical_shape, tree)
+    return jax.tree_util.tree_map_with_path(canonical_shape, tree)
 
 
 class Ledger:

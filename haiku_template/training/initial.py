@@ -52,8 +52,8 @@ def make_model_init(
             example = policy.cast_to_param(recipe.preprocess(example))
             return recipe.model.init(rng, example, True)
         except Exception as error:
-            if inputs is batch:
-                error.add_note(f"The model was given whole batches: {names}.")
+            given = "whole batches" if inputs is batch else "inputs alone, of"
+            error.add_note(f"The model was given {given}: {names}.")
             raise
 
     return init

@@ -220,6 +220,9 @@ def test_a_model_that_fails_with_a_whole_batch_is_told_that_it_got_one(one_devic
             one_device
         )
     assert "given whole batches: image, kind" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="to unpack") as caught:
+        experiment(whole, tree={"inputs": X, "targets": Y}).trainer(one_device)
+    assert "given inputs alone, of: inputs, targets" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,20 @@ def test_leaves_without_rows_of_the_batch_are_refused_by_name(one_device, tree, 
     rows.batch = lambda step: jax.tree.map(lambda x: x[:16] if np.ndim(x) else x, tree)
     with pytest.raises(PlacementError, match=words):
         experiment(whole, data=Data(rows, None)).trainer(one_device)
+
+
+def test_arrays_of_another_byte_order_are_those_of_this_one(one_device):
+    swapped = tuple(x.astype(x.dtype.newbyteorder()) for x in (X, Y))
+    expected = fitted(one_device, experiment(each, 37))
+    found = fitted(one_device, experiment(each, 37, tree=swapped))
+    assert found[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("kind", ["U1", object, "M8[s]"])
+def test_leaves_that_are_not_of_numbers_are_refused_by_name(one_device, kind):
+    tree = {"x": X, "y": Y, "names": np.zeros(48, kind)}
+    with pytest.raises(PlacementError, match=r"\['names'\] holds .*numbers alone"):
+        experiment(whole, tree=tree).trainer(one_device)
 
 
 def noisy(batch):
