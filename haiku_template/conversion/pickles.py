@@ -4,7 +4,7 @@ Nothing that a pickle names is imported or called. A few names have stand-ins he
 any other is refused. Long values stay in the file: an array is its place there.
 """
 
-import contextlib
+import io
 import math
 import pickletools
 import re
@@ -75,35 +75,23 @@ class Known:
     make: Callable[..., Any] | None = None
 
 
-class Bounded:
+class Bounded(io.BufferedReader):
     """A file to read that refuses a length which it cannot have, before it is read."""
 
     def __init__(self, path: Path, first: int = 0) -> None:
+        super().__init__(io.FileIO(path))
         self.path, self.size = path, path.stat().st_size
-        self._file = path.open("rb")
-        self._file.seek(first)
-
-    def tell(self) -> int:
-        """Position in bytes."""
-        return self._file.tell()
+        self.seek(first)
 
     def read(self, size: int) -> bytes:
         """Reads exactly `size` bytes."""
-        return self._file.read(self._fits(size))
-
-    def readline(self) -> bytes:
-        """Reads up to the end of a line."""
-        return self._file.readline()
+        return super().read(self._fits(size))
 
     def skip(self, size: int) -> Place:
         """Steps over `size` bytes and returns their place."""
-        first = self.tell()
-        self._file.seek(first + self._fits(size))
-        return Place(self.path, first, size)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        place = Place(self.path, self.tell(), size)
+        self.seek(self._fits(size), io.SEEK_CUR)
+        return place
 
     def _fits(self, size: int) -> int:
         first = self.tell()
@@ -124,7 +112,7 @@ def load(path: Path, first: int = 0) -> Any:
     Raises:
       ConfigError: it is damaged, or names anything that has no stand-in.
     """
-    with contextlib.closing(Bounded(path, first)) as file:
+    with Bounded(path, first) as file:
         try:
             return _load(file)
         except ConfigError:
