@@ -25,6 +25,7 @@ from haiku_template.params import flatten, unflatten
 
 ROWS = 509  # B of what is traced: no other axis has this length.
 SHOWN = 20  # Names in a message.
+KINDS = (jnp.bool_, jnp.integer, jnp.floating)  # Of what is stored.
 
 
 class Model(NamedTuple):
@@ -110,9 +111,7 @@ class Cut(NamedTuple):
         self, params: Any, net_state: Any, rng: Any, words: jax.Array, training: bool
     ) -> tuple[Any, hk.State]:
         """Applies what is left of the model; `absent` parameters may be missing."""
-        ends = itertools.accumulate(_size(leaf, self.dtype) for leaf in self.leaves)
-        parts = zip(jnp.split(words, [*ends][:-1], axis=1), self.leaves, strict=True)
-        given = [_array(part, leaf) for part, leaf in parts]
+        given = self.arrays(words)
         blank = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         shapes = flatten(self.model.params)
         whole = blank({path: shapes[path] for path in self.absent}) | flatten(params)
@@ -127,6 +126,12 @@ class Cut(NamedTuple):
         return outputs, treedef.unflatten(
             _replaced(jax.tree.leaves(new), self.stale, olds)
         )
+
+    def arrays(self, words: jax.Array) -> list[jax.Array]:
+        """Inverse of `compute`: features and kept inputs, [B, ...]."""
+        ends = itertools.accumulate(_size(leaf, self.dtype) for leaf in self.leaves)
+        parts = zip(jnp.split(words, [*ends][:-1], axis=1), self.leaves, strict=True)
+        return [_array(part, leaf) for part, leaf in parts]
 
     @property
     def dtype(self) -> Any:
@@ -144,7 +149,8 @@ def find(model: Model) -> Cut:
 
     Raises:
       ConfigError: no such module is called, or inside of a transformed function; the
-        features depend on what trains, or are random; or nothing is absent.
+        features depend on what trains, are random, complex, or made by a callback; or
+        nothing is absent.
     """
     inputs = jax.tree.map(lambda x: x.update(shape=(ROWS, *x.shape[1:])), model.inputs)
     model = model._replace(inputs=inputs)
@@ -179,8 +185,16 @@ def find(model: Model) -> Cut:
     ]
     kept = tuple(place in needed for place in inputs)
     features += _selected(jax.tree.leaves(model.inputs), kept)
+    for x in features:
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in KINDS):
+            raise ConfigError(f"{what}: features of {x.dtype} are not real numbers")
     facts = kept, frozenset(absent), tuple(stale), tuple(features)
-    return Cut(model, tuple(mask), *facts, digest(trained) != digest(program))
+    moves = any(
+        place in used
+        and whole.jaxpr.outvars[count + i] is not whole.jaxpr.invars[place]
+        for i, place in enumerate(states)
+    )
+    return Cut(model, tuple(mask), *facts, moves or digest(trained) != digest(program))
 
 
 def _trace_features(
@@ -232,11 +246,20 @@ def _uses(program: ClosedJaxpr, outputs: Collection[int]) -> set[int]:
 
 
 def digest(program: ClosedJaxpr) -> str:
-    """SHA-256 of all that the outputs depend on, constants among it."""
+    """SHA-256 of all that the outputs depend on, constants among it.
+
+    Raises `ConfigError` if that calls Python, of whose code no program tells.
+    """
     jaxpr = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))[0]
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, program.consts))
     text = jax.jit(function).lower(*shapes).as_text()
+    if "xla_ffi_python" in text:
+        raise ConfigError(
+            "config.finetuning.features: the trunk calls Python (jax.pure_callback, "
+            "jax.debug.print), and features would not change with that code; name "
+            "modules before that, or leave it out"
+        )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

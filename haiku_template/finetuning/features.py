@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ARRAYS = (ArrayDataset, EvaluationSet)
 NO_BATCH = {"outputs", "mask", "is_training"}  # What a task may take beside it.
+ALIKE = 0.05  # Of the largest feature: more than what rounding makes in bfloat16.
 BUCKETS = (BucketedDataset, BucketedEvaluationSet)
 
 
@@ -65,6 +66,21 @@ class InOrder:
             return {"inputs": dataset.inputs[rows]}
         longest = np.searchsorted(dataset.lengths, dataset.examples.sizes[rows[-1]])
         return dataset.examples.batch(rows, dataset.lengths[longest])
+
+
+class Beside(InOrder):
+    """A set's first batch, and its last example in all rows of another, the longest."""
+
+    num_batches = 2
+
+    def batch(self, index: int) -> Batch:
+        """Makes one batch."""
+        if index == 0:
+            return super().batch(0)
+        rows = self.rows(0)[-1:].repeat(len(self.rows(0)))
+        if isinstance(self.dataset, ARRAYS):
+            return {"inputs": self.dataset.inputs[rows]}
+        return self.dataset.examples.batch(rows, self.dataset.lengths[-1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +130,9 @@ def from_features(
     folder = Path(tuning.features_dir)
     folder /= _key(ordered, program, devices.platform, base, own)
     if not folder.is_dir():
+        for x in sets.values():
+            twice = probe.predict(state, Beside(x, trainer.batch_size))
+            _check_alone(cut, *twice)
         found = {name: probe.predict(state, x) for name, x in ordered.items()}
         _write(folder, ordered, found, cut)
     words = [_map(folder / f"{k}.npy", len(x.order), cut) for k, x in ordered.items()]
@@ -150,6 +169,28 @@ def _check(experiment: Any, task: Any, sets: dict[str, Any]) -> None:
                 f"{what} is for sets of numbered examples, arrays or JSON-lines; the "
                 f"batches of the {name} set ({type(dataset).__name__}) are functions "
                 "of the step alone"
+            )
+
+
+def _check_alone(cut: Cut, words: np.ndarray, others: np.ndarray) -> None:
+    """Raises `ConfigError` if an example has other features beside others.
+
+    `others` are of the last one of `words`, in all rows of a batch of the longest.
+    """
+    what = f"config.finetuning.features={cut.model.pattern!r}"
+    if words.shape != others.shape:
+        raise ConfigError(
+            f"{what}: the features of examples of another length are of another size; "
+            "name a module behind what pools them"
+        )
+    for one, other in zip(cut.arrays(words[-1:]), cut.arrays(others), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (one, other))
+        size = np.abs(a[np.isfinite(a)]).max(initial=0)
+        if not np.allclose(a, b, ALIKE, ALIKE * size, equal_nan=True):
+            raise ConfigError(
+                f"{what}: the features of an example depend on others in its batch, on "
+                "its place or on padding, and would change from step to step; name a "
+                "module before what mixes them, such as a norm over the batch"
             )
 
 
@@ -305,11 +346,6 @@ def _write_words(file: Path, dataset: InOrder, found: Any, cut: Cut) -> None:
         begin, size = opened.tell(), cut.width * cut.dtype.itemsize
         for index, words in enumerate(found):
             rows = dataset.rows(index)
-            if words.shape[1] != cut.width:
-                raise ConfigError(
-                    "config.finetuning.features: the features of examples of another "
-                    "length are of another size; name a module behind what pools them"
-                )
             ends = np.flatnonzero(np.diff(rows) != 1) + 1
             for run in np.split(np.arange(len(rows)), ends):
                 opened.seek(begin + int(rows[run[0]]) * size)

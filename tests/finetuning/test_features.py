@@ -355,9 +355,27 @@ def in_scan(x, is_training, axis_name=None):
     return hk.scan(lambda c, row: (c, plain(row[None], is_training)[0]), 0, x)[1]
 
 
+def mixed_by(mix):
+    """A model whose features are a function of those of a whole batch."""
+    return lambda x, is_training, axis_name=None: Head(name="head")(mix(trunk(x)))
+
+
+def norm_of_the_batch(x):
+    return hk.BatchNorm(True, True, 0.9)(x, True)
+
+
+def by_python(x):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"model": mixed_by(lambda x: x - x.mean(axis=0))}, "depend on others in its"),
+        ({"model": mixed_by(norm_of_the_batch)}, "depend on others in its batch"),
+        ({"model": mixed_by(lambda x: x * jnp.arange(len(x))[:, None])}, "others"),
+        ({"model": mixed_by(by_python)}, "the trunk calls Python"),
+        ({"model": mixed_by(lambda x: x + 1j)}, "features of complex64 are not real"),
         (
             {"tuning": AT_HEAD._replace(features="heat")},
             r"features='heat' fits no module that .*nearest is head.* first, head",
@@ -388,6 +406,33 @@ def test_what_cannot_begin_at_features_is_one_sentence(
         with_features(arrays(one_device, tmp_path, **options))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "features").exists()
+
+
+def test_features_that_padding_changes_are_refused(tmp_path, one_device):
+    def without_mask(batch, is_training, axis_name=None):
+        hidden = jax.nn.relu(hk.Linear(5, name="trunk")(batch["x"]) + 1)
+        return hk.Linear(3, name="head")(hidden.mean(axis=1))
+
+    data = texts(sizes=(4, 6))
+    with pytest.raises(ConfigError, match="on its place or on padding"):
+        with_features(
+            made(one_device, tmp_path, AT_HEAD, data=data, model=without_mask)
+        )
+
+
+def counting(x, is_training, axis_name=None):
+    """A trunk whose features follow the number of its calls."""
+    count = hk.get_state("count", (), init=jnp.zeros)
+    hk.set_state("count", count + is_training)
+    return hk.Linear(3, name="head")(trunk(x) * (1 + count))
+
+
+@pytest.mark.parametrize(("model", "said"), [(counting, True), (plain, False)])
+def test_state_that_training_moves_and_features_stay_without_is_said(
+    tmp_path, one_device, caplog, model, said
+):
+    with_features(arrays(one_device, tmp_path, model=model))
+    assert ("training would compute other features" in caplog.text) is said
 
 
 def test_a_task_that_reads_inputs_is_refused(tmp_path, one_device):
