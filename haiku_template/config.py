@@ -119,7 +119,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
     optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.
     optimizer.mu_dtype = config_dict.placeholder(str)  # First moments: bfloat16.
     optimizer.shard_moments = False  # A share on each device (ZeRO-1).
-    optimizer.momentum = config_dict.placeholder(float)  # sgd, adafactor.
+    optimizer.momentum = config_dict.placeholder(float)  # sgd (0.9), adafactor.
     optimizer.nesterov = config_dict.placeholder(bool)  # sgd.
     return optimizer
 

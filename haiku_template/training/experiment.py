@@ -12,7 +12,7 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import LOOP_KEYS, default_config, to_dict
+from haiku_template.config import LOOP_KEYS, check, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -109,6 +109,7 @@ class Experiment:
         `memory_limit` is in bytes on each device; None asks JAX. Raises `ConfigError`
         for unknown names and keys, and values that do not fit.
         """
+        check(config)
         if config.compat:
             compat.install()
         task = make_task(config)
@@ -122,8 +123,7 @@ class Experiment:
         function = resolve("model", keys.pop("name"), MODELS)
         check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
         flops = family and family.flops_per_token
-        if flops:
-            flops = functools.partial(flops, data.num_outputs, **keys)
+        flops = flops and functools.partial(flops, data.num_outputs, **keys)
         experiment = cls(
             model=make_model(config, data.num_outputs, devices.axis_name),
             task=task,

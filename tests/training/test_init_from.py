@@ -94,6 +94,15 @@ def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
             np.testing.assert_array_equal(leaf, body[module][name])
 
 
+@pytest.mark.parametrize("key", ["micro_batches", "finetuning.tran"])
+def test_a_script_is_refused_keys_that_would_change_nothing(cpu, key):
+    values = config()
+    *path, last = key.split(".")
+    (values.finetuning if path else values)[last] = 2
+    with pytest.raises(ConfigError, match=f"unknown key {key}"):
+        Experiment.from_config(values, cpu)
+
+
 def test_all_of_a_run_can_train_on(cpu, pretrained):
     state = (
         Experiment.from_config(config(init_from=str(pretrained)), cpu)
