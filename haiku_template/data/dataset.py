@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.files import check_memory
+from haiku_template.data.files import check_array, check_memory
 from haiku_template.errors import ConfigError
 
 Batch = Any  # A dict with `inputs`, or another tree of arrays.
@@ -109,9 +109,10 @@ def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:
     Raises `ConfigError` if there are no examples, or some without their label.
     """
     arrays = {"inputs": inputs} | ({} if labels is None else {"labels": labels})
-    if any(x.ndim == 0 for x in arrays.values()) or len(inputs) == 0:
-        shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in arrays.items())
-        raise ConfigError(f"{where} has no examples: {shapes}; one at least is needed")
+    shapes = {name: check_array(x, name, where) for name, x in arrays.items()}
+    if () in shapes.values() or len(inputs) == 0:
+        found = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
+        raise ConfigError(f"{where} has no examples: {found}; one at least is needed")
     if len({len(x) for x in arrays.values()}) > 1:
         found = f"{len(inputs)} inputs and {len(labels)} labels"
         raise ConfigError(f"{where} has {found}; each input needs one label")
@@ -183,5 +184,4 @@ class EvaluationSet:
         """Copies the arrays of one batch out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        arrays = named(self.inputs, self.labels)
-        return {name: array[rows].copy() for name, array in arrays.items()}
+        return {k: x[rows].copy() for k, x in named(self.inputs, self.labels).items()}

@@ -35,7 +35,7 @@ def from_split(
       ConfigError: an empty part, parts of different shapes, labels that are missing,
         outside the classes or of the wrong type; names the part.
     """
-    if preprocess is None and split.x_train.dtype == np.uint8:
+    if preprocess is None and getattr(split.x_train, "dtype", None) == np.uint8:
         preprocess = images.scale_pixels
     parts = {
         f"the training part of {where}": (split.x_train, split.y_train),

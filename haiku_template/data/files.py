@@ -11,7 +11,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
@@ -44,6 +44,17 @@ def check_memory(size: int, words: str, advice: str) -> None:
     if size > (memory := host_memory()):
         found = f"this machine has {memory:,} bytes of memory"
         raise ConfigError(f"{words}, and {found}; {advice}")
+
+
+def check_array(array: Any, name: str, where: str) -> tuple[int, ...]:
+    """Returns the shape of what must be one array [N, ...], and no tree of them."""
+    if not hasattr(array, "ndim"):
+        raise ConfigError(
+            f"the {name} of {where} are a {type(array).__name__}, and one array is "
+            "needed; trees of arrays come from `bucketed`, or from objects of yours: "
+            "batch(step) to train, num_batches and batch(index) to evaluate"
+        )
+    return array.shape
 
 
 def given_path(path: str | None, name: str, what: str) -> Path:

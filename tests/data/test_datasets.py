@@ -5,7 +5,16 @@ import re
 import numpy as np
 import pytest
 
-from haiku_template.data import DATASETS, BatchSpec, Split, digits, from_split, images
+from haiku_template.data import (
+    DATASETS,
+    ArrayDataset,
+    BatchSpec,
+    EvaluationSet,
+    Split,
+    digits,
+    from_split,
+    images,
+)
 from haiku_template.errors import ConfigError
 
 
@@ -156,6 +165,24 @@ def test_a_split_with_an_empty_part_is_refused(part):
     split = split_of([0, 1])._replace(**{part: np.zeros((0, 3)), y: np.zeros(0, int)})
     with pytest.raises(ConfigError, match=re.escape("inputs [0, 3]")):
         from_split(split, BatchSpec(2))
+
+
+@pytest.mark.parametrize(
+    "examples", [{"dna": np.ones((4, 3))}, [1, 2]], ids=["a tree", "a list"]
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: ArrayDataset(x, None, BatchSpec(2)),
+        lambda x: EvaluationSet(x, None, 2),
+        lambda x: from_split(Split(x, None, x, None), BatchSpec(2, labels="any")),
+    ],
+    ids=["training", "evaluation", "both"],
+)
+def test_what_is_no_array_is_told_where_trees_come_from(make, examples):
+    words = rf"a {type(examples).__name__}, and one array is needed; .*`bucketed`"
+    with pytest.raises(ConfigError, match=f"the inputs of the .*{words}"):
+        make(examples)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
