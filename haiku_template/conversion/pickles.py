@@ -219,7 +219,9 @@ def _known(module: str, name: str) -> Known:
     if found is None:
         raise ConfigError(
             f"it names {module}.{name}, and nothing but arrays, their dtypes, dicts, "
-            "lists, tuples, text and numbers is read from a pickle; nothing was run"
+            "lists, tuples, text and numbers is read from a pickle; nothing was run. "
+            "If you trust the file, load it where its code is installed, and save "
+            "{module: {name: array}} of it by numpy.save"
         )
     return found
 

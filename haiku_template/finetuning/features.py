@@ -166,9 +166,9 @@ def _check(experiment: Any, task: Any, sets: dict[str, Any]) -> None:
             )
         if not isinstance(dataset, ARRAYS + BUCKETS):
             raise ConfigError(
-                f"{what} is for sets of numbered examples, arrays or JSON-lines; the "
-                f"batches of the {name} set ({type(dataset).__name__}) are functions "
-                "of the step alone"
+                f"{what} is for sets of numbered examples: arrays, JSON-lines and what "
+                f"`bucketed` makes; the batches of the {name} set "
+                f"({type(dataset).__name__}) are functions of the step alone"
             )
 
 

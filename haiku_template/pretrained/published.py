@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 BESIDE = "state.safetensors"  # Network state, beside the parameters' file.
 MARK = "state:"
+SHOWN = 8  # Names in a sentence.
 # Keys of parameters, and of the network state beside them, as files have them.
 SECTIONS = {"params": ("state", "net_state", "hk_state", "haiku_state"), "0": ("1",)}
 WILDCARD = re.compile(r"(\*|\?|\[[^\]]+\])")
@@ -73,6 +74,8 @@ def read_published(
       ConfigError: the file is damaged or a pickle, or names, shapes or dtypes of
         parameters and state do not fit: lists every one.
     """
+    if state is not None:  # Frozen parameters are read without it, and none is fresh.
+        _say_fresh(source, names.fresh, shapes, state)
     found = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
     if state and not any(map(_is_state, found)) and beside.is_file():
@@ -142,16 +145,30 @@ def _without_sections(
     state = next((key for key in SECTIONS[params] if key in tops), None)
     others = [key for key in tops if key not in (params, state)]
     if others:
-        _say_ignored(source, ", ".join(others))
+        words = "%s holds more than parameters and network state, which is not read: %s"
+        _say_once(words, source, ", ".join(others))
     parts = [(path.partition("/"), x) for path, x in tensors.items()]
     taken = {path: x for (top, _, path), x in parts if top == params}
     return taken | {MARK + path: x for (top, _, path), x in parts if top == state}
 
 
 @functools.cache  # A start may read a file twice.
-def _say_ignored(source: Path, names: str) -> None:
-    words = "%s holds more than parameters and network state, which is not read: %s"
-    logger.warning(words, source, names)
+def _say_once(words: str, *values: Any) -> None:
+    logger.warning(words, *values)
+
+
+def _say_fresh(
+    source: Path, patterns: Sequence[str], shapes: hk.Params, state: hk.State
+) -> None:
+    paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
+    fresh = [path for path in paths if _fits(path, patterns)]
+    if fresh:
+        words = "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
+        _say_once(words, source, len(fresh), len(paths), _some(fresh))
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*names][:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
 def _is_state(path: str) -> bool:
@@ -167,9 +184,10 @@ def _fits(path: str, patterns: Iterable[str]) -> bool:
 def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
     for pattern in patterns:
         if not any(_fits(path, [pattern]) for path in paths):
+            guess = near(pattern, paths) or f"; they are {_some(paths)}"
             raise ConfigError(
                 f"config.finetuning.{key}: the pattern {pattern!r} fits none of the "
-                f"{len(paths)} that there are{near(pattern, paths)}"
+                f"{len(paths)} that there are{guess}"
             )
     return {path for path in paths if _fits(path, patterns)}
 

@@ -103,8 +103,10 @@ def match(
         raise ConfigError(
             f"the files do not fit the model, and nothing was read: {count['missing']} "
             f"missing, {count['extra']} extra, {count['mismatch']} mismatched "
-            "(parameters that no file holds can start fresh; config.finetuning can "
-            "ignore what a file alone holds, and rename)\n  " + "\n  ".join(faults)
+            "(in config.finetuning, rename maps names of the files to the model's, "
+            "fresh lets what is missing start from the seed, and ignore leaves out "
+            "what is extra; patterns are of paths, MODULE/NAME)\n  "
+            + "\n  ".join(faults)
         )
     return matches
 

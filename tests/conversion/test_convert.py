@@ -231,7 +231,7 @@ def test_what_could_run_is_named_and_not_run(
     if (name, writer) == ("Own", "pickle 0"):
         name = "copy_reg._reconstructor"
     assert re.match(rf"it names ([\w.]+\.)?{name}, and nothing but arrays", words)
-    assert "nothing was run" in words
+    assert "nothing was run" in words and "save {module: {name: array}}" in words
     assert not (tmp_path / "ran").exists()
 
 
@@ -357,6 +357,8 @@ def test_the_function_writes_all_or_nothing(tmp_path):
         convert(source, output)
     with pytest.raises(ConfigError, match="no file that is there"):
         convert(tmp_path / "none", tmp_path / "b.safetensors")
+    with pytest.raises(ConfigError, match="config.init_from reads an Orbax tree as it"):
+        convert(tmp_path, tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match=r"must end in \.safetensors"):
         convert(source, tmp_path / "b.npz")
 

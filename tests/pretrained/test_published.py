@@ -292,7 +292,8 @@ MISFITS = {
     "renamed nothing": (
         changed(),
         {"rename": [("old/*", "new/*")]},
-        "rename: the pattern 'old/*' fits none of the 27 that there are",
+        "rename: the pattern 'old/*' fits none of the 27 that there are; they are "
+        f"{PATHS[0]}, ",
     ),
     "fresh nothing": (
         changed(),
@@ -307,7 +308,7 @@ MISFITS = {
     "renamed away": (
         changed(),
         {"rename": [("head/*", "tail/*")]},
-        "missing  head/w float32[6, 3]: head/w is not",
+        "of paths, MODULE/NAME)\n  missing  head/w float32[6, 3]: head/w is not",
     ),
     "other wildcards": (
         changed(),
@@ -351,6 +352,24 @@ def test_what_may_be_missing_left_over_and_renamed(tmp_path, one_device):
     )
     assert_same(leaves, {k: x for k, x in flatten(PARAMS).items() if k != "head/w"})
     assert_same(state, {k: v for k, v in STATE.items() if "_1" not in k})
+
+
+def test_what_starts_from_the_seed_is_said(tmp_path, one_device, caplog):
+    np.savez(tmp_path / "a.npz", **flatten(TREE))
+    read(tmp_path / "a.npz", one_device)
+    read(
+        tmp_path / "a.npz",
+        one_device,
+        state=None,
+        fresh=["*"],
+        skip=PATHS,
+        ignore=["*"],
+    )
+    assert not caplog.messages
+    names = {"fresh": ["*"], "ignore": ["*"], "skip": PATHS}
+    assert read(tmp_path / "a.npz", one_device, **names) == ({}, {})
+    (words,) = caplog.messages
+    assert f"fresh starts 27 of 27 leaves from the seed: {PATHS[0]}, " in words
 
 
 def test_wildcards_are_carried_over_in_order(tmp_path, one_device):
