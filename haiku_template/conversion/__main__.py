@@ -22,6 +22,11 @@ def limit_memory(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def printable(text: str) -> str:
+    """Replaces what a file's names may do to a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def main(source: str, output: str, key: str) -> dict[str, object]:
     """Converts a file; returns what was written, or what is wrong."""
     path, target = Path(source), Path(output)
@@ -33,14 +38,14 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
             arrays, taken, left = trees.choose(tree, key or None)
             size = writing.write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
         except ConfigError as error:
-            return {"refused": str(error)}
+            return {"refused": printable(str(error))}
         except MemoryError:
             return {"refused": "it asks for more memory than a file of its size may"}
         except OSError as error:
             return {"failed": str(error)}
     count = sum(math.prod(array.shape) for array in arrays.values())
     facts = {"arrays": len(arrays), "numbers": count, "bytes": size}
-    return facts | {"taken": taken, "left": left}
+    return facts | {"taken": taken, "left": [printable(name) for name in left]}
 
 
 if __name__ == "__main__":

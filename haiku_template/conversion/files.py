@@ -85,7 +85,8 @@ def _load_array(path: Path) -> Any:
             version = np.lib.format.read_magic(file)
             shape, fortran, dtype = HEADERS[version](file)
         except (ValueError, LookupError, TypeError, EOFError) as error:
-            raise ConfigError(f"its header is damaged: {error}") from error
+            words = str(error).partition("\n")[0]  # What follows tells to unpickle it.
+            raise ConfigError(f"its header is damaged: {words}") from error
         first = file.tell()
     if dtype.hasobject:
         return pickles.load(path, first)

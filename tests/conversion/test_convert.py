@@ -168,7 +168,7 @@ def test_the_only_parameters_are_found_and_the_rest_named(tmp_path, converted, k
 
 
 def test_a_key_chooses_among_several(tmp_path, converted):
-    tree = {"a": {"x/y": PARAMS}, "ema": STATE, "note": "text"}
+    tree = {"a": {"x/y": PARAMS}, "ema": STATE, "note\n": "text"}
     pickled(4)(tmp_path / "file", tree)
     words = converted(tmp_path / "file")["refused"]
     assert "2 sets of parameters" in words and "--key=ema or --key=a/x/y" in words
@@ -177,9 +177,9 @@ def test_a_key_chooses_among_several(tmp_path, converted):
         in converted(tmp_path / "file", "emas")["refused"]
     )
     assert "inside a are x/y" in converted(tmp_path / "file", "a/z")["refused"]
-    assert "note is a str;" in converted(tmp_path / "file", "note")["refused"]
+    assert "note? is a str;" in converted(tmp_path / "file", "note\n")["refused"]
     facts = converted(tmp_path / "file", "a/x/y")
-    assert facts["left"] == ["ema", "note"]
+    assert facts["left"] == ["ema", "note?"]
     assert_same(tmp_path / "out.safetensors", flat(PARAMS))
 
 
@@ -296,6 +296,11 @@ CLAIMS = {
             b"K\1K\0K\2", b"K\1K\1K\2"
         ),
         "axes are (1, 1, 2)",
+    ),
+    "escapes": (pickle.dumps({"a\n\x1b[2J": 1}), "but a dict of a??[2J"),
+    "long header": (
+        np.lib.format.magic(2, 0) + struct.pack("<I", 60000) + 60000 * b"(",
+        "header is damaged: Header info length",
     ),
     "keys": (b"\x80\2}K\1" + 60 * b"q\0h\0\x86" + b"Ns.", "tuples of tuples"),
     "archive": (b"PK\3\4" + bytes(50), "truncated or damaged"),
