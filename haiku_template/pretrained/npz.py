@@ -37,14 +37,19 @@ def read_headers(source: Path) -> list[Tensor]:
     Raises:
       ConfigError: it is truncated or damaged.
     """
+    listed, name = [], "its end"
     try:
         # Open as long as the tensors are there: reading its directory takes long.
         archive = zipfile.ZipFile(source)
-        return [_header(archive, info, source) for info in archive.infolist()]
+        for info in archive.infolist():
+            name = info.filename
+            listed.append(_header(archive, info, source))
     except DAMAGE as error:
         raise ConfigError(
-            f"{source} is truncated, damaged, or no archive of NumPy's: {error}"
+            f"{source} is truncated, damaged, or no archive of NumPy's, at {name}: "
+            + str(error).partition("\n")[0]  # What follows tells to unpickle it.
         ) from error
+    return listed
 
 
 def dtype_name(dtype: np.dtype | None) -> str:

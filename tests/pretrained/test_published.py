@@ -432,7 +432,12 @@ def test_damaged_archives_are_one_sentence(tmp_path, one_device):
         read(path, one_device, state=None)
     with zipfile.ZipFile(path, "w") as opened:
         opened.writestr("a.npy", np.lib.format.magic(1, 0) + b"\x0c\0{'shape': 1}\n")
-    with pytest.raises(ConfigError, match="truncated, damaged"):
+    with pytest.raises(ConfigError, match=r"truncated, damaged.*at a\.npy: Header"):
+        read(path, one_device, state=None)
+    long = np.lib.format.magic(2, 0) + (60000).to_bytes(4, "little") + 60000 * b"("
+    with zipfile.ZipFile(path, "w") as opened:
+        opened.writestr("b.npy", long)
+    with pytest.raises(ConfigError, match=r"at b\.npy: Header info.*securely\.$"):
         read(path, one_device, state=None)
 
 
