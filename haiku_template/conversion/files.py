@@ -129,8 +129,7 @@ class _Zlib(io.RawIOBase):
             packed = self._stream.unconsumed_tail or self._file.read(PIECE)
             if not packed:
                 raise EOFError("the compressed stream has no end")
-            piece = self._stream.decompress(packed, size)
-            if piece:
+            if piece := self._stream.decompress(packed, size):
                 return piece
         return b""
 

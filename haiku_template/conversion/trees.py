@@ -154,10 +154,7 @@ def _take(node: Any) -> tuple[list[tuple[str, Any]], list[str]]:
     pair = None if is_params(node) else _pair(node)
     if pair:
         params, state, left = pair
-        if not state:
-            return [*_names(params)], left
-        pairs = ((PARAMS, params), (STATE[0], state))
-        return [(f"{k}/{n}", x) for k, v in pairs for n, x in _names(v)], left
+        return [*_names({PARAMS: params, STATE[0]: state} if state else params)], left
     left = []
     if isinstance(node, dict) and any(_is_number(x) for x in node.values()):
         left = [str(name) for name, x in node.items() if not _is_number(x)]
