@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,9 @@ KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm
 KEYS += ("shard_moments",)
 # They keep the shape of an array and mix its elements.
 MIXING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"}
-SIZES = (
-    1009  # Of the dimensions that a check traces, upwards: all different, and large.
-)
+# Of the dimensions that a check traces, upwards: all different, and large.
+SIZES = (1009, 2003)
+NO_NUMBER = re.compile(r"(?<=[\[(, ])(10|20)[01]\d(?=[\]),])|0x\w+")  # Nor addresses.
 DECAY_FRACTION = 0.2  # Of the steps, in which `wsd` decays.
 
 
@@ -192,17 +193,22 @@ def sharded(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 def _check_elementwise(optimizer: optax.GradientTransformation, params: Any) -> None:
     """Raises `ConfigError` unless an update of an element needs that element alone."""
 
-    def other(x: Any) -> jax.ShapeDtypeStruct:
-        # A mixing operation may keep the shape of a square matrix, not of this one.
-        return jax.ShapeDtypeStruct(tuple(range(SIZES, SIZES + x.ndim)), x.dtype)
+    def traced(first: int) -> tuple[bool, Any]:
+        def other(x: Any) -> jax.ShapeDtypeStruct:
+            # A mixing operation may keep the shape of a square matrix, not of this one.
+            return jax.ShapeDtypeStruct(tuple(range(first, first + x.ndim)), x.dtype)
 
-    params = jax.tree.map(other, params)
-    state = jax.eval_shape(optimizer.init, params)
-    known = {(), *(x.shape for x in jax.tree.leaves(params))}
-    odd = any(x.shape not in known for x in jax.tree.leaves(state))
-    mixing = "a state of other shapes" if odd else ""
-    if not mixing:
-        mixing = _mixing(jax.make_jaxpr(optimizer.update)(params, state, params))
+        shapes = jax.tree.map(other, params)
+        state = jax.eval_shape(optimizer.init, shapes)
+        known = {(), *(x.shape for x in jax.tree.leaves(shapes))}
+        odd = any(x.shape not in known for x in jax.tree.leaves(state))
+        return odd, jax.make_jaxpr(optimizer.update)(shapes, state, shapes)
+
+    (odd, update), (_, larger) = map(traced, SIZES)
+    mixing = "a state of other shapes" if odd else _mixing(update)
+    texts = {NO_NUMBER.sub("", f"{x} {x.consts}") for x in (update, larger)}
+    if len(texts) > 1:
+        mixing = mixing or "numbers that depend on the shape of a parameter"
     if mixing:
         raise ConfigError(
             "config.optimizer.shard_moments: this optimizer does not update each "

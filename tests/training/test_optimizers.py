@@ -164,6 +164,7 @@ def test_first_moments_may_be_of_half_precision(name):
         (f"{__name__}:clipping", "reduce_sum"),
         (f"{__name__}:summing", "cumsum"),
         (f"{__name__}:multiplying", "(transpose|dot)"),
+        (f"{__name__}:narrowing", "numbers that depend on the shape"),
     ],
 )
 def test_moments_of_what_mixes_elements_are_not_sharded(name, words):
@@ -188,6 +189,13 @@ def drawing(learning_rate):
 def multiplying(learning_rate):
     def update(grads, _):
         return jax.tree.map(lambda x: x @ x.T @ x if x.ndim == 2 else x, grads)
+
+    return optax.stateless(update)
+
+
+def narrowing(learning_rate):
+    def update(grads, _):
+        return jax.tree.map(lambda x: x / np.sqrt(len(x)), grads)
 
     return optax.stateless(update)
 
