@@ -10,7 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.selection import check_share
+from haiku_template.devices.selection import TOO_LATE, backend_started, check_share
 from haiku_template.devices.transfer import Ledger
 from haiku_template.errors import ConfigError, DeviceError, near
 
@@ -59,8 +59,8 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
 
     Raises:
       ConfigError: no such card or file, or not one of XLA's.
-      DeviceError: JAX's CUDA plugin is not installed, or of another version; or the
-        share is none.
+      DeviceError: JAX's CUDA plugin is not installed, or of another version; JAX has
+        started on other flags; or the share is none.
     """
     several = None if text in CARDS else re.fullmatch(r"(.+)x(\d+)", text)
     name, number = (several[1], int(several[2])) if several else (text, 1)
@@ -81,7 +81,13 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
     check_share(memory_fraction)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {FLAGS}".strip()
+    if FLAGS not in flags:
+        if backend_started():
+            raise DeviceError(
+                f"--target={text} sets XLA_FLAGS={FLAGS}, and JAX has started and "
+                f"would ignore it; {TOO_LATE}, or set it in the environment"
+            )
+        os.environ["XLA_FLAGS"] = f"{flags} {FLAGS}".strip()
     jax.config.update("jax_platforms", "cpu")
     # It would be written and could not be read.
     jax.config.update("jax_enable_compilation_cache", False)

@@ -4,10 +4,12 @@ No CUDA plugin is needed; `tests/target` compiles with one.
 """
 
 import gzip
+import os
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from haiku_template.devices import targets
@@ -107,6 +109,18 @@ def test_a_plugin_of_another_version_is_refused_before_xla_aborts(installed):
     words = f"jax-cuda12-plugin is 0.1.0 and jaxlib is {version('jaxlib')}; .* pip"
     with pytest.raises(DeviceError, match=words):
         targets.target_devices("h100")
+
+
+def test_a_target_after_jax_has_started_on_other_flags_is_refused(
+    installed, monkeypatch
+):
+    jax.devices()
+    installed(jax_cuda12_plugin=version("jaxlib"), nvidia_cudnn_cu12="9.10")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    words = rf"--target=h100 sets XLA_FLAGS={targets.FLAGS}, and JAX has started .* set"
+    with pytest.raises(DeviceError, match=words):
+        targets.target_devices("h100")
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/nowhere"
 
 
 def test_a_program_of_a_gpt_is_read():
