@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,10 @@ def open_source(
     if init_from is None:
         return None
     path, finetuning = Path(init_from), finetuning or Finetuning()
-    if not path.exists():
+    if not os.access(path, os.R_OK):
+        what = "may not be read" if path.exists() else "is not there"
         raise ConfigError(
-            f"config.init_from={init_from} is not there (looked for in {Path.cwd()}); "
+            f"config.init_from={init_from} {what} (looked for in {Path.cwd()}); "
             "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "
             "a safetensors file or .npz; where a run's source has moved, its "
             "config.json may be told"
