@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import ArrayDataset
+from haiku_template.data import ArrayDataset, each_shape
 from haiku_template.devices import (
     DeviceManager,
     canonical_shapes,
@@ -33,6 +33,7 @@ from haiku_template.params import leaves_by_path
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import pad, summarize
 from haiku_template.training.memory import Budget, check_budget
+from haiku_template.training.state import split_seed
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -302,9 +303,35 @@ def check_before_start(
 
 def check_norms(trainer: Trainer) -> None:
     """Raises `PlacementError` if normalization does not average over the devices."""
-    devices = trainer.devices
+    devices, experiment = trainer.devices, trainer.experiment
     if devices.axis_name is None:
         return
+    init = trainer.functions(devices.axis_name).init
+    alone = _norms_alone(devices, init, {})
+    if alone and experiment.step is None:  # Initialized; in training they may be fixed.
+        recipe, state = trainer.recipe, trainer.abstract
+
+        def forward(*args: Any) -> Any:
+            rng = split_seed(recipe.seed).params
+            return experiment.steps.forward(recipe, *args, (rng, rng), True)[1]
+
+        batch = canonical_shapes(each_shape(experiment.data.train)[0])
+        args = state.variables(), state.frozen, batch
+        alone = _norms_alone(devices, forward, *args)
+    if alone:
+        raise PlacementError(
+            f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
+            f"{devices.num_devices} devices: give it "
+            "cross_replica_axis=devices.axis_name (in a function of your own that a "
+            "config names: axis_name), or is_training=hk.running_init(), which keeps "
+            "its statistics as they are"
+        )
+
+
+def _norms_alone(
+    devices: DeviceManager, function: Callable[..., Any], *args: Any
+) -> list[str]:
+    """Names norms that are called to train, and without the axis of the devices."""
     alone: list[str] = []
 
     def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -319,14 +346,8 @@ def check_norms(trainer: Trainer) -> None:
         return call(*args, **kwargs)
 
     with hk.intercept_methods(look):
-        devices.abstract(trainer.functions(devices.axis_name).init, {})
-    if alone:
-        raise PlacementError(
-            f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
-            f"{devices.num_devices} devices: give it "
-            "cross_replica_axis=devices.axis_name (in a function of your own that a "
-            "config names: axis_name)"
-        )
+        devices.abstract(function, *args)
+    return alone
 
 
 def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:

@@ -219,6 +219,22 @@ def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
     train(made(1, model=model), num_steps=1, workdir=tmp_path)
 
 
+def test_a_norm_whose_statistics_are_fixed_needs_no_axis(tmp_path):
+    """A published trunk, whose code has none, trains its head on several devices."""
+
+    def forward(inputs, is_training):
+        norm = hk.BatchNorm(True, True, 0.9, eps=1.0, name="own_norm")
+        return hk.Linear(3)(norm(hk.Flatten()(inputs), hk.running_init()))
+
+    model = hk.transform_with_state(forward)
+    results = [
+        train(made(n, model=model), num_steps=4, workdir=tmp_path / str(n))
+        for n in (1, 4)
+    ]
+    for a, b in zip(*(jax.tree.leaves(x.state) for x in results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def mean_keeper(inputs, is_training):
     """Keeps a mean of its own rows, in a state that no name tells."""
     x = hk.Flatten()(inputs)
