@@ -30,9 +30,11 @@ def convert(
       StorageError: `output` cannot be written.
     """
     source, output = Path(source), Path(output)
-    if not source.is_file():
+    if not source.is_file() or not os.access(source, os.R_OK):
         as_it_is = "; config.init_from reads an Orbax tree as it is" * source.is_dir()
-        raise ConfigError(f"--input={source} is no file that is there{as_it_is}")
+        raise ConfigError(
+            f"--input={source} is no file that is there and may be read{as_it_is}"
+        )
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output={output} must end in .safetensors")
     with new_file(output) as partial:

@@ -347,7 +347,7 @@ def test_one_array_named_many_times_does_not_grow_the_file(tmp_path, converted):
     assert "more than 100,000" in converted(tmp_path / "file")["refused"]
 
 
-def test_the_function_writes_all_or_nothing(tmp_path):
+def test_the_function_writes_all_or_nothing(tmp_path, monkeypatch):
     source, output = tmp_path / "a.pkl", tmp_path / "new/a.safetensors"
     pickled(4)(source, {"net": {"w": Runs(os.system, f"touch {tmp_path}/ran")}})
     with pytest.raises(ConfigError, match="nothing is written: it names posix.system"):
@@ -364,6 +364,9 @@ def test_the_function_writes_all_or_nothing(tmp_path):
         convert(tmp_path / "none", tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match="config.init_from reads an Orbax tree as it"):
         convert(tmp_path, tmp_path / "b.safetensors")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="may be re"):
+        patch.setattr("os.access", lambda path, mode: path != source)
+        convert(source, tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match=r"must end in \.safetensors"):
         convert(source, tmp_path / "b.npz")
 

@@ -142,9 +142,12 @@ def test_a_run_whose_frozen_part_changed_does_not_resume(tmp_path, cpu, pretrain
         Experiment.from_config(config(init_from=str(workdir)), cpu).trainer(cpu)
 
 
-def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained):
+def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
     with pytest.raises(ConfigError, match=r"init_from=nowhere is not there"):
         Experiment.from_config(config(init_from="nowhere"), cpu).trainer(cpu)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="not be re"):
+        patch.setattr("os.access", lambda path, mode: path != pretrained)
+        open_source(str(pretrained), None, cpu)
     file = tmp_path / "model.safetensors"
     save_file({"mlp/~/linear_0/w": np.zeros((3, 3), np.float32)}, file)
     trainer = Experiment.from_config(config(init_from=str(file)), cpu).trainer(cpu)
