@@ -70,6 +70,10 @@ from jax.sharding import PositionalSharding
 > jax.sharding.PositionalSharding, jax 0.7.0, jax.sharding.NamedSharding
 import jax; lax = jax.lax; y = lax.tie_in(x, y)
 > jax.lax.tie_in, jax 0.4.29, its second argument
+import jax; a = b = jax; b.tree_leaves(x)
+> jax.tree_leaves, jax 0.6.0, jax.tree.leaves
+import jax; a: object = jax; a.tree_leaves(x)
+> jax.tree_leaves, jax 0.6.0, jax.tree.leaves
 from jax.interpreters import pxla; pxla.Mesh(devices, names)
 > jax.interpreters.pxla.Mesh, jax 0.4.11, jax.sharding.Mesh
 import jax; jax.xla_computation(f)(x)
@@ -106,6 +110,10 @@ LOOK_ALIKES = [
     "    from jax.example_libraries import optimizers\noptimizers.adam",
     "import jax\ntree_map = jax.tree.map if hasattr(jax, 'tree') else jax.tree_map",
     "import jax\nif jax.__version_info__ < (0, 6):\n    jax.tree_map(f, x)",
+    "import jax\ndef f():\n    if hasattr(jax, 'tree'):\n        return jax.tree.map\n"
+    "    return jax.tree_map",
+    "from contextlib import suppress\nwith suppress(ImportError):\n"
+    "    from jax import tree_map",
     "from mine import JAX_VERSION\nimport jax\nif JAX_VERSION > (0, 6): ...\n"
     "else:\n    jax.tree_map(f, x)",
     "import jax\njax.tree_map = jax.tree.map\njax.tree_map(f, x)",

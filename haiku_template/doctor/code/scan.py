@@ -119,8 +119,10 @@ def _bound(nodes: Iterable[ast.AST], outer: Paths, guarded: set[int]) -> Paths:
             old = {name for name, path in bound.items() if _row(path)}
             for name in bound.keys() - (old if id(node) in guarded else set()):
                 imports[name] = bound[name]
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            aliases.append((node.targets[0].id, node.value))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = getattr(node, "targets", None) or [node.target]
+            named = [target.id for target in targets if isinstance(target, ast.Name)]
+            aliases += [(name, node.value) for name in named]
         elif isinstance(node, ast.Global | ast.Nonlocal):
             others.difference_update(node.names)
         elif isinstance(node, NAMED):
@@ -146,16 +148,31 @@ def _guarded(tree: ast.Module) -> set[int]:
     known = {variable for variable, path in bound if path.startswith(PACKAGES)}
     for node in nodes:
         held = []
-        if isinstance(node, ast.Try) and any(map(_catches, node.handlers)):
+        if isinstance(node, ast.Try) and any(_catches(h.type) for h in node.handlers):
             held = [*node.body, *node.handlers]
+        elif isinstance(node, ast.With):  # Such as contextlib.suppress(ImportError).
+            held = (
+                node.body if any(_catches(i.context_expr) for i in node.items) else []
+            )
+        elif isinstance(node, FUNCTIONS[:2]):
+            held = _after_return(node.body, known)
         elif isinstance(node, ast.If | ast.IfExp | ast.BoolOp):
             held = [node] if _asks(getattr(node, "test", node), known) else []
         guarded.update(id(inner) for part in held for inner in ast.walk(part))
     return guarded
 
 
-def _catches(handler: ast.ExceptHandler) -> bool:
-    names = ast.walk(handler.type) if handler.type else ()
+def _after_return(body: list[ast.stmt], known: set[str]) -> list[ast.stmt]:
+    """Statements behind a condition that returns where JAX has what it asks for."""
+    for i, node in enumerate(body):
+        returns = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return)
+        if returns and _asks(node.test, known):
+            return body[i:]
+    return []
+
+
+def _catches(what: ast.expr | None) -> bool:
+    names = ast.walk(what) if what else ()
     return any(isinstance(name, ast.Name) and name.id in MISSING for name in names)
 
 
