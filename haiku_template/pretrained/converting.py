@@ -50,7 +50,8 @@ def convert(
             facts = json.loads(child.stdout)
         except ValueError:
             last = child.stderr.strip().split("\n")[-1]
-            facts = {"refused": f"the process that read it ended: {last or child}"}
+            last = last or f"exit status {child.returncode}"
+            facts = {"refused": f"the process that read it ended: {last}"}
         if "failed" in facts:
             raise StorageError(f"{output} cannot be written: {facts['failed']}")
         if "refused" in facts:

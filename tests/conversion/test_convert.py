@@ -367,6 +367,11 @@ def test_the_function_writes_all_or_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="may be re"):
         patch.setattr("os.access", lambda path, mode: path != source)
         convert(source, tmp_path / "b.safetensors")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="status -9$"):
+        (tmp_path / "killed").write_text("#!/bin/sh\nkill -9 $$\n")
+        (tmp_path / "killed").chmod(0o700)
+        patch.setattr("sys.executable", str(tmp_path / "killed"))
+        convert(source, tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match=r"must end in \.safetensors"):
         convert(source, tmp_path / "b.npz")
 
