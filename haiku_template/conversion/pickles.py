@@ -212,9 +212,10 @@ def _set(target: Any, items: list[Any]) -> dict[Any, Any]:
     return target
 
 
-def _known(module: str, name: str) -> Known:
-    found = KNOWN.get((module, name))
-    if found is None and not NAME.fullmatch(f"{module}.{name}"):
+def _known(module: Any, name: Any) -> Known:
+    is_text = isinstance(module, str) and isinstance(name, str)
+    found = KNOWN.get((module, name)) if is_text else None
+    if found is None and not (is_text and NAME.fullmatch(f"{module}.{name}")):
         raise ValueError("a name is none")
     if found is None:
         raise ConfigError(
@@ -314,6 +315,11 @@ def _encoded(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _make_dict(items: Any = ()) -> dict[Any, Any]:
+    pairs = items.items() if isinstance(items, dict) else items
+    return _set({}, [part for pair in pairs for part in pair])
+
+
 def _make_dtype(code: Any, *_: Any) -> Dtype:
     return Dtype(code.name.split(".")[-1] if isinstance(code, Known) else str(code))
 
@@ -322,9 +328,9 @@ KNOWN = {
     ("numpy", "ndarray"): Known("numpy.ndarray"),
     ("numpy", "dtype"): Known("numpy.dtype", _make_dtype),
     ("_codecs", "encode"): Known("_codecs.encode", _encoded),
-    ("collections", "OrderedDict"): Known("OrderedDict", dict),
+    ("collections", "OrderedDict"): Known("OrderedDict", _make_dict),
     # Haiku's own dictionary, of earlier versions.
-    ("haiku._src.data_structures", "FlatMapping"): Known("FlatMapping", dict),
+    ("haiku._src.data_structures", "FlatMapping"): Known("FlatMapping", _make_dict),
     ("joblib.numpy_pickle", "NumpyArrayWrapper"): Known("joblib", Wrapper),
     ("jax._src.array", "_reconstruct_array"): Known("jax", _of_jax),
     ("jax._src.device_array", "reconstruct_device_array"): Known("jax", _of_jax),

@@ -264,6 +264,7 @@ def of_numpy(shape):
     return file.getvalue() + W.tobytes()
 
 
+DOUBLED = b"K\1" + 60 * b"q\0h\0\x86"
 CLAIMS = {
     "bytes": (claim(10**10), "claims 10,000,000,000 bytes, and"),
     "endless bytes": (claim(2**63), "claims 9,223,372,036,854,775,808 bytes"),
@@ -302,7 +303,13 @@ CLAIMS = {
         np.lib.format.magic(2, 0) + struct.pack("<I", 60000) + 60000 * b"(",
         "header is damaged: Header info length",
     ),
-    "keys": (b"\x80\2}K\1" + 60 * b"q\0h\0\x86" + b"Ns.", "tuples of tuples"),
+    # Tuples in tuples that double: nobody waits for their hash.
+    "keys": (b"\x80\2}" + DOUBLED + b"Ns.", "tuples of tuples"),
+    "keys of pairs": (
+        b"\x80\2ccollections\nOrderedDict\n]" + DOUBLED + b"N\x86a\x85R.",
+        "tuples of tuples",
+    ),
+    "names of tuples": (b"\x80\4" + DOUBLED + b"\x8c\1a\x93.", "a name is none"),
     "archive": (b"PK\3\4" + bytes(50), "truncated or damaged"),
 }
 
