@@ -67,7 +67,7 @@ COSTS = {
     "optimizer moments in bfloat16, and sharded over the devices": 241,
     "attention pads by lengths": 8,
     "attention of packed examples, and a word on how full their windows are": 51,
-    "heads from features of a frozen trunk, computed once": 689,
+    "heads from features of a frozen trunk, computed once": 681,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
 }
 DOCTOR_COSTS = {

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import haiku as hk
@@ -68,21 +69,6 @@ class InOrder:
         return dataset.examples.batch(rows, dataset.lengths[longest])
 
 
-class Beside(InOrder):
-    """A set's first batch, and its last example in all rows of another, the longest."""
-
-    num_batches = 2
-
-    def batch(self, index: int) -> Batch:
-        """Makes one batch."""
-        if index == 0:
-            return super().batch(0)
-        rows = self.rows(0)[-1:].repeat(len(self.rows(0)))
-        if isinstance(self.dataset, ARRAYS):
-            return {"inputs": self.dataset.inputs[rows]}
-        return self.dataset.examples.batch(rows, self.dataset.lengths[-1])
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Words:
     """Examples of a set in buckets, with words [N, W] in place of their inputs."""
@@ -130,9 +116,8 @@ def from_features(
     folder = Path(tuning.features_dir)
     folder /= _key(ordered, program, devices.platform, base, own)
     if not folder.is_dir():
-        for x in sets.values():
-            twice = probe.predict(state, Beside(x, trainer.batch_size))
-            _check_alone(cut, *twice)
+        for x in ordered.values():
+            _check_alone(cut, functools.partial(probe.predict, state), x)
         found = {name: probe.predict(state, x) for name, x in ordered.items()}
         _write(folder, ordered, found, cut)
     words = [_map(folder / f"{k}.npy", len(x.order), cut) for k, x in ordered.items()]
@@ -172,12 +157,19 @@ def _check(experiment: Any, task: Any, sets: dict[str, Any]) -> None:
             )
 
 
-def _check_alone(cut: Cut, words: np.ndarray, others: np.ndarray) -> None:
+def _check_alone(cut: Cut, predict: Callable[..., Any], dataset: InOrder) -> None:
     """Raises `ConfigError` if an example has other features beside others.
 
-    `others` are of the last one of `words`, in all rows of a batch of the longest.
+    It is the last of a batch, and then in all rows of one of the longest.
     """
-    what = f"config.finetuning.features={cut.model.pattern!r}"
+    what, first = f"config.finetuning.features={cut.model.pattern!r}", dataset.rows(0)
+    rows, of = first[-1:].repeat(len(first)), dataset.dataset
+    if isinstance(of, ARRAYS):
+        alone = {"inputs": of.inputs[rows]}
+    else:
+        alone = of.examples.batch(rows, of.lengths[-1])
+    two = [dataset.batch(0), alone].__getitem__
+    words, others = predict(SimpleNamespace(num_batches=2, batch=two))
     if words.shape != others.shape:
         raise ConfigError(
             f"{what}: the features of examples of another length are of another size; "
