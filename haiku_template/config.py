@@ -344,13 +344,13 @@ RANGES = (
         "a tuple of patterns, such as ('*/head/*',)",
     ),
     (
-        "finetuning.rename",
+        "finetuning.rename finetuning.lora.axes",
         lambda value: all(
             isinstance(pair, tuple)
             and len(pair) == 2
             and all(isinstance(item, str) for item in pair)
             for pair in value
         ),
-        "a tuple of pairs of patterns, such as (('old/*', 'new/*'),)",
+        "a tuple of pairs of text, such as (('old/*', 'new/*'),) of patterns",
     ),
 )

@@ -58,6 +58,8 @@ def changed(key, value):
     [
         ("finetuning.rename", (("a", 1),), "rename=.*; possible is a tuple of pairs"),
         ("finetuning.rename", ("a", "b"), "rename=.*; possible is a tuple of pairs"),
+        ("finetuning.lora.axes", ((3, "in out"),), "axes=.* is a tuple of pairs"),
+        ("finetuning.lora.axes", ("*/w", "in out"), "axes=.* is a tuple of pairs"),
         ("finetuning.ignore", (1,), "ignore=.*; possible is a tuple of patterns"),
         ("num_steps", 0, "num_steps=0; possible is 1 or more"),
         ("num_steps", 1e3, r"num_steps=1000\.0 has the wrong type.*a whole number"),
