@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "docs" / name for name in ("devices.md", "extend.md")]
+DOCUMENTS = [
+    ROOT / "docs" / name for name in ("devices.md", "extend.md", "published_models.md")
+]
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:```\n(?P<output>.*?)```\n)?", re.S)
 NEXT = "~~~ the next block ~~~"
 COLOURS = ("FORCE_COLOR", "TTY_COMPATIBLE")  # They make rich colour what is piped.
