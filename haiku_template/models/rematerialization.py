@@ -11,7 +11,7 @@ import haiku as hk
 import jax
 
 from haiku_template.errors import ConfigError, near
-from haiku_template.params import matching
+from haiku_template.params import leaves_by_path, matching
 
 SHOWN = 20  # Names in a message.
 NUMBER = re.compile(r"_\d+$")
@@ -132,13 +132,13 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict, name: str) 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
         whole = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
         given = jax.tree.unflatten(structure, whole.values())
-        token = _nested.set(True)
+        before, token = leaves_by_path(given), _nested.set(True)
         try:
             made, form = jax.tree.flatten(call(*given[0], **given[1]))
         finally:
             _nested.reset(token)
-        after, changed = jax.tree.flatten(given)
-        if changed != structure or any(map(is_not, after, whole.values())):
+        after = leaves_by_path(given)
+        if [*before] != [*after] or any(map(is_not, before.values(), after.values())):
             raise ConfigError(
                 f"config.model.remat: {name} changes a dictionary or a list that it is "
                 "given, which its caller would not see; name a module around all that "

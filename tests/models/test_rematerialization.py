@@ -195,6 +195,37 @@ def test_a_module_that_changes_its_arguments_is_refused(change):
         again.apply(params, state, None, X, True)
 
 
+@jax.tree_util.register_pytree_node_class
+class OnceKey:
+    """A key that notes its use, as AlphaFold's."""
+
+    def __init__(self, key, used=False):
+        self.key, self.used = key, used
+
+    def tree_flatten(self):
+        return (self.key,), self.used
+
+    @classmethod
+    def tree_unflatten(cls, used, leaves):
+        return cls(*leaves, used)
+
+
+def test_a_key_that_notes_its_use_is_an_argument_like_others():
+    class Drawing(hk.Module):
+        def __call__(self, x, key):
+            key.used = True
+            return hk.Linear(8)(x) * jax.random.uniform(key.key)
+
+    def forward(x):
+        return Drawing(name="drawing")(x, OnceKey(hk.next_rng_key()))
+
+    plain = hk.transform(forward)
+    again, key = remat(plain, ("drawing",)), jax.random.key(0)
+    params = again.init(key, X)
+    outputs = [made.apply(params, key, X) for made in (plain, again)]
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("keys", [{"remat": (3,)}, {"remat": ("a", None)}])
 def test_what_is_no_pattern_is_refused(keys):
     with pytest.raises(ConfigError, match="possible are a tuple of patterns"):
