@@ -58,8 +58,8 @@ MOST_FILES, MOST_COMMANDS, MOST_LINES = 12, 16, 400
 COSTS = {
     "the house after the rebuild": 10_000,
     "--target: programs for GPUs that are not here": 493,
-    "convert: published pickles to safetensors, none of them run": 880,
-    "init_from: npz and Orbax trees, with state, in names that may differ": 509,
+    "convert: published pickles to safetensors, none of them run": 883,
+    "init_from: npz and Orbax trees, with state, in names that may differ": 511,
     "own_loss, per_example, batches of any tree, bucketed by length": 511,
     "compat: names that JAX removed, put back when asked": 156,
     "LoRA of convolutions and of tensors of more axes": 134,

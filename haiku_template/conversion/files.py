@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,8 @@ HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+HEADER_DAMAGE = (ValueError, LookupError, TypeError, EOFError)
+HEADER_DAMAGE += (SyntaxError, tokenize.TokenError)
 ARCHIVE, ARRAY = b"PK\3\4", b"\x93NUMPY"
 
 
@@ -84,7 +87,7 @@ def _load_array(path: Path) -> Any:
         try:
             version = np.lib.format.read_magic(file)
             shape, fortran, dtype = HEADERS[version](file)
-        except (ValueError, LookupError, TypeError, EOFError) as error:
+        except HEADER_DAMAGE as error:
             words = str(error).partition("\n")[0]  # What follows tells to unpickle it.
             raise ConfigError(f"its header is damaged: {words}") from error
         first = file.tell()

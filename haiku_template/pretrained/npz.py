@@ -2,6 +2,7 @@
 
 import functools
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ HEADERS = {
 }
 NAMES = {np.dtype(dtype): name for name, dtype in tensors.DTYPES.items()}
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError)
-DAMAGE += (TypeError, RuntimeError)  # Of an archive with a password, or made strangely.
+# Of an archive with a password, or made strangely, and of headers that are no Python.
+DAMAGE += (TypeError, RuntimeError, SyntaxError, tokenize.TokenError)
 
 
 def is_archive(source: Path) -> bool:

@@ -304,6 +304,11 @@ CLAIMS = {
         "header is damaged: Header info length",
     ),
     # Tuples in tuples that double: nobody waits for their hash.
+    "open header": (
+        np.lib.format.magic(1, 0) + b"\x0f\0{'descr': '<f4'",
+        "header is damaged",
+    ),
+    "no dtype": (of_numpy((5, 3)).replace(b"'<f4'", b"',f4'"), "header is damaged"),
     "keys": (b"\x80\2}" + DOUBLED + b"Ns.", "tuples of tuples"),
     "keys of pairs": (
         b"\x80\2ccollections\nOrderedDict\n]" + DOUBLED + b"N\x86a\x85R.",

@@ -430,10 +430,13 @@ def test_damaged_archives_are_one_sentence(tmp_path, one_device):
     path.write_bytes(whole.replace(values, values[::-1]))
     with pytest.raises(ConfigError, match="Bad CRC-32 for file 'head//w"):
         read(path, one_device, state=None)
-    with zipfile.ZipFile(path, "w") as opened:
-        opened.writestr("a.npy", np.lib.format.magic(1, 0) + b"\x0c\0{'shape': 1}\n")
-    with pytest.raises(ConfigError, match=r"truncated, damaged.*at a\.npy: Header"):
-        read(path, one_device, state=None)
+    rest = b", 'fortran_order': False, 'shape': ()}"
+    for header in (b"{'shape': 1}", b"{'descr': '<f4'", b"{'descr': ','" + rest):
+        with zipfile.ZipFile(path, "w") as opened:
+            begin = np.lib.format.magic(1, 0) + bytes([len(header), 0])
+            opened.writestr("a.npy", begin + header)
+        with pytest.raises(ConfigError, match=r"truncated, damaged.*at a\.npy: ."):
+            read(path, one_device, state=None)
     long = np.lib.format.magic(2, 0) + (60000).to_bytes(4, "little") + 60000 * b"("
     with zipfile.ZipFile(path, "w") as opened:
         opened.writestr("b.npy", long)
