@@ -63,7 +63,7 @@ COSTS = {
     "own_loss, per_example, batches of any tree, bucketed by length": 511,
     "compat: names that JAX removed, put back when asked": 156,
     "LoRA of convolutions and of tensors of more axes": 134,
-    "remat of any Haiku module by name, tried by the memory budget": 205,
+    "remat of any Haiku module by name, tried by the memory budget": 204,
     "optimizer moments in bfloat16, and sharded over the devices": 241,
     "attention pads by lengths": 8,
     "attention of packed examples, and a word on how full their windows are": 51,

@@ -4,14 +4,13 @@ import contextvars
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from operator import is_not
 from typing import Any
 
 import haiku as hk
 import jax
 
 from haiku_template.errors import ConfigError, near
-from haiku_template.params import leaves_by_path, matching
+from haiku_template.params import matching
 
 SHOWN = 20  # Names in a message.
 NUMBER = re.compile(r"_\d+$")
@@ -30,8 +29,7 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
         `*/` may stand for nothing. Of nested modules the outermost counts.
 
     Raises:
-      ConfigError: by `init`: a pattern fits no module. By `apply`: a module changes a
-        dictionary or a list that it is given.
+      ConfigError: by `init`: a pattern fits no module.
     """
 
     @wraps(model.init)
@@ -48,7 +46,7 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
         if possible and any(
             _fitting(pattern, [context.module.module_name]) for pattern in patterns
         ):
-            return _recomputed(call, args, kwargs, context.module.module_name)
+            return _recomputed(call, args, kwargs)
         return call(*args, **kwargs)
 
     @wraps(model.apply)
@@ -123,32 +121,34 @@ def _check_fits(pattern: str, names: Collection[str]) -> None:
         )
 
 
-def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:
-    """Calls a module inside `hk.remat`, which takes and gives arrays alone."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Calls a module inside `hk.remat`, which gives arrays alone.
+
+    What the module takes it closes over: of copies JAX sorts the dictionaries.
+    """
     held: list[Any] = []
 
-    def run(arrays: list[jax.Array]) -> list[jax.Array]:
-        whole = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        given = jax.tree.unflatten(structure, whole.values())
-        before, token = leaves_by_path(given), _nested.set(True)
+    def run() -> list[jax.Array]:
+        token = _nested.set(True)
         try:
-            made, form = jax.tree.flatten(call(*given[0], **given[1]))
+            result = call(*args, **kwargs)
         finally:
             _nested.reset(token)
-        after = leaves_by_path(given)
-        if [*before] != [*after] or any(map(is_not, before.values(), after.values())):
-            raise ConfigError(
-                f"config.model.remat: {name} changes a dictionary or a list that it is "
-                "given, which its caller would not see; name a module around all that "
-                "use it, or leave this one out"
-            )
+        made, form = jax.tree.flatten(result)
         found = [i for i, leaf in enumerate(made) if isinstance(leaf, jax.Array)]
-        held[:] = made, form, found
+        held[:] = result, made, form, found
         return [made[i] for i in found]
 
-    arrays = hk.remat(run)([leaves[i] for i in places])
-    made, form, found = held
+    arrays = hk.remat(run)()
+    result, made, form, found = held
     whole = dict(enumerate(made)) | dict(zip(found, arrays, strict=True))
-    return jax.tree.unflatten(form, whole.values())
+    return _ordered(jax.tree.unflatten(form, whole.values()), result)
+
+
+def _ordered(tree: Any, like: Any) -> Any:
+    """Gives dictionaries the order that they have in another tree."""
+    if type(like) is dict:
+        return {key: _ordered(tree[key], x) for key, x in like.items()}
+    if type(like) in (list, tuple):
+        return type(like)(map(_ordered, tree, like))
+    return tree
