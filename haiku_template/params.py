@@ -31,3 +31,12 @@ def leaves_by_path(tree: Any, **form: Any) -> dict[str, Any]:
 def matching(pattern: str, paths: Iterable[str]) -> set[str]:
     """Selects paths by a shell pattern: `*` is anything, slashes too."""
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
+
+
+def ordered(tree: Any, like: Any) -> Any:
+    """Gives dictionaries, which JAX sorts, the order that they have in another tree."""
+    if type(like) is dict:
+        return {key: ordered(tree[key], x) for key, x in like.items()}
+    if type(like) in (list, tuple):
+        return type(like)(map(ordered, tree, like))
+    return tree

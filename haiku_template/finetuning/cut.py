@@ -21,7 +21,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError, near
 from haiku_template.models import plain_outputs
-from haiku_template.params import flatten, unflatten
+from haiku_template.params import flatten, ordered, unflatten
 
 ROWS = 509  # B of what is traced: no other axis has this length.
 SHOWN = 20  # Names in a message.
@@ -64,7 +64,7 @@ class Model(NamedTuple):
             found.extend(_selected(leaves, own))
             if not features:
                 return tree
-            return treedef.unflatten(_replaced(leaves, own, given))
+            return ordered(treedef.unflatten(_replaced(leaves, own, given)), tree)
 
         def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
             if context.method_name != "__call__":

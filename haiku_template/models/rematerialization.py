@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 
 from haiku_template.errors import ConfigError, near
-from haiku_template.params import matching
+from haiku_template.params import matching, ordered
 
 SHOWN = 20  # Names in a message.
 NUMBER = re.compile(r"_\d+$")
@@ -142,13 +142,4 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     arrays = hk.remat(run)()
     result, made, form, found = held
     whole = dict(enumerate(made)) | dict(zip(found, arrays, strict=True))
-    return _ordered(jax.tree.unflatten(form, whole.values()), result)
-
-
-def _ordered(tree: Any, like: Any) -> Any:
-    """Gives dictionaries the order that they have in another tree."""
-    if type(like) is dict:
-        return {key: _ordered(tree[key], x) for key, x in like.items()}
-    if type(like) in (list, tuple):
-        return type(like)(map(_ordered, tree, like))
-    return tree
+    return ordered(jax.tree.unflatten(form, whole.values()), result)

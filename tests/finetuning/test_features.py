@@ -317,10 +317,22 @@ def called_twice(x, is_training, axis_name=None):
     return head(hidden) - head(jnp.flip(hidden, 1)) ** 2
 
 
-@pytest.mark.slow
+class Joined(hk.Module):
+    """A head of a dictionary in its order."""
+
+    def __call__(self, parts):
+        return hk.Linear(3)(jnp.concatenate([*parts.values()], axis=1))
+
+
+def in_order(x, is_training, axis_name=None):
+    return Joined(name="head")({"b": trunk(x), "a": jnp.tanh(trunk(-x))})
+
+
+@pytest.mark.slow(but="in_order")
 @pytest.mark.parametrize(
     ("model", "left"),
     [
+        (in_order, set()),
         (shortcut, {"linear_1", "trunk"}),
         (two_heads, set()),
         (arguments, {"~"}),
