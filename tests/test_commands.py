@@ -287,7 +287,7 @@ LONG = (
 CODES = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
-@pytest.mark.slow(but="SIGKILL")
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [["SIGKILL"], ["SIGTERM", "SIGINT"]], ids=" ".join)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path, uninterrupted, signals
