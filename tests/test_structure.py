@@ -19,6 +19,7 @@ LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
     "doctor": set(),
     "compat": {"doctor"},
+    "cluster": {"errors"},
     "errors": set(),
     "params": set(),
     "config": {"errors"},
@@ -68,6 +69,7 @@ COSTS = {
     "attention pads by lengths": 8,
     "attention of packed examples, and a word on how full their windows are": 51,
     "heads from features of a frozen trunk, computed once": 681,
+    "several processes: they meet, share batches, and stop after the same step": 559,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
 }
 DOCTOR_COSTS = {

@@ -5,6 +5,7 @@ from haiku_template.devices.checks import audit_table as audit_table
 from haiku_template.devices.checks import describe as describe
 from haiku_template.devices.checks import device_name as device_name
 from haiku_template.devices.manager import DeviceManager as DeviceManager
+from haiku_template.devices.replicas import check_processes as check_processes
 from haiku_template.devices.replicas import check_replicas as check_replicas
 from haiku_template.devices.selection import available as available
 from haiku_template.devices.step import mean_over as mean_over
@@ -17,6 +18,7 @@ from haiku_template.devices.transfer import (
 )
 from haiku_template.devices.transfer import device_put_sharded as device_put_sharded
 from haiku_template.devices.transfer import host_buffer as host_buffer
+from haiku_template.devices.transfer import own_rows as own_rows
 from haiku_template.devices.transfer import pad_rows as pad_rows
 from haiku_template.errors import DeviceError as DeviceError
 from haiku_template.errors import PlacementError as PlacementError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from haiku.data_structures import tree_bytes
 
-from haiku_template.devices import checks, selection, shards, step, transfer
+from haiku_template.devices import checks, processes, selection, shards, step, transfer
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
@@ -19,10 +19,11 @@ COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 class DeviceManager(NamedTuple):
     """Devices of a run, as a value: built once, passed explicitly."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[jax.Device, ...]  # Of this process.
     reason: str  # For these devices, in one sentence.
     ledger: Ledger  # Adds up bytes and seconds of what is done with them.
     memory: int | None = None  # Bytes for a run on each GPU of a `--target`.
+    processes: "processes.Processes" = processes.Processes()
 
     @classmethod
     def create(
@@ -51,7 +52,7 @@ class DeviceManager(NamedTuple):
         """
         options = num_devices, simulate_devices, gpu_memory_fraction, gpu_preallocate
         devices, reason = selection.choose(spec, fallback, *options)
-        return cls(tuple(devices), reason, Ledger())
+        return cls(tuple(devices), reason, Ledger(), None, processes.of(devices))
 
     @property
     def platform(self) -> str:
@@ -60,8 +61,8 @@ class DeviceManager(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that each batch is split over."""
-        return len(self.devices)
+        """Number of devices, of all processes, that each batch is split over."""
+        return len(self.processes.devices or self.devices)
 
     @property
     def axis_name(self) -> str | None:
@@ -129,22 +130,21 @@ class DeviceManager(NamedTuple):
         split (it names those that do), or a leaf is on a device already, has another B,
         or does not fit JAX's dtype.
         """
-        self.check_batch_size(transfer.check_host_batch(batch))
+        self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)
         with self.ledger.timed("to_devices"):
-            placed = transfer.device_put_split(batch, self.devices)
+            placed = transfer.device_put_split(batch, self.devices, self.axis_name)
             jax.block_until_ready(placed)
         self.ledger.add("bytes_to_devices", tree_bytes(placed))
         return placed
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
-        batch = transfer.by_device(batch, self.num_devices)
+        batch = transfer.by_device(batch, len(self.devices), self.axis_name)
         sharding = transfer.sharding_on(self.devices, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding)
 
-    # A step is `jax.jit` on one device; on several, `jax.pmap` over the batch, with the
-    # state replicated; it donates the state.
+    # `jax.jit`, or `jax.pmap` over the batch with the state replicated; it is donated.
     compile = step.compile_step
     map_batches = step.map_batches
     audit = checks.audit
@@ -201,13 +201,12 @@ class DeviceManager(NamedTuple):
         """Fewest bytes that are free on a device; None where JAX cannot tell."""
         if self.memory is not None:
             return self.memory
-        stats = [device.memory_stats() for device in self.devices]
-        left = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
-        return min(left, default=None)
+        stats = filter(None, (device.memory_stats() for device in self.devices))
+        return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=None)
 
     def describe(self) -> str:
         """Describes the devices and the reason for them, in one line."""
-        names = ", ".join(map(checks.device_name, self.devices))
+        names = ", ".join(map(checks.device_name, self.devices)) + self.processes.name
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.checks import describe, device_name
+from haiku_template.devices.processes import Processes
 from haiku_template.devices.step import check_alive
+from haiku_template.devices.transfer import first_copy
 from haiku_template.errors import PlacementError, ReplicaError
 from haiku_template.params import leaves_by_path
 
@@ -59,6 +61,30 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
         "devices.axis_name), or gives results of each example without "
         "devices.compile(..., out='split')"
     )
+
+
+def check_processes(processes: Processes, tree: Any) -> None:
+    """Asserts that the copies of all processes are bitwise the same.
+
+    Within a process they are, after `check_replicas`: each sends one number of a leaf.
+
+    Raises:
+      ReplicaError: names a leaf, and a process in which it differs from process 0's.
+    """
+    if processes.count == 1:
+        return
+    leaves = leaves_by_path(jax.tree.map(first_copy, tree))
+    sums = jax.device_get(_all_fingerprints(list(leaves.values())))
+    found = dict(zip(leaves, map(int, sums), strict=True))
+    advice = "nothing of it was saved: run the same command again"
+    processes.agree(
+        {f"the bits of {k}": x for k, x in found.items()}, ReplicaError, advice
+    )
+
+
+@jax.jit
+def _all_fingerprints(leaves: list[jax.Array]) -> list[jax.Array]:
+    return list(map(_fingerprint, leaves))
 
 
 def _odd_ones(devices: tuple[jax.Device, ...], values: list[int]) -> str:

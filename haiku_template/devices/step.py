@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_template.devices import checks, shards
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
-from haiku_template.devices.transfer import check_host_batch, pad_rows
+from haiku_template.devices.transfer import (
+    AXIS_NAME,
+    canonical_shapes,
+    check_host_batch,
+    pad_rows,
+)
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -94,11 +99,12 @@ class CompiledStep:
     devices: "DeviceManager"
     compiled: Any  # Returns results and a token.
     takes_state: bool  # Takes over the memory of its first argument.
+    lowered: Callable[..., Any] | None = None  # Lowers for several processes.
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
         with checks.leaks_named():
-            return self.compiled.lower(*args)
+            return (self.lowered or self.compiled.lower)(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
@@ -165,6 +171,7 @@ def compile_step(
             _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
         return results, jnp.zeros((), jnp.bool_)
 
+    takes_state = 0 in np.atleast_1d(donate_argnums)
     if devices.axis_name is None:
         compiled = jax.jit(run, donate_argnums=donate_argnums)
     elif out == "whole" and like is None:
@@ -173,21 +180,56 @@ def compile_step(
             devices.axis_name,
             in_axes=(*(None,) * replicated, 0),
             out_axes=None,
-            devices=devices.devices,
+            devices=devices.processes.devices or devices.devices,
             donate_argnums=donate_argnums,
+        )
+        if devices.processes.count > 1:
+            lower = _lowering(devices, run, replicated, donate_argnums)
+            return CompiledStep(devices, compiled, takes_state, lower)
+    elif devices.processes.count > 1 and like is not None:
+        raise PlacementError(
+            "shard_moments cannot be had with several processes; leave it out"
         )
     else:
         whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
         state = whole if like is None else shards.specs(like, devices.num_devices)
         each = jax.shard_map(
             lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-            mesh=devices.replicated.mesh,
+            mesh=Mesh(devices.devices, AXIS_NAME),
             in_specs=(state, *(whole,) * (replicated - 1), split),
             out_specs=(split if out == "split" else (state, whole), whole),
             check_vma=False,
         )
         compiled = jax.jit(each, donate_argnums=donate_argnums)
-    return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
+    return CompiledStep(devices, compiled, takes_state)
+
+
+def _lowering(
+    devices: "DeviceManager", run: Callable, replicated: int, donate_argnums: Any
+) -> Callable[..., Any]:
+    """Makes what lowers a step of several processes: `pmap` takes no shapes there."""
+    mesh = Mesh(devices.processes.devices, AXIS_NAME)
+    whole, split = PartitionSpec(), PartitionSpec(AXIS_NAME)
+    each = jax.shard_map(
+        lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
+        mesh=mesh,
+        in_specs=(*(whole,) * replicated, split),
+        out_specs=whole,
+        check_vma=False,
+    )
+    compiled = jax.jit(each, donate_argnums=donate_argnums)
+
+    def lower(*args: Any) -> Any:
+        *trees, batch = args
+        n = devices.num_devices
+        batch = jax.tree.map(lambda x: x.update(shape=(n, *x.shape[1:])), batch)
+        shapes = [
+            canonical_shapes(tree, NamedSharding(mesh, spec))
+            for tree, spec in ((trees, whole), (batch, split))
+        ]
+        return compiled.lower(*shapes[0], shapes[1])
+
+    return lower
 
 
 def _check_per_row(results: Any, rows: int) -> None:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from haiku_template.devices.checks import describe
+from haiku_template.devices.processes import Processes
 from haiku_template.devices.shards import AXIS_NAME as AXIS_NAME
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
@@ -79,17 +80,42 @@ def sharding_on(devices: tuple[jax.Device, ...], *axes: str) -> jax.sharding.Sha
     return NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(*axes))
 
 
-def by_device(batch: Any, n: int) -> Any:
-    """Reshapes arrays [B, ...] to [n, B / n, ...], unless n is 1."""
-    if n == 1:
+def by_device(batch: Any, n: int, axis_name: str | None = AXIS_NAME) -> Any:
+    """Reshapes arrays [B, ...] to [n, B / n, ...], unless there is no axis."""
+    if axis_name is None:
         return batch
     return jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
 
 
-def device_put_split(batch: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """Puts row block i of [B, ...] on device i of n: [n, B / n, ...], unless n is 1."""
+def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
+    """Makes the function that cuts a process's rows out of arrays [B, ...] of all.
+
+    It is the identity for batches of a data set that reads shares, as its `spec` says,
+    and raises `PlacementError` if the processes cannot have as many rows each.
+    """
+    n, spec = processes.count, getattr(dataset, "spec", None)
+    if getattr(spec, "process_count", 1) == n:
+        return lambda batch: batch
+
+    def cut(batch: Any) -> Any:
+        rows = len(jax.tree.leaves(batch)[0])
+        if rows % n:
+            sizes = f"{rows - rows % n} and {rows - rows % -n}"
+            raise PlacementError(
+                f"a batch of {rows} examples cannot be shared evenly by {n} processes; "
+                f"the nearest batch sizes that can are {sizes}"
+            )
+        return jax.tree.map(lambda x: np.split(x, n)[processes.index], batch)
+
+    return cut
+
+
+def device_put_split(
+    batch: Any, devices: tuple[jax.Device, ...], axis_name: str | None
+) -> Any:
+    """Puts row block i of n on device i: [n, B / n, ...], unless there is no axis."""
     n = len(devices)
-    if n == 1:
+    if axis_name is None:
         return jax.device_put(batch, sharding_on(devices))
     shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
     return device_put_sharded(shares, devices)
@@ -243,8 +269,12 @@ def first_copy(leaf: Any) -> Any:
     return leaf.addressable_data(0) if whole else leaf
 
 
-def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+def canonical_shapes(
+    tree: Any, sharding: jax.sharding.Sharding | None = None, rows: int | None = None
+) -> Any:
     """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32.
+
+    With `rows`, those of a batch that has so many.
 
     Raises as `fitting` for a NumPy array that is not of numbers.
     """
@@ -252,7 +282,8 @@ def canonical_shapes(tree: Any, sharding: jax.sharding.Sharding | None = None) -
     def canonical_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         is_numpy = isinstance(x, np.ndarray)
         dtype = _dtype(path, x) if is_numpy else jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+        shape = np.shape(x) if rows is None else (rows, *np.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(canonical_shape, tree)
 

@@ -69,13 +69,13 @@ class Display:
     full disk), the log says so and continues.
     """
 
-    def __init__(self, workdir: Path, num_steps: int) -> None:
+    def __init__(self, workdir: Path, num_steps: int, quiet: bool = False) -> None:
         self.num_steps = num_steps
         # Brackets in names are no colors, and a notebook would take the log as well.
         plain = {"highlight": False, "soft_wrap": True, "markup": False}
         plain["force_jupyter"] = False
         width = None if sys.stdout.isatty() else WIDTH
-        self._screen = _Screen(**plain, width=width)
+        self._screen = _Screen(**plain, width=width, quiet=quiet)
         self._file = Note(workdir / LOG)
         log = {"file": self._file, "width": WIDTH, "force_terminal": False}
         self._log = Console(**plain, **log)

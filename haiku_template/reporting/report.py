@@ -36,7 +36,8 @@ class Report:
     ) -> None:
         self._workdir, self._devices = workdir, devices
         self._batch_size, self._work = batch_size, work
-        self._display = Display(workdir, num_steps)
+        self._follows = devices.processes.index > 0  # Another process shows the run.
+        self._display = Display(workdir, num_steps, quiet=self._follows)
         self.print, self.step = self._display.print, self._display.step
         self._clock = Clock(devices)
         self.restart = self._clock.start
@@ -64,7 +65,7 @@ class Report:
         self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
         self.due = self._profiler.due
         self._stack.callback(self._profiler.close)
-        for make in (MetricsWriter, *writers):
+        for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"
             with dispensable(name):
                 self._writers.append((name, make(self._workdir, step)))
@@ -101,7 +102,7 @@ class Report:
         self._display.stop()
         shown = self._workdir
         with dispensable(self._workdir / REPORT):
-            shown = plots.write(self._workdir) or self._workdir
+            shown = (not self._follows and plots.write(shown)) or shown
         self.print(f"done      step {step}; {shown}")
         rows = read(self._workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import v1 as ocp
 
 from haiku_template.config import differences
@@ -54,11 +55,12 @@ class Checkpoints:
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
-        self.directory = directory.absolute()
+        self._saves = jax.process_index() == 0  # Others have a link to what it saves.
+        self.directory = directory.absolute() if self._saves else directory.resolve()
         self._metric, self._highest, self._run = best_metric, best_mode == "max", run
         self._saving: Any = None  # Orbax's response to the last save.
         self._trusted = False  # True once a save was read back.
-        context = ocp.Context()
+        context = _context()
         # Otherwise the first save compiles a slice for each device and shape.
         context.array.saving.use_replica_parallel = False
         kept = ocp.training.preservation_policies
@@ -69,8 +71,13 @@ class Checkpoints:
         )
         try:
             # Orbax's own cleanup is a thread that a start which fails would outrun.
+            cleanup = cleanup and self._saves
             for left in self.directory.glob(UNFINISHED) if cleanup else ():
                 shutil.rmtree(left)
+            if jax.process_count() > 1:
+                # Orbax refuses to make a folder for some of the processes.
+                self.directory.mkdir(parents=True, exist_ok=True)
+                checkpoint_manager._create_root_directory = lambda *_, **__: None
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 preservation_policy=kept.AnyPreservationPolicy(
@@ -141,9 +148,12 @@ class Checkpoints:
         Raises:
           StorageError: this save, or the one before it, failed.
         """
-        if step in self.steps:
+        if not self._saves or step in self.steps:
             return
         self.wait()
+        if jax.process_count() > 1:
+            # Of JAX's arrays Orbax would wait for the other processes.
+            state = jax.tree.map(np.asarray, state)
         held = {"run": self._run, "step": step}
         with _faults(f"step {step} could not be saved in {self.directory}"):
             self._saving = self._checkpointer.save_async(
@@ -191,7 +201,7 @@ class Checkpoints:
           StorageError: no such step, a damaged checkpoint, or one of another structure:
             lists the leaves that differ. Nothing is loaded then.
         """
-        saved, context = self.saved(step), ocp.Context()
+        saved, context = self.saved(step), _context()
         _check_fits(step, saved[part] if part else saved, abstract, skip)
         context.pytree.loading.partial_load = part is not None
         with self._damage_as_error(step), context:
@@ -269,6 +279,17 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
             f"{checkpoints.steps}, and best is {checkpoints.best}"
         )
     return step
+
+
+def _context() -> Any:
+    """Options of Orbax, to whom each process is the only one."""
+    context, index = ocp.Context(), jax.process_index()
+    if jax.process_count() == 1:
+        return context
+    context.multiprocessing.primary_host = index
+    context.multiprocessing.active_processes = {index}
+    context.multiprocessing.barrier_sync_key_prefix = f"process_{index}"
+    return context
 
 
 @contextlib.contextmanager

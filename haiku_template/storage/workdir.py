@@ -8,12 +8,15 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
@@ -26,7 +29,28 @@ CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jso
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN = ".lock", "run.json"
+PROCESSES, PROGRAM = "processes", "program.json"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
+
+
+def own(workdir: str | Path) -> Path:
+    """Workdir of this process: the run's for process 0, one within it for another.
+
+    That has the run's checkpoints to read, and metrics and a log of its own.
+    """
+    workdir, index = Path(workdir), jax.process_index()
+    if index == 0:
+        return workdir
+    own = workdir / PROCESSES / str(index)
+    with usable(workdir):
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+        if has_checkpoints(workdir):
+            (own / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
+            for name in (CONFIG, RUN, METRICS, PROGRAM):
+                if (workdir / name).exists():
+                    shutil.copy(workdir / name, own / name)
+    return own
 
 
 def check(workdir: Path, config: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import (
     DeviceManager,
     check_host_batch,
+    own_rows,
     pad_rows,
     sum_over,
 )
@@ -58,9 +59,10 @@ def add_up(
     `size` is from `padded_size`.
     """
     padded, sums = _padded(dataset, size), None
+    own = own_rows(devices.processes)
 
     def make(index: int) -> Any:
-        return devices.shard(next(padded))
+        return devices.shard(own(next(padded)))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for fetched in devices.fetch_each(map(eval_step, batches)):

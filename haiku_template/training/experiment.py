@@ -12,7 +12,7 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import LOOP_KEYS, check, default_config, to_dict
+from haiku_template.config import LOOP_KEYS, check, default_config, flatten, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -118,7 +118,7 @@ class Experiment:
         family = family_of(config.model.name)
         finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
         source = tuning.open_source(config.init_from, family, devices, finetuning)
-        data = make_data(config)
+        data = make_data(config, *devices.processes[:2])
         keys = model_keys(config)
         function = resolve("model", keys.pop("name"), MODELS)
         check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
@@ -159,10 +159,10 @@ def make_task(config: config_dict.ConfigDict) -> Task:
     return task._replace(values=bound)
 
 
-def make_data(config: config_dict.ConfigDict) -> Data:
+def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     """Makes `config.data`, or raises `ConfigError` if its files cannot be read."""
     labels = make_task(config).labels
-    spec = BatchSpec(config.batch_size, config.seed, labels)
+    spec = BatchSpec(config.batch_size, config.seed, labels, *process)
     values = config.data.to_dict()
     values.pop("placement", None)  # Not an argument of the data set.
     if "vocab_size" in values and values["vocab_size"] is None:
@@ -213,6 +213,7 @@ def run(
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
+    devices.processes.agree(flatten(saved, "config."))
     trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
     if dry_run:
         return print_budget(trainer, memory_limit)

@@ -22,12 +22,14 @@ from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.storage import workdir as workdirs
+from haiku_template.training.evaluation import num_rows
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 FILE = "program.json"
 NAMED = ("model", "data", "task")
+FIRST_BATCH = "first batch of the training data"  # Unless processes have shares of it.
 # The identity on one device.
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
 # Calls of an inner jaxpr with the same arguments.
@@ -51,16 +53,18 @@ def of(trainer: Trainer) -> dict[str, str]:
     abstract = canonical_shapes(trainer.abstract)
     state, frozen = abstract.without_frozen(), abstract.frozen
     batch = data.train.batch(0)
-    shapes = canonical_shapes(batch)
-    rows = len(jax.tree.leaves(batch)[0])
+    several = trainer.devices.processes.count > 1  # Each may read its share alone.
+    rows = trainer.batch_size if several else num_rows(batch)
+    shapes = canonical_shapes(batch, rows=rows)
     padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
     found = {
         "jax": importlib.metadata.version("jax"),
         "platform": trainer.devices.platform,
         "train step": _traced(functions.step, state, frozen, shapes),
         "first parameters": _traced(functools.partial(functions.init, {})),
-        "first batch of the training data": _digest(_value(batch)),
     }
+    if num_rows(batch) == rows:
+        found[FIRST_BATCH] = _digest(_value(batch))
     if data.evaluation is not None:
         given = state.variables(), frozen, padded
         found["evaluation step"] = _traced(functions.eval_step, *given)
@@ -101,6 +105,8 @@ def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
 def _check(workdir: Path, found: dict[str, str], advice: str = "") -> None:
     kept = workdirs.read_json(workdir / FILE)
     names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
+    if not (FIRST_BATCH in kept and FIRST_BATCH in found):
+        names = [name for name in names if name != FIRST_BATCH]
     changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
     if not changed:
         return

@@ -14,11 +14,13 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from haiku_template.data import ArrayDataset, each_shape
 from haiku_template.devices import (
     DeviceManager,
     canonical_shapes,
+    check_processes,
     check_replicas,
     device_name,
 )
@@ -128,6 +130,7 @@ class Guards:
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
         check_replicas(state)
+        check_processes(self._devices.processes, state)
         self._agreed = True
 
     def finite(self, step: int, scalars: Any) -> dict[str, float]:
@@ -159,6 +162,7 @@ class Guards:
 
     def _check(self, step: int, state: Any) -> None:
         check_replicas(state, agreed=self._agreed)
+        check_processes(self._devices.processes, state)
         faults = {
             name: fault
             for name, fault in faulty_leaves(self._devices, state).items()
@@ -209,13 +213,15 @@ class StopSignals:
     Python allows no handlers, it does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool = False) -> None:
+        self._several = several  # Then JAX's runtime has the handler of SIGTERM.
         self.received: signal.Signals | None = None
+        self._noted: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in EXIT_CODES:
+            for number in (signal.SIGINT,) if self._several else EXIT_CODES:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -224,9 +230,19 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if self._noted is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self._noted = signal.Signals(number)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's runtime tells the others.
+        else:
+            self.received = self._noted
+
+    def due(self, step: int) -> bool:
+        """True once a signal came; in several processes after a step common to all."""
+        if self._several and multihost_utils.reached_preemption_sync_point(step):
+            self.received = self._noted or signal.SIGTERM
+        return self.received is not None
 
     def error(self, step: int) -> Interrupted:
         """Makes the error to raise once `step` is saved."""

@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from haiku_template.data import each_shape
+from haiku_template.data import Data, each_shape
 from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen, from_features
@@ -133,6 +133,13 @@ def restored_or_first(
       StorageError: it is damaged, or does not fit.
     """
     start, workdir = checkpoints.latest or 0, checkpoints.directory.parent
+    trainer.devices.processes.agree(
+        {
+            "the newest checkpoint": start,
+            "num_steps": num_steps,
+            "the size of the data": _sizes(trainer.experiment.data),
+        }
+    )
     if start > num_steps:
         raise ConfigError(
             f"{workdir} has a checkpoint of step {start}, and num_steps is "
@@ -150,6 +157,13 @@ def restored_or_first(
     return start, state
 
 
+def _sizes(data: Data) -> dict[str, Any]:
+    train, evaluation = data.train, data.evaluation
+    batches = None if evaluation is None else evaluation.num_batches
+    staged = getattr(train, "staged_size", None)
+    return {"examples and bytes": staged, "evaluation batches": batches}
+
+
 def with_features(trainer: "Trainer") -> "Trainer":
     """Makes the trainer that begins at `finetuning.features`; the same without any.
 
@@ -157,6 +171,11 @@ def with_features(trainer: "Trainer") -> "Trainer":
     """
     if trainer.experiment.finetuning.features is None:
         return trainer
+    if trainer.devices.processes.count > 1:
+        raise ConfigError(
+            "config.finetuning.features are computed and read by one process; leave "
+            "out --num_processes, or train through the trunk"
+        )
     example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
     init = make_model_init(trainer.recipe, example)
     experiment, base = from_features(trainer, init, inputs_of(example))

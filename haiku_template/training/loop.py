@@ -89,7 +89,7 @@ def train(
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
-    directory, devices, config = Path(workdir), trainer.devices, config or {}
+    directory, devices, config = workdirs.own(workdir), trainer.devices, config or {}
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = with_features(trainer)
     starts = not workdirs.has_checkpoints(directory)
@@ -123,7 +123,7 @@ def train(
         trainer.compile()
         train_set = trainer.experiment.data.train
         guards = Guards(devices, train_set, state, lambda: checkpoints.latest)
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(devices.processes.count > 1))
         report.begin(start, profile, writers)
         every = Intervals(log_every, eval_every, save_every)
         parts = trainer, directory, report, checkpoints, guards, signals
@@ -176,7 +176,7 @@ class _Run(NamedTuple):
 
     def _something_due(self, step: int, last: int) -> bool:
         due = any(_due(step, every, last) for every in self.every)
-        return due or self.report.due(step) or self.signals.received is not None
+        return self.signals.due(step) or due or self.report.due(step)
 
     def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.

@@ -154,7 +154,7 @@ def memory_budget(
         peak=peak,
         limit=limit,
         process=process,
-        host=process and process + devices.num_devices * peak,
+        host=process and process + len(devices.devices) * peak,
         saved=_saved(state.opt_state),
     )
 

@@ -17,6 +17,7 @@ from haiku_template.data import each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
+from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
@@ -71,7 +72,7 @@ class Trainer:
     """An experiment compiled for devices; nothing is allocated before `init`.
 
     Attributes:
-      batch_size: examples in a batch of this process.
+      batch_size: examples in a batch of all processes.
       abstract: the train state's shapes, dtypes and shardings.
       abstract_staged: those of the staged training set; None where it is on the host.
 
@@ -87,11 +88,12 @@ class Trainer:
         example = each_shape(data.train)[0]
         if data.evaluation is not None:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
-        self.batch_size = check_host_batch(example)
+        self._own = own_rows(devices.processes, data.train)
+        self.batch_size = check_host_batch(self._own(example)) * devices.processes.count
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
-        self._example = canonical_shapes(example)
+        self._example = canonical_shapes(example, rows=self.batch_size)
         self._model_init = make_model_init(self.recipe, self._example)
         self._whole, self._net_state, axes = {}, {}, {}
         if experiment.init is None:
@@ -289,11 +291,9 @@ class Trainer:
 
     def lower(self, batch: Any) -> Any:
         """Lowers the train step for a host batch of this shape."""
-        shapes = self.devices.abstract_batch(batch)
+        shapes, state = self.devices.abstract_batch(batch), self.abstract
         more = (shapes,) if self._blocks is None else (self.abstract_staged, shapes)
-        return self._step.lower(
-            self.abstract.without_frozen(), self.abstract.frozen, *more
-        )
+        return self._step.lower(state.without_frozen(), state.frozen, *more)
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
@@ -301,7 +301,7 @@ class Trainer:
         if dataset is None:
             return None
         batch = pad(each_shape(dataset)[0], self.padded_size(dataset))
-        shapes = self.devices.abstract_batch(batch)
+        shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
         return self._eval_step.lower(state.variables(), state.frozen, shapes)
 
     def lower_init(self) -> Any:
@@ -311,7 +311,7 @@ class Trainer:
 
     def shapes(self) -> list[Any]:
         """Example host batches, one for each shape of a step's, the largest first."""
-        return each_shape(self._train)
+        return list(map(self._own, each_shape(self._train)))
 
     def compile(self) -> None:
         """Compiles the train step for each shape of batches, ahead of the steps."""
@@ -332,15 +332,14 @@ class Trainer:
         return leaves, net_state
 
     def _make_batch(self, staged: Any) -> Callable[[int], Any]:
-        devices = self.devices
         last: tuple[Any, Any] = (None, None)
 
         def make(step: int) -> Any:
             nonlocal last
-            with devices.ledger.timed("data"):
+            with self.devices.ledger.timed("data"):
                 batch = self._train.batch(step)
             if batch is not last[0]:  # Staged data gives one object for many steps.
-                last = batch, devices.shard(batch)
+                last = batch, self.devices.shard(self._own(batch))
             return last[1] if staged is None else StagedBatch(staged, last[1])
 
         return make

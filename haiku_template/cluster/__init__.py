@@ -1,0 +1,5 @@
+"""Joining the processes of one run, before JAX starts."""
+
+from haiku_template.cluster.joining import join as join
+from haiku_template.cluster.joining import lost as lost
+from haiku_template.cluster.rendezvous import meet as meet

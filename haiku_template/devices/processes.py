@@ -1,0 +1,84 @@
+"""Processes of one run, joined by JAX's distributed runtime."""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from haiku_template.errors import ConfigError, DeviceError
+
+
+class Processes(NamedTuple):
+    """Place of this process among those of a run, and the devices of all of them."""
+
+    index: int = 0
+    count: int = 1
+    devices: tuple[jax.Device, ...] = ()  # In the order of processes; () for one.
+
+    @property
+    def name(self) -> str:
+        """Place of this process in words; "" for the only one."""
+        return f" in process {self.index} of {self.count}" if self.count > 1 else ""
+
+    def agree(
+        self,
+        facts: dict[str, Any],
+        error: type[Exception] = ConfigError,
+        advice: str = "start all with the same command, code and files",
+    ) -> None:
+        """Asserts that facts, which JSON can hold, are the same in all processes.
+
+        Raises:
+          ConfigError: or another `error`; names what differs, in which process, and
+            both values.
+        """
+        if self.count == 1:
+            return
+        all_facts = gather(facts)
+        for i, theirs in enumerate(all_facts):
+            for name, value in all_facts[0].items():
+                if theirs.get(name) != value:
+                    raise error(
+                        f"the processes of a run differ in {name}: {value} in process "
+                        f"0 and {theirs.get(name)} in process {i}; {advice}"
+                    )
+
+
+def of(devices: list[jax.Device]) -> Processes:
+    """Asks all processes for their devices.
+
+    Raises:
+      DeviceError: they have not as many each, or devices of different platforms.
+    """
+    if jax.process_count() == 1:
+        return Processes()
+    chosen = gather([(d.platform, d.id) for d in devices])
+    sizes = {len(each) for each in chosen}
+    platforms = {platform for each in chosen for platform, _ in each}
+    if len(sizes) > 1 or len(platforms) > 1:
+        found = ", ".join(
+            f"{len(each)} x {each[0][0]} in process {i}"
+            for i, each in enumerate(chosen)
+        )
+        raise DeviceError(
+            f"the processes of a run have {found}; each needs as many devices of "
+            "one platform: give them the same --device and --num_devices"
+        )
+    by_id = {d.id: d for d in jax.devices(platforms.pop())}
+    everyone = tuple(by_id[number] for each in chosen for _, number in each)
+    return Processes(jax.process_index(), jax.process_count(), everyone)
+
+
+def gather(value: Any) -> list[Any]:
+    """Gathers a value that JSON can hold from all processes, in their order."""
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    with jax.transfer_guard("allow"):
+        sizes = multihost_utils.process_allgather(np.array(len(data)))
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: len(data)] = data
+        rows = multihost_utils.process_allgather(padded)
+    pairs = zip(rows, sizes, strict=True)
+    return [json.loads(row[:size].tobytes()) for row, size in pairs]

@@ -1,0 +1,155 @@
+"""Runs of several processes on this machine, joined by JAX's runtime."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT
+
+LOCAL = str(ROOT / "launch/local.py")
+TRAIN = [sys.executable, "-m", "haiku_template.train", "--config=configs/digits.py"]
+SHORT = {"num_steps": 20, "log_every": 5, "save_every": 10, "eval_every": 10}
+SHORT |= {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def command(workdir, devices, **changes):
+    keys = [f"--config.{key}={value}" for key, value in (SHORT | changes).items()]
+    return [*TRAIN, f"--simulate_devices={devices}", f"--workdir={workdir}", *keys]
+
+
+def start(processes, *given, **changes):
+    """Starts a run; its output goes to a file beside its workdir."""
+    whole = [sys.executable, LOCAL, f"--processes={processes}", "--"]
+    with Path(f"{given[0]}.out").open("w") as output:
+        return subprocess.Popen(
+            [*whole, *command(*given, **changes)],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(run, workdir):
+    """Exit code, and what was printed."""
+    code = run.wait(timeout=250)
+    return code, Path(f"{workdir}.out").read_text()
+
+
+def train(processes, *given, **changes):
+    code, printed = finish(start(processes, *given, **changes), given[0])
+    assert code == 0, printed
+    return printed
+
+
+def metrics(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [
+        {k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines
+    ]
+
+
+def assert_same(workdir, other, but=()):
+    lines = [
+        [line for line in metrics(path) if line["step"] not in but]
+        for path in (workdir, other)
+    ]
+    for line, expected in zip(*lines, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process with four devices."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    train(1, workdir, 4)
+    return workdir
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.cluster),
+    ],
+)
+def test_four_devices_are_four_in_any_number_of_processes(
+    tmp_path, alone, processes, devices
+):
+    printed = train(processes, tmp_path / "run", devices)
+    assert_same(tmp_path / "run", alone)
+    # One of them shows the run.
+    assert printed.count("step     20/20  loss") == 1
+    assert f"4 x cpu: {', '.join(f'cpu:{i}' for i in range(devices))} in" in printed
+
+
+@pytest.mark.cluster
+def test_a_run_resumes_on_other_processes(tmp_path, alone):
+    workdir = tmp_path / "run"
+    for processes, devices, stop in ((2, 2, 10), (4, 1, 15), (1, 4, 20)):
+        train(processes, workdir, devices, num_steps=stop)
+    # It is evaluated at its ends, too.
+    assert_same(workdir, alone, but={15})
+
+
+@pytest.mark.cluster
+def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
+    workdir = tmp_path / "run"
+    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    wait_for(lambda: "step      5/" in Path(f"{workdir}.out").read_text())
+    os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
+    code, printed = finish(run, workdir)
+    assert code == 75, printed
+    (words,) = {line for line in printed.splitlines() if "is saved" in line}
+    step = int(words.split("step ")[1].split()[0])
+    assert (workdir / "checkpoints" / str(step)).is_dir()
+
+
+@pytest.mark.cluster
+def test_processes_that_were_told_something_else_say_what(tmp_path, address):
+    changes = {}, {"optimizer.learning_rate": 0.5}
+    shared = [f"--coordinator_address={address}", "--num_processes=2"]
+    runs = [
+        subprocess.Popen(
+            [*command(tmp_path / "run", 1, **change), *shared, f"--process_id={i}"],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, change in enumerate(changes)
+    ]
+    ((key, value),) = changes[1].items()
+    for run in runs:
+        _, words = run.communicate(timeout=250)
+        assert run.returncode == 64
+        assert f"differ in config.{key}: " in words and f"{value} in process 1" in words
+        assert "Traceback" not in words
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.cluster
+def test_a_killed_process_ends_the_others_in_a_sentence(tmp_path):
+    workdir = tmp_path / "run"
+    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    wait_for(lambda: "step      5/" in Path(f"{workdir}.out").read_text())
+    os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
+    _, printed = finish(run, workdir)
+    assert "error: another process of this run is gone" in printed
+    assert "Traceback" not in printed
+
+
+def wait_for(condition, seconds=250):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

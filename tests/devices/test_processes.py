@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec
+from haiku_template.devices import own_rows
+from haiku_template.devices.processes import Processes
+from haiku_template.errors import PlacementError
+
+BATCH = {"inputs": np.arange(12).reshape(6, 2), "labels": np.arange(6)}
+
+
+def test_each_process_has_its_rows_of_a_batch_in_order():
+    parts = [own_rows(Processes(i, 3))(BATCH) for i in range(3)]
+    for name, whole in BATCH.items():
+        np.testing.assert_array_equal(np.concatenate([x[name] for x in parts]), whole)
+
+
+def test_a_batch_that_does_not_split_over_processes_names_sizes_that_do():
+    with pytest.raises(PlacementError, match="6 examples .* 4 processes; .* 4 and 8"):
+        own_rows(Processes(0, 4))(BATCH)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_set_that_reads_shares_is_not_cut_again(shares):
+    given = (1, 2) if shares else ()
+    dataset = ArrayDataset(*BATCH.values(), BatchSpec(4, 0, "classes", *given))
+    batch = dataset.batch(0)
+    own = own_rows(Processes(1, 2), dataset)(batch)
+    whole = ArrayDataset(*BATCH.values(), BatchSpec(4)).batch(0)
+    np.testing.assert_array_equal(own["labels"], whole["labels"][2:])
+
+
+def test_one_process_is_the_whole_run(devices):
+    assert devices.processes == Processes()
+    assert own_rows(devices.processes)(BATCH) is BATCH
+    devices.processes.agree({"anything": object()})
+    assert " in process" not in devices.describe()
