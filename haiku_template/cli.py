@@ -46,7 +46,14 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("num_processes", None, "Processes of this run, all told.")
 flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
-PROCESSES = ("coordinator_address", "num_processes", "process_id")
+flags.DEFINE_list("local_device_ids", None, "Cards of this process, of those it sees.")
+flags.DEFINE_enum(
+    "distributed",
+    "auto",
+    ["auto", "on", "off"],
+    "Several processes: as the flags above or Slurm or MPI say, surely, or not at all.",
+)
+PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
@@ -104,26 +111,23 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
 
 
-def _join() -> None:
-    """Joins the processes of the run, if the flags say that there are several.
-
-    Raises:
-      ConfigError: one of the flags is missing.
-      DeviceError: the processes do not come together; says which is missing.
-    """
+def _processes() -> tuple | None:
+    """Arguments of `cluster.join`; None for a process on its own."""
     given = {name: FLAGS[name].value for name in PROCESSES}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
-    if len(missing) == len(given):
-        return
-    if missing:
-        raise ConfigError(
-            f"several processes need {', '.join(missing)}, too: one "
-            "--coordinator_address and --num_processes for all, and for each its own "
-            "--process_id"
-        )
-    cluster.join(*given.values())
-    if FLAGS.process_id:
-        logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
+    if given["local_device_ids"] is not None:
+        given["local_device_ids"] = [
+            int(number) for number in given["local_device_ids"]
+        ]
+    return cluster.asked(FLAGS.distributed, os.environ, **given)
+
+
+def _join() -> None:
+    """Joins the processes of the run, if there are several."""
+    processes = _processes()
+    if processes is not None:
+        cluster.join(*processes)
+        if processes[2]:
+            logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
 
 
 def run_flags() -> None:
@@ -168,10 +172,10 @@ def open_run(num_devices: int | None = None) -> "Run":
     Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
     made = None
-    if FLAGS.num_processes not in (None, 1):
+    if (processes := _processes()) is not None and processes[1] > 1:
         raise ConfigError(
-            f"--num_processes={FLAGS.num_processes}: several processes train; this "
-            "command is for one"
+            f"{processes[1]} processes were started, and this command is for one; "
+            "start it once, or give --distributed=off to do it in each"
         )
     if FLAGS.experiment is None:
         config.of_run(Path(FLAGS.workdir))
@@ -198,7 +202,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         app.run(guarded, flags_parser=_parse)
     except (Exception, KeyboardInterrupt) as error:
-        several = FLAGS.is_parsed() and FLAGS.num_processes not in (None, 1)
+        several = cluster.is_joined()
         error = (several and cluster.lost(error)) or error
         interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
         code = getattr(error, "exit_code", interrupted)

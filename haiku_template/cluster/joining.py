@@ -4,7 +4,10 @@ import importlib.metadata
 import logging
 import platform
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from haiku_template.cluster.detection import Started, detect
 from haiku_template.cluster.rendezvous import SECONDS, meet
 from haiku_template.errors import ConfigError, DeviceError
 
@@ -15,7 +18,48 @@ JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 30
 LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
 
 
-def join(address: str, count: int, index: int, seconds: float = SECONDS) -> None:
+def asked(
+    how: str, environ: Mapping[str, str], **given: Any
+) -> tuple[str, int, int, Sequence[int] | None] | None:
+    """Arguments of `join`, from flags (None for those not given) and the launcher.
+
+    Args:
+      how: `auto`, `on` or `off`.
+      given: `coordinator_address`, `num_processes`, `process_id`, `local_device_ids`.
+
+    Returns:
+      None for a process on its own.
+
+    Raises:
+      ConfigError: something is missing; says what was found.
+    """
+    if how == "off":
+        return None
+    found = detect(environ) or Started("", None, None, None)
+    told = dict(zip(given, found[1:], strict=True))
+    whole = {k: told[k] if value is None else value for k, value in given.items()}
+    *needed, ids = whole.values()
+    alone = found.by in ("", "Kubernetes") and all(x is None for x in given.values())
+    missing = [f"--{k}" for k, x in zip(whole, needed, strict=False) if x is None]
+    if alone and how == "auto":
+        return None
+    if missing:
+        who = f"{found.by}, which started this one," if found.by else "this environment"
+        raise ConfigError(
+            f"several processes need {', '.join(missing)}, which {who} does not tell; "
+            "--coordinator_address (HOST:PORT of process 0) and --num_processes are "
+            "the same in all, --process_id is another in each"
+        )
+    return *needed, ids
+
+
+def join(
+    address: str,
+    count: int,
+    index: int,
+    local_device_ids: Sequence[int] | None = None,
+    seconds: float = SECONDS,
+) -> None:
     """Makes this process number `index` of a run of `count`, and starts no backend.
 
     Raises:
@@ -49,16 +93,23 @@ def join(address: str, count: int, index: int, seconds: float = SECONDS) -> None
         cluster_detection_method="deactivate",
         initialization_timeout=JOIN_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        local_device_ids=local_device_ids,
     )
+
+
+def is_joined() -> bool:
+    """True in a process of several, as soon as JAX's runtime knows."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def lost(error: BaseException) -> DeviceError | None:
     """Makes the error to show for one of JAX's that means a lost process; or None."""
     jax = sys.modules.get("jax")
-    if jax is None or not isinstance(error, jax.errors.JaxRuntimeError):
+    if not is_joined() or not isinstance(error, jax.errors.JaxRuntimeError):
         return None
     words = str(error).split("\n")[0]
-    if not jax.distributed.is_initialized() or not any(w in words for w in LOST):
+    if not any(w in words for w in LOST):
         return None
     return DeviceError(
         f"another process of this run is gone or cannot be reached ({words[:200]}); "

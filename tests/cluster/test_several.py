@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,9 +109,8 @@ def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
     os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
     code, printed = finish(run, workdir)
     assert code == 75, printed
-    (words,) = {line for line in printed.splitlines() if "is saved" in line}
-    step = int(words.split("step ")[1].split()[0])
-    assert (workdir / "checkpoints" / str(step)).is_dir()
+    (step,) = set(re.findall(r"step (\d+) is saved", printed))
+    assert (workdir / "checkpoints" / step).is_dir()
 
 
 @pytest.mark.cluster

@@ -134,7 +134,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_anew(tmp_path):
     assert [r["step"] for r in read(killed / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_hundred_saves_leak_no_descriptor_and_no_thread(tmp_path):
     code = f"""
 import os, threading

@@ -177,7 +177,7 @@ def test_configs_have_the_same_losses_on_four_devices(
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_thousand_steps_on_eight_simulated_devices_do_not_hang(tmp_path):
     result = train(
         made(8), num_steps=3000, workdir=tmp_path, log_every=500, eval_every=500

@@ -1,0 +1,142 @@
+"""Detection of a run's processes, by the variables of Slurm, Open MPI, Kubernetes."""
+
+import ipaddress
+import re
+import socket
+import subprocess
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from haiku_template.errors import ConfigError
+
+PORTS = range(61_440, 65_536)  # Of the jobs of one machine; as JAX's own.
+
+
+class Started(NamedTuple):
+    """What a launcher says of a process; None where it says nothing."""
+
+    by: str
+    address: str | None  # HOST:PORT of process 0.
+    count: int | None
+    index: int
+    local_device_ids: tuple[int, ...] | None = None  # None for all that it sees.
+
+
+def detect(environ: Mapping[str, str]) -> Started | None:
+    """Reads what started this process; None for a process on its own.
+
+    Raises `ConfigError` for variables that contradict each other.
+    """
+    for read in (_slurm, _open_mpi, _kubernetes):
+        if found := read(environ):
+            return found
+    return None
+
+
+def _slurm(environ: Mapping[str, str]) -> Started | None:
+    """Reads a task of `srun`; a batch script that did not call it is on its own."""
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys():
+        return None
+    count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
+    if count == 1:
+        return None
+    host = _address_of(first_host(environ["SLURM_STEP_NODELIST"]))
+    port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
+    ids = None
+    # With --gpus-per-task each task sees its own cards alone.
+    if not {"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"} & environ.keys():
+        nodes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+        tasks = nodes[int(environ.get("SLURM_NODEID", 0))]
+        ids = own_cards(environ, int(environ["SLURM_LOCALID"]), tasks)
+    index = int(environ["SLURM_PROCID"])
+    return Started("Slurm", f"{host}:{port}", count, index, ids)
+
+
+def first_host(nodes: str) -> str:
+    """First of a list of Slurm's: `n1` of `n[1-2,5],m3`."""
+    head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
+    if head is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST={nodes} names no node")
+    return "".join(part or "" for part in head.groups())
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node: [2, 2, 1] of `2(x2),1`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        tasks, _, times = part.partition("(x")
+        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def _address_of(host: str) -> str:
+    """Name of a node that others can look up, or its address by Slurm."""
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        command = ["scontrol", "--oneliner", "show", "node", host]
+        try:
+            shown = subprocess.check_output(command, text=True, timeout=20)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"the name of node {host} cannot be looked up, nor can scontrol tell "
+                f"its address ({error}); give --coordinator_address=HOST:PORT"
+            ) from error
+        return re.search(r"NodeAddr=(\S+)", shown)[1]
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Started | None:
+    """Reads a process of `mpirun`."""
+    count = int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
+    if count == 1:
+        return None
+    local = int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    together = int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    # Open MPI up to 4 says where mpirun runs, and 5 says nothing.
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    job = uri.partition(".")[0] or environ.get("PMIX_NAMESPACE", "")
+    found = re.search(r"tcp6?://\[?([^,\]:]+)", uri)
+    host = "127.0.0.1" if together == count else found and str(_ip(found[1]))
+    address = f"{host}:{_port(job)}" if host and job else None
+    index, ids = (
+        int(environ["OMPI_COMM_WORLD_RANK"]),
+        own_cards(environ, local, together),
+    )
+    return Started("Open MPI", address, count, index, ids)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(text)
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Started | None:
+    """Reads a pod of an indexed Job, which knows its number alone."""
+    index = environ.get("JOB_COMPLETION_INDEX")
+    return None if index is None else Started("Kubernetes", None, None, int(index))
+
+
+def own_cards(
+    environ: Mapping[str, str], local: int, tasks: int
+) -> tuple[int, ...] | None:
+    """Places, among the cards that all tasks of a node see, of a task's share.
+
+    None where it sees its own alone, as far as CUDA_VISIBLE_DEVICES tells.
+    """
+    visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    if tasks == 1 or len(visible) < tasks:
+        return None
+    if len(visible) % tasks:
+        raise ConfigError(
+            f"{tasks} processes on this node see {len(visible)} cards "
+            f"(CUDA_VISIBLE_DEVICES={','.join(visible)}), which cannot be shared "
+            "evenly; give each its own, as by srun --gpus-per-task"
+        )
+    size = len(visible) // tasks
+    return tuple(range(local * size, (local + 1) * size))
+
+
+def _port(job: str) -> int:
+    """Port for a job, the same in each of its processes."""
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
