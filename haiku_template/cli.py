@@ -19,7 +19,13 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 from haiku_template import cluster, config, doctor, registry
-from haiku_template.errors import MEANT, ConfigError, DeviceError, StorageError
+from haiku_template.errors import (
+    MEANT,
+    ConfigError,
+    DeviceError,
+    Interrupted,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
@@ -214,7 +220,8 @@ def run(main: Callable[[], None]) -> None:
         words = str(error) or "interrupted before the state could be saved"
         sys.stdout.flush()
         print(f"error: {words}", file=sys.stderr, flush=True)
-        if several or code == StorageError.exit_code:
+        alone = several and not isinstance(error, Interrupted)
+        if alone or code == StorageError.exit_code:
             os._exit(code)  # Without waiting for threads that write.
         sys.exit(code)
 

@@ -1,10 +1,11 @@
-"""Starts the processes of one run on this machine, each with a share of its devices.
+"""Starts the processes of one run on this machine.
 
     python launch/local.py --processes=2 -- python -m haiku_template.train --config=...
 
 The command is started so many times with --coordinator_address, --num_processes and
---process_id. When one process ends with an error, or a signal comes, the others get
-SIGTERM, and after a while SIGKILL. Exit code: the first that was not 0.
+--process_id. SIGTERM is passed on to all. When one ends with an error, the others get
+SIGTERM, and 30 s later SIGKILL. Exit code: the first that was not 0. GPUs are not
+divided: give each process its own by CUDA_VISIBLE_DEVICES.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def start(command: list[str], processes: int, port: int) -> list[subprocess.Pope
 def wait(running: list[subprocess.Popen]) -> int:
     """Waits for all; ends the others once one failed. Returns the first exit code."""
     first, deadline = 0, None
-    while any(process.poll() is None for process in running):
+    while None in [process.poll() for process in running]:
         codes = [p.returncode for p in running if p.returncode]
         if codes and deadline is None:
             first, deadline = codes[0], time.monotonic() + LEAVE_SECONDS

@@ -13,7 +13,8 @@ from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
 # JAX's own limits only come into play when a process that was there is lost.
-JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 30
+# Who is done waits for process 0, which may still save.
+JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 3600
 # Words of JAX's runtime and its collectives about a process that is gone.
 LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
 

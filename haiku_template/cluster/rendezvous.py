@@ -141,8 +141,7 @@ def _visit(
             with socket.create_connection((host, port), timeout=left) as server:
                 server.sendall(json.dumps(hello).encode() + b"\n")
                 # Process 0 has its own deadline, and says who is missing.
-                server.settimeout(left + HELLO_SECONDS)
-                answer = _line(server)
+                answer = _line(server, seconds + HELLO_SECONDS)
             if answer is not None and "fault" in answer:
                 return answer["fault"]
             reason = "what answers there is no process 0"
@@ -157,9 +156,8 @@ def _visit(
 
 def _read(peer: socket.socket) -> dict[str, Any] | None:
     """Line of a process that connected; None for a stranger's."""
-    peer.settimeout(HELLO_SECONDS)
     try:
-        hello = _line(peer)
+        hello = _line(peer, HELLO_SECONDS)
     except (OSError, ValueError):
         return None
     kinds = {"index": int, "count": int, "facts": dict}
@@ -169,8 +167,13 @@ def _read(peer: socket.socket) -> dict[str, Any] | None:
     return hello if known else None
 
 
-def _line(peer: socket.socket) -> Any:
-    """JSON of a line; None if the other side hung up. Raises `ValueError`."""
-    with peer.makefile("rb") as file:
-        text = file.readline(LONGEST)
-    return json.loads(text) if text.endswith(b"\n") else None
+def _line(peer: socket.socket, seconds: float) -> Any:
+    """JSON of a line; None if it does not end in time. Raises `ValueError`."""
+    text, deadline = b"", time.monotonic() + seconds
+    while not text.endswith(b"\n") and len(text) < LONGEST:
+        peer.settimeout(max(deadline - time.monotonic(), 0.001))
+        piece = peer.recv(LONGEST)
+        if not piece:
+            return None
+        text += piece
+    return json.loads(text)

@@ -21,6 +21,10 @@ class Processes(NamedTuple):
         """Place of this process in words; "" for the only one."""
         return f" in process {self.index} of {self.count}" if self.count > 1 else ""
 
+    def first(self, value: Any) -> Any:
+        """Value of process 0, in each of them."""
+        return value if self.count == 1 else gather(value)[0]
+
     def agree(
         self,
         facts: dict[str, Any],
@@ -37,7 +41,8 @@ class Processes(NamedTuple):
             return
         all_facts = gather(facts)
         for i, theirs in enumerate(all_facts):
-            for name, value in all_facts[0].items():
+            for name in all_facts[0] | theirs:
+                value = all_facts[0].get(name)
                 if theirs.get(name) != value:
                     raise error(
                         f"the processes of a run differ in {name}: {value} in process "

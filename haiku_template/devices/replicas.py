@@ -63,23 +63,26 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
     )
 
 
-def check_processes(processes: Processes, tree: Any) -> None:
+def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> None:
     """Asserts that the copies of all processes are bitwise the same.
 
     Within a process they are, after `check_replicas`: each sends one number of a leaf.
 
     Raises:
-      ReplicaError: names a leaf, and a process in which it differs from process 0's.
+      ReplicaError: a leaf differs, and `agreed` before; names it, and the process.
+      PlacementError: a leaf differs.
     """
     if processes.count == 1:
         return
     leaves = leaves_by_path(jax.tree.map(first_copy, tree))
     sums = jax.device_get(_all_fingerprints(list(leaves.values())))
     found = dict(zip(leaves, map(int, sums), strict=True))
-    advice = "nothing of it was saved: run the same command again"
-    processes.agree(
-        {f"the bits of {k}": x for k, x in found.items()}, ReplicaError, advice
+    kind, advice = (
+        (ReplicaError, "nothing of it was saved: run the same command again")
+        if agreed
+        else (PlacementError, "the step averages it not over axis_name, or not at all")
     )
+    processes.agree({f"the bits of {k}": x for k, x in found.items()}, kind, advice)
 
 
 @jax.jit

@@ -94,11 +94,14 @@ def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
     and raises `PlacementError` if the processes cannot have as many rows each.
     """
     n, spec = processes.count, getattr(dataset, "spec", None)
-    if getattr(spec, "process_count", 1) == n:
+    if n == 1:
         return lambda batch: batch
+    share = spec.batch_size // n if getattr(spec, "process_count", 1) == n else None
 
     def cut(batch: Any) -> Any:
         rows = len(jax.tree.leaves(batch)[0])
+        if rows == share:
+            return batch
         if rows % n:
             sizes = f"{rows - rows % n} and {rows - rows % -n}"
             raise PlacementError(

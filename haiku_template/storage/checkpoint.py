@@ -78,6 +78,8 @@ class Checkpoints:
                 # Orbax refuses to make a folder for some of the processes.
                 self.directory.mkdir(parents=True, exist_ok=True)
                 checkpoint_manager._create_root_directory = lambda *_, **__: None
+                # It would ask for a signal as well, which `StopSignals` does.
+                checkpoint_manager.utils.reached_preemption = lambda _: False
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 preservation_policy=kept.AnyPreservationPolicy(

@@ -44,7 +44,7 @@ def own(workdir: str | Path) -> Path:
     own = workdir / PROCESSES / str(index)
     with usable(workdir):
         shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
+        own.mkdir(parents=True, exist_ok=True)
         if has_checkpoints(workdir):
             (own / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
             for name in (CONFIG, RUN, METRICS, PROGRAM):

@@ -84,6 +84,8 @@ def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
     if not needed(config):
         return
     file, found = workdir / FILE, of(trainer)
+    shared = {k: x for k, x in found.items() if k != FIRST_BATCH}
+    trainer.devices.processes.agree(shared)
     if workdirs.has_checkpoints(workdir) and file.exists():
         advice = "Nothing was changed there: use another --workdir or restore what was "
         advice += f"edited; to resume all the same, remove {file}"

@@ -83,11 +83,10 @@ def blame(devices: DeviceManager, train: Any, step: int) -> str:
         if len(rows):
             row = int(rows[0])
             value = flat[row][~(flat[row] <= LARGEST)][0]
-            device = devices.devices[row * devices.num_devices // len(leaf)]
+            device = devices.devices[row * len(devices.devices) // len(leaf)]
             return (
                 f"the batch of step {step} has a value of magnitude {value:.3g} in its "
-                f"{path}, row {row}, which is on "
-                f"{device_name(device)}"
+                f"{path}, row {row}, which is on {device_name(device)}"
             )
     return ""
 
@@ -122,6 +121,8 @@ class Guards:
         self._from_start = faulty_leaves(devices, state)
         self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
         self._agreed = False
+        # After such an error of one process, others may be elsewhere: nothing is saved.
+        self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
 
     def note(self, step: int, scalars: Any) -> None:
         """Keeps a step's scalars on their devices, unchecked."""
@@ -130,7 +131,7 @@ class Guards:
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
         check_replicas(state)
-        check_processes(self._devices.processes, state)
+        check_processes(self._devices.processes, (state, self._unchecked[-1][1]))
         self._agreed = True
 
     def finite(self, step: int, scalars: Any) -> dict[str, float]:
@@ -162,7 +163,7 @@ class Guards:
 
     def _check(self, step: int, state: Any) -> None:
         check_replicas(state, agreed=self._agreed)
-        check_processes(self._devices.processes, state)
+        check_processes(self._devices.processes, state, agreed=self._agreed)
         faults = {
             name: fault
             for name, fault in faulty_leaves(self._devices, state).items()
@@ -196,9 +197,8 @@ def _leave_to_the_run() -> None:
 
     It ends at SIGTERM, and ignores Ctrl-C to make the batches of the run's last step.
     """
-    if isinstance(
-        getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignals
-    ):
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(getattr(handler, "__self__", None), StopSignals):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -217,6 +217,7 @@ class StopSignals:
         self._several = several  # Then JAX's runtime has the handler of SIGTERM.
         self.received: signal.Signals | None = None
         self._noted: signal.Signals | None = None
+        self._calls = 0
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -238,19 +239,18 @@ class StopSignals:
         else:
             self.received = self._noted
 
-    def due(self, step: int) -> bool:
-        """True once a signal came; in several processes after a step common to all."""
-        if self._several and multihost_utils.reached_preemption_sync_point(step):
+    def due(self) -> bool:
+        """True once a signal came; in several processes, at a call common to all."""
+        self._calls += 1  # Not steps, of which a resumed run has passed the first.
+        if self._several and multihost_utils.reached_preemption_sync_point(self._calls):
             self.received = self._noted or signal.SIGTERM
         return self.received is not None
 
     def error(self, step: int) -> Interrupted:
         """Makes the error to raise once `step` is saved."""
-        return Interrupted(
-            f"{self.received.name} received: step {step} is saved, and the same "
-            "command resumes it",
-            EXIT_CODES[self.received],
-        )
+        words = f"{self.received.name} received: step {step} is saved, and the same "
+        words += "command resumes it"
+        return Interrupted(words, EXIT_CODES[self.received])
 
 
 def early_stop(

@@ -138,6 +138,7 @@ def restored_or_first(
             "the newest checkpoint": start,
             "num_steps": num_steps,
             "the size of the data": _sizes(trainer.experiment.data),
+            "the placement of the data": trainer.placement,
         }
     )
     if start > num_steps:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.errors import NonFiniteError
 from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
@@ -163,7 +162,7 @@ class _Run(NamedTuple):
                 self.report.step(step)
                 self._tell("step", step, state, scalars)
                 first = step == start + 1
-                if first or self._something_due(step, stop):
+                if self._something_due(step, stop) or first:
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
                     if first:
@@ -176,7 +175,7 @@ class _Run(NamedTuple):
 
     def _something_due(self, step: int, last: int) -> bool:
         due = any(_due(step, every, last) for every in self.every)
-        return self.signals.due(step) or due or self.report.due(step)
+        return self.signals.due() or due or self.report.due(step)
 
     def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
@@ -190,7 +189,7 @@ class _Run(NamedTuple):
             try:
                 metrics = self._evaluate(step, state, last)
                 early = metrics is not None and step < last and self._stops_early()
-            except NonFiniteError:
+            except self.guards.unsaved:
                 raise
             except Exception:
                 self._save(step, state, scalars, None)
@@ -207,7 +206,8 @@ class _Run(NamedTuple):
         return early
 
     def _stops_early(self) -> bool:
-        if not self.stop_when(read(self.workdir / workdirs.METRICS)):
+        stops = self.stop_when(read(self.workdir / workdirs.METRICS))
+        if not self.trainer.devices.processes.first(stops):
             return False
         self.report.print("stopped   early, as the evaluations so far say")
         return True

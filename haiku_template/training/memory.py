@@ -127,7 +127,7 @@ def memory_budget(
     if devices.memory is not None:
         outside = _outside(compiled, analysis.temp_size_in_bytes)
         evaluation = _evaluation_peak(trainer) if starts else 0
-    share = tree_bytes(batch) // devices.num_devices
+    share = tree_bytes(batch) // len(devices.devices)
     data = tree_bytes(trainer.abstract_staged)
     batches = WAITING_BATCHES + devices.steps_in_flight - 1
     waiting = share * (WAITING_BLOCKS if data else batches)

@@ -114,6 +114,18 @@ def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
 
 
 @pytest.mark.cluster
+def test_sigterm_before_the_first_step_of_a_resumed_run_is_not_lost(tmp_path):
+    workdir = tmp_path / "run"
+    train(2, workdir, 1, num_steps=10)
+    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
+    wait_for(lambda: "resumed at step 10" in Path(f"{workdir}.out").read_text())
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    os.kill(int(children.read_text().split()[0]), signal.SIGTERM)
+    code, printed = finish(run, workdir)
+    assert code == 75, printed
+
+
+@pytest.mark.cluster
 def test_processes_that_were_told_something_else_say_what(tmp_path, address):
     changes = {}, {"optimizer.learning_rate": 0.5}
     shared = [f"--coordinator_address={address}", "--num_processes=2"]
