@@ -1,6 +1,5 @@
 """Detection of a run's processes, by the variables of Slurm, Open MPI, Kubernetes."""
 
-import ipaddress
 import re
 import socket
 import subprocess
@@ -14,7 +13,7 @@ PORTS = range(61_440, 65_536)  # Of the jobs of one machine; as JAX's own.
 
 
 class Started(NamedTuple):
-    """What a launcher says of a process; None where it says nothing."""
+    """Place of a process as its launcher tells it; None for what it does not tell."""
 
     by: str
     address: str | None  # HOST:PORT of process 0.
@@ -24,9 +23,10 @@ class Started(NamedTuple):
 
 
 def detect(environ: Mapping[str, str]) -> Started | None:
-    """Reads what started this process; None for a process on its own.
+    """Reads the launcher's variables; None for a process on its own.
 
-    Raises `ConfigError` for variables that contradict each other.
+    Raises `ConfigError` if a node's cards cannot be shared evenly, or its address is
+    not known.
     """
     for read in (_slurm, _open_mpi, _kubernetes):
         if found := read(environ):
@@ -97,18 +97,12 @@ def _open_mpi(environ: Mapping[str, str]) -> Started | None:
     # Open MPI up to 4 says where mpirun runs, and 5 says nothing.
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     job = uri.partition(".")[0] or environ.get("PMIX_NAMESPACE", "")
-    found = re.search(r"tcp6?://\[?([^,\]:]+)", uri)
-    host = "127.0.0.1" if together == count else found and str(_ip(found[1]))
+    found = re.search(r"tcp://([^,:]+)", uri)
+    host = "127.0.0.1" if together == count else found and found[1]
     address = f"{host}:{_port(job)}" if host and job else None
-    index, ids = (
-        int(environ["OMPI_COMM_WORLD_RANK"]),
-        own_cards(environ, local, together),
-    )
+    index = int(environ["OMPI_COMM_WORLD_RANK"])
+    ids = own_cards(environ, local, together)
     return Started("Open MPI", address, count, index, ids)
-
-
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(text)
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Started | None:

@@ -12,8 +12,7 @@ from haiku_template.cluster.rendezvous import SECONDS, meet
 from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
-# JAX's own limits only come into play when a process that was there is lost.
-# Who is done waits for process 0, which may still save.
+# Who joined may be lost meanwhile; who is done waits for process 0, which may save.
 JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 3600
 # Words of JAX's runtime and its collectives about a process that is gone.
 LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
@@ -106,11 +105,10 @@ def is_joined() -> bool:
 
 def lost(error: BaseException) -> DeviceError | None:
     """Makes the error to show for one of JAX's that means a lost process; or None."""
-    jax = sys.modules.get("jax")
-    if not is_joined() or not isinstance(error, jax.errors.JaxRuntimeError):
-        return None
     words = str(error).split("\n")[0]
-    if not any(w in words for w in LOST):
+    # JAX raises its runtime's errors as a ValueError when a result is fetched.
+    of_jax = isinstance(error, RuntimeError | ValueError) and is_joined()
+    if not of_jax or hasattr(error, "exit_code") or not any(w in words for w in LOST):
         return None
     return DeviceError(
         f"another process of this run is gone or cannot be reached ({words[:200]}); "

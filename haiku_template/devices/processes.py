@@ -1,6 +1,7 @@
 """Processes of one run, joined by JAX's distributed runtime."""
 
 import json
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -58,21 +59,25 @@ def of(devices: list[jax.Device]) -> Processes:
     """
     if jax.process_count() == 1:
         return Processes()
-    chosen = gather([(d.platform, d.id) for d in devices])
-    sizes = {len(each) for each in chosen}
-    platforms = {platform for each in chosen for platform, _ in each}
-    if len(sizes) > 1 or len(platforms) > 1:
-        found = ", ".join(
-            f"{len(each)} x {each[0][0]} in process {i}"
-            for i, each in enumerate(chosen)
-        )
-        raise DeviceError(
-            f"the processes of a run have {found}; each needs as many devices of "
-            "one platform: give them the same --device and --num_devices"
-        )
-    by_id = {d.id: d for d in jax.devices(platforms.pop())}
-    everyone = tuple(by_id[number] for each in chosen for _, number in each)
+    by_id = {d.id: d for d in jax.devices(devices[0].platform)}
+    # Known to each before any of them can compute with the others.
+    _check_alike(Counter(d.process_index for d in by_id.values()))
+    chosen = gather([d.id for d in devices])
+    _check_alike(dict(enumerate(map(len, chosen))))
+    everyone = tuple(by_id[number] for each in chosen for number in each)
     return Processes(jax.process_index(), jax.process_count(), everyone)
+
+
+def _check_alike(counts: dict[int, int]) -> None:
+    """Raises `DeviceError` unless each process has as many devices."""
+    each = [counts.get(i, 0) for i in range(jax.process_count())]
+    if len(set(each)) > 1:
+        found = [f"{count} in process {i}" for i, count in enumerate(each)]
+        raise DeviceError(
+            f"the devices of a run are {', '.join(found)}; each process needs as many, "
+            "of one platform: give all the same --device, --num_devices and "
+            "--simulate_devices"
+        )
 
 
 def gather(value: Any) -> list[Any]:

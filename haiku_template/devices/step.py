@@ -99,12 +99,12 @@ class CompiledStep:
     devices: "DeviceManager"
     compiled: Any  # Returns results and a token.
     takes_state: bool  # Takes over the memory of its first argument.
-    lowered: Callable[..., Any] | None = None  # Lowers for several processes.
+    lowers: Callable[..., Any]  # Maps shapes of arguments to the lowered step.
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
         with checks.leaks_named():
-            return (self.lowered or self.compiled.lower)(*args)
+            return self.lowers(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
@@ -171,63 +171,65 @@ def compile_step(
             _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
         return results, jnp.zeros((), jnp.bool_)
 
-    takes_state = 0 in np.atleast_1d(donate_argnums)
+    several, lower = devices.processes.count > 1, None
+    whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
+    if several and like is not None:
+        raise PlacementError(
+            "shard_moments cannot be had with several processes; leave it out"
+        )
     if devices.axis_name is None:
         compiled = jax.jit(run, donate_argnums=donate_argnums)
     elif out == "whole" and like is None:
+        everyone = devices.processes.devices or devices.devices
         compiled = jax.pmap(
             run,
             devices.axis_name,
             in_axes=(*(None,) * replicated, 0),
             out_axes=None,
-            devices=devices.processes.devices or devices.devices,
+            devices=everyone,
             donate_argnums=donate_argnums,
         )
-        if devices.processes.count > 1:
-            lower = _lowering(devices, run, replicated, donate_argnums)
-            return CompiledStep(devices, compiled, takes_state, lower)
-    elif devices.processes.count > 1 and like is not None:
-        raise PlacementError(
-            "shard_moments cannot be had with several processes; leave it out"
-        )
+        if several:
+            specs = (*(whole,) * replicated, split), whole
+            lower = _lowering(_mapped(run, everyone, *specs, donate_argnums), everyone)
     else:
-        whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
         state = whole if like is None else shards.specs(like, devices.num_devices)
-        each = jax.shard_map(
-            lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-            mesh=Mesh(devices.devices, AXIS_NAME),
-            in_specs=(state, *(whole,) * (replicated - 1), split),
-            out_specs=(split if out == "split" else (state, whole), whole),
-            check_vma=False,
-        )
-        compiled = jax.jit(each, donate_argnums=donate_argnums)
-    return CompiledStep(devices, compiled, takes_state)
+        specs = (state, *(whole,) * (replicated - 1), split)
+        results = (split if out == "split" else (state, whole), whole)
+        compiled = _mapped(run, devices.devices, specs, results, donate_argnums)
+    takes_state = 0 in np.atleast_1d(donate_argnums)
+    return CompiledStep(devices, compiled, takes_state, lower or compiled.lower)
 
 
-def _lowering(
-    devices: "DeviceManager", run: Callable, replicated: int, donate_argnums: Any
-) -> Callable[..., Any]:
-    """Makes what lowers a step of several processes: `pmap` takes no shapes there."""
-    mesh = Mesh(devices.processes.devices, AXIS_NAME)
-    whole, split = PartitionSpec(), PartitionSpec(AXIS_NAME)
+def _mapped(
+    run: Callable[..., Any],
+    devices: Sequence[jax.Device],
+    in_specs: Any,
+    out_specs: Any,
+    donate_argnums: Any,
+) -> Any:
+    """Compiles `run` by `shard_map`, each device with its entry of the batch."""
     each = jax.shard_map(
         lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-        mesh=mesh,
-        in_specs=(*(whole,) * replicated, split),
-        out_specs=whole,
+        mesh=Mesh(devices, AXIS_NAME),
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=False,
     )
-    compiled = jax.jit(each, donate_argnums=donate_argnums)
+    return jax.jit(each, donate_argnums=donate_argnums)
+
+
+def _lowering(compiled: Any, devices: Sequence[jax.Device]) -> Callable[..., Any]:
+    """Makes `lower` of a step of several processes: their `pmap` lowers no shapes."""
+    mesh = Mesh(devices, AXIS_NAME)
 
     def lower(*args: Any) -> Any:
         *trees, batch = args
-        n = devices.num_devices
-        batch = jax.tree.map(lambda x: x.update(shape=(n, *x.shape[1:])), batch)
-        shapes = [
-            canonical_shapes(tree, NamedSharding(mesh, spec))
-            for tree, spec in ((trees, whole), (batch, split))
-        ]
-        return compiled.lower(*shapes[0], shapes[1])
+        batch = canonical_shapes(
+            batch, NamedSharding(mesh, PartitionSpec(AXIS_NAME)), rows=len(devices)
+        )
+        trees = canonical_shapes(trees, NamedSharding(mesh, PartitionSpec()))
+        return compiled.lower(*trees, batch)
 
     return lower
 

@@ -33,7 +33,7 @@ GROUPS = {"*": "(.*)", "?": "(.)"}
 
 
 class Names(NamedTuple):
-    """How names in a file may differ from the model's; patterns as in a shell."""
+    """Differences of names in a file from the model's; patterns as in a shell."""
 
     rename: Sequence[tuple[str, str]] = ()  # A file's names, and the model's.
     ignore: Sequence[str] = ()  # May be left over in the file.

@@ -50,6 +50,15 @@ def train(processes, *given, **changes):
     return printed
 
 
+def signalled(workdir, words, index, number):
+    """Result of a long run of two; one gets a signal once `words` are printed."""
+    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
+    wait_for(lambda: words in Path(f"{workdir}.out").read_text())
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
+    os.kill(int(children.split()[index]), number)
+    return finish(run, workdir)
+
+
 def metrics(workdir):
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [
@@ -103,11 +112,7 @@ def test_a_run_resumes_on_other_processes(tmp_path, alone):
 @pytest.mark.cluster
 def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
     workdir = tmp_path / "run"
-    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    wait_for(lambda: "step      5/" in Path(f"{workdir}.out").read_text())
-    os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
-    code, printed = finish(run, workdir)
+    code, printed = signalled(workdir, "step      5/", 1, signal.SIGTERM)
     assert code == 75, printed
     (step,) = set(re.findall(r"step (\d+) is saved", printed))
     assert (workdir / "checkpoints" / step).is_dir()
@@ -117,45 +122,48 @@ def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
 def test_sigterm_before_the_first_step_of_a_resumed_run_is_not_lost(tmp_path):
     workdir = tmp_path / "run"
     train(2, workdir, 1, num_steps=10)
-    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
-    wait_for(lambda: "resumed at step 10" in Path(f"{workdir}.out").read_text())
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    os.kill(int(children.read_text().split()[0]), signal.SIGTERM)
-    code, printed = finish(run, workdir)
+    code, printed = signalled(workdir, "resumed at step 10", 0, signal.SIGTERM)
     assert code == 75, printed
+
+
+def refused(address, *commands):
+    """Exit codes and errors of processes that are started by hand."""
+    shared = [f"--coordinator_address={address}", f"--num_processes={len(commands)}"]
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        subprocess.Popen([*given, *shared, f"--process_id={i}"], **options)
+        for i, given in enumerate(commands)
+    ]
+    errors = [run.communicate(timeout=250)[1] for run in runs]
+    assert not any("Traceback" in words for words in errors)
+    return [run.returncode for run in runs], errors
 
 
 @pytest.mark.cluster
 def test_processes_that_were_told_something_else_say_what(tmp_path, address):
-    changes = {}, {"optimizer.learning_rate": 0.5}
-    shared = [f"--coordinator_address={address}", "--num_processes=2"]
-    runs = [
-        subprocess.Popen(
-            [*command(tmp_path / "run", 1, **change), *shared, f"--process_id={i}"],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i, change in enumerate(changes)
-    ]
-    ((key, value),) = changes[1].items()
-    for run in runs:
-        _, words = run.communicate(timeout=250)
-        assert run.returncode == 64
-        assert f"differ in config.{key}: " in words and f"{value} in process 1" in words
-        assert "Traceback" not in words
-    assert not (tmp_path / "run").exists()
+    workdir = tmp_path / "run"
+    other = command(workdir, 1, **{"optimizer.learning_rate": 0.5})
+    codes, errors = refused(address, command(workdir, 1), other)
+    assert codes == [64, 64]
+    for words in errors:
+        assert "differ in config.optimizer.learning_rate: 0.001 in process 0" in words
+        assert "and 0.5 in process 1" in words
+    assert not workdir.exists()
+
+
+@pytest.mark.cluster
+def test_processes_with_other_numbers_of_devices_say_so(tmp_path, address):
+    workdir = tmp_path / "run"
+    codes, errors = refused(address, *(command(workdir, n) for n in (1, 2)))
+    assert codes == [69, 69]
+    for words in errors:
+        assert "are 1 in process 0, 2 in process 1; each process needs" in words
 
 
 @pytest.mark.cluster
 def test_a_killed_process_ends_the_others_in_a_sentence(tmp_path):
     workdir = tmp_path / "run"
-    run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    wait_for(lambda: "step      5/" in Path(f"{workdir}.out").read_text())
-    os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
-    _, printed = finish(run, workdir)
+    _, printed = signalled(workdir, "step      5/", 1, signal.SIGKILL)
     assert "error: another process of this run is gone" in printed
     assert "Traceback" not in printed
 
