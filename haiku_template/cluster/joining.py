@@ -2,13 +2,16 @@
 
 import importlib.metadata
 import logging
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from haiku_template.cluster import relay
 from haiku_template.cluster.detection import Started, detect
-from haiku_template.cluster.rendezvous import SECONDS, meet
+from haiku_template.cluster.heartbeat import Heartbeat, sentence
+from haiku_template.cluster.rendezvous import SECONDS, meet, parsed
 from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
@@ -16,6 +19,8 @@ PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
 JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 3600
 # Words of JAX's runtime and its collectives about a process that is gone.
 LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
+NO_PROXY = ("no_grpc_proxy", "no_proxy")  # gRPC reads the first of them.
+_HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
 
 def asked(
@@ -76,7 +81,12 @@ def join(
         return
     facts = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts["the version of Python"] = platform.python_version()
-    meet(address, count, index, facts, seconds)
+    _HEARTBEATS.append(Heartbeat(meet(address, count, index, facts, seconds)))
+    host, port = parsed(address)
+    here = port if index == 0 else relay.start(host, port)
+    # Of this machine; JAX's client would ask a proxy for that.
+    names = [os.environ.get(name) for name in NO_PROXY]
+    os.environ[NO_PROXY[0]] = ",".join(["127.0.0.1", *filter(None, names)])
     import jax
 
     # For CPUs; GPUs have NCCL.
@@ -87,7 +97,7 @@ def join(
     # Its handler of SIGTERM makes all processes stop after the same step.
     jax.config.update("jax_enable_preemption_service", True)
     jax.distributed.initialize(
-        address,
+        f"127.0.0.1:{here}",
         count,
         index,
         cluster_detection_method="deactivate",
@@ -103,6 +113,12 @@ def is_joined() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
+def leave(error: str = "") -> None:
+    """Tells the others that this process ends: in order, or by an error."""
+    for heartbeat in _HEARTBEATS:
+        heartbeat.leave(error)
+
+
 def lost(error: BaseException) -> DeviceError | None:
     """Makes the error to show for one of JAX's that means a lost process; or None."""
     words = str(error).split("\n")[0]
@@ -110,7 +126,6 @@ def lost(error: BaseException) -> DeviceError | None:
     of_jax = isinstance(error, RuntimeError | ValueError) and is_joined()
     if not of_jax or hasattr(error, "exit_code") or not any(w in words for w in LOST):
         return None
-    return DeviceError(
-        f"another process of this run is gone or cannot be reached ({words[:200]}); "
-        "its own words say why, and the same command in all resumes the last checkpoint"
-    )
+    fault = next((each.wait_for_fault() for each in _HEARTBEATS), "")
+    unknown = f"another process of this run cannot be reached ({words[:200]})"
+    return DeviceError(sentence(fault or unknown))

@@ -1,14 +1,15 @@
 """Rendezvous: all processes of a run are there before JAX's runtime waits for them.
 
 JAX ends a process from C++ when a peer is missing, and does not say which. So the peers
-first meet at the same address by a line of JSON each; JAX's service takes it over.
+first meet at the same address by a line of JSON each; JAX's service takes it over, and
+the connections stay for the heartbeat.
 """
 
 import contextlib
 import json
 import socket
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from haiku_template.errors import DeviceError
 
@@ -18,14 +19,23 @@ HELLO_SECONDS = 5.0  # For the line of whoever connects: it may be a stranger.
 LONGEST = 65_536  # Bytes of a line.
 
 
+class Peer(NamedTuple):
+    """Another process of the run, and the connection to it."""
+
+    name: str
+    link: socket.socket
+
+
 def meet(
     address: str,
     count: int,
     index: int,
     facts: dict[str, Any],
     seconds: float = SECONDS,
-) -> None:
+) -> list[Peer]:
     """Returns when `count` processes are at `address` with equal facts.
+
+    Process 0 gets connections to all others, and each of them the one to process 0.
 
     Args:
       address: HOST:PORT of process 0, as the others reach it.
@@ -36,18 +46,24 @@ def meet(
       DeviceError: the same in all processes that came: one is missing, came twice, or
         has other facts; or process 0 cannot be reached.
     """
-    host, port = _parsed(address)
+    host, port = parsed(address)
     deadline = time.monotonic() + seconds
     hello = {"index": index, "count": count, "facts": facts}
-    if index == 0:
-        fault = _receive(address, port, hello, deadline, seconds)
-    else:
-        fault = _visit(address, host, port, hello, deadline, seconds)
-    if fault:
-        raise DeviceError(fault)
+    hello["host"] = socket.gethostname()
+    with contextlib.ExitStack() as links:
+        if index == 0:
+            peers, fault = _receive(address, port, hello, deadline, seconds, links)
+        else:
+            where = address, host, port
+            peers, fault = _visit(*where, hello, deadline, seconds, links)
+        if fault:
+            raise DeviceError(fault)
+        links.pop_all()
+    return peers
 
 
-def _parsed(address: str) -> tuple[str, int]:
+def parsed(address: str) -> tuple[str, int]:
+    """Splits HOST:PORT. Raises `DeviceError`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise DeviceError(
@@ -58,20 +74,25 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 def _receive(
-    address: str, port: int, own: dict[str, Any], deadline: float, seconds: float
-) -> str:
+    address: str,
+    port: int,
+    own: dict[str, Any],
+    deadline: float,
+    seconds: float,
+    links: contextlib.ExitStack,
+) -> tuple[list[Peer], str]:
     """Waits for the others at process 0, and tells them the fault, "" for none."""
     count, came, fault = own["count"], {0: own}, ""
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(_listen(port))
-        except OSError as error:
-            return (
-                f"process 0 cannot listen at port {port} of "
-                f"--coordinator_address={address}: {error.strerror}; another run may "
-                "use it: choose another port"
-            )
-        peers = []
+    peers: list[Peer] = []
+    try:
+        server = _listen(port)
+    except OSError as error:
+        return [], (
+            f"process 0 cannot listen at port {port} of "
+            f"--coordinator_address={address}: {error.strerror}; another run may "
+            "use it: choose another port"
+        )
+    with server:
         while len(came) < count and not fault:
             server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
@@ -83,19 +104,24 @@ def _receive(
                     f"{seconds:.0f} s; missing: process {', '.join(map(str, missing))}"
                 )
                 break
-            stack.enter_context(peer)
+            links.enter_context(peer)
             hello = _read(peer)
             if hello is None:
+                peer.close()
                 continue  # A stranger.
-            peers.append(peer)
+            peers.append(Peer(_name(hello), peer))
             fault = _odd(came, hello)
             came[hello["index"]] = hello
-        # The port is free before the others go on to JAX's service there.
-        server.close()
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(json.dumps({"fault": fault}).encode() + b"\n")
-    return fault
+    # The port is free before the others go on to JAX's service there.
+    answer = {"fault": fault, "name": _name(own)}
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            peer.link.sendall(json.dumps(answer).encode() + b"\n")
+    return peers, fault
+
+
+def _name(hello: dict[str, Any]) -> str:
+    return f"process {hello['index']} on {hello['host']}"
 
 
 def _listen(port: int) -> socket.socket:
@@ -133,25 +159,37 @@ def _visit(
     hello: dict[str, Any],
     deadline: float,
     seconds: float,
-) -> str:
+    links: contextlib.ExitStack,
+) -> tuple[list[Peer], str]:
     """Tells process 0 that this one is here; returns the fault that it found."""
-    reason: Exception | str = "no answer"
+    reason = OSError("no answer")
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=left) as server:
-                server.sendall(json.dumps(hello).encode() + b"\n")
-                # Process 0 has its own deadline, and says who is missing.
-                answer = _line(server, seconds + HELLO_SECONDS)
-            if answer is not None and "fault" in answer:
-                return answer["fault"]
-            reason = "what answers there is no process 0"
+            server, answer = _ask((host, port), hello, left, seconds)
+            links.enter_context(server)
+            return [Peer(answer["name"], server)], answer["fault"]
         except (OSError, ValueError) as error:
             reason = error
         time.sleep(RETRY_SECONDS)
-    return (
+    return [], (
         f"process {hello['index']} could not reach process 0 at {address} within "
         f"{seconds:.0f} s ({reason}); it must run, and the port be open, there"
     )
+
+
+def _ask(
+    where: tuple[str, int], hello: dict[str, Any], left: float, seconds: float
+) -> tuple[socket.socket, dict[str, Any]]:
+    """Connection to process 0, and its answer. Raises `OSError` or `ValueError`."""
+    with contextlib.ExitStack() as link:
+        server = link.enter_context(socket.create_connection(where, timeout=left))
+        server.sendall(json.dumps(hello).encode() + b"\n")
+        # Process 0 has its own deadline, and says who is missing.
+        answer = _line(server, seconds + HELLO_SECONDS)
+        if answer is None or "fault" not in answer:
+            raise ValueError("what answers there is no process 0")
+        link.pop_all()
+    return server, answer
 
 
 def _read(peer: socket.socket) -> dict[str, Any] | None:
@@ -160,7 +198,7 @@ def _read(peer: socket.socket) -> dict[str, Any] | None:
         hello = _line(peer, HELLO_SECONDS)
     except (OSError, ValueError):
         return None
-    kinds = {"index": int, "count": int, "facts": dict}
+    kinds = {"index": int, "count": int, "facts": dict, "host": str}
     known = isinstance(hello, dict) and all(
         isinstance(hello.get(name), kind) for name, kind in kinds.items()
     )

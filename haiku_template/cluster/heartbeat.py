@@ -1,0 +1,129 @@
+"""Heartbeat: a process of a run ends in a sentence soon after another is lost.
+
+A collective with a process that is gone may wait for ever, and JAX's runtime looks for
+one after 100 s. So both ends of each connection of the rendezvous send an empty line a
+second, and a line of JSON before they end: process 0 is connected to all others, and
+tells them which of them it lost.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from haiku_template.cluster.rendezvous import Peer
+from haiku_template.errors import DeviceError
+
+BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
+LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
+LONGEST = 400  # Characters of another process's error.
+
+
+class Heartbeat:
+    """Watches the processes at the other ends of connections, in threads.
+
+    Attributes:
+      fault: sentence on the first process that was lost; "" for none.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers, self.fault = peers, ""
+        self._found, self._left = threading.Event(), threading.Lock()
+        self._first = threading.Lock()
+        for peer in peers:
+            peer.link.settimeout(SILENT_SECONDS)
+        # A child would keep the connections of a process that was killed.
+        os.register_at_fork(after_in_child=self._close)
+        atexit.register(self._leave_at_exit)
+        _run(self._beat)
+        for peer in peers:
+            _run(self._listen, peer)
+
+    def leave(self, error: str = "") -> None:
+        """Tells the others, once, that this process ends: in order, or by an error."""
+        if self._left.acquire(blocking=False):
+            self._send({"left": error[:LONGEST]})
+
+    def wait_for_fault(self) -> str:
+        """Waits until a process is known to be lost; "" if none is."""
+        self._found.wait(SILENT_SECONDS + BEAT_SECONDS)
+        return self.fault
+
+    def _beat(self) -> None:
+        while True:
+            self._send()
+            time.sleep(BEAT_SECONDS)
+
+    def _send(self, message: dict[str, str] | None = None) -> None:
+        text = json.dumps(message) if message else ""
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                peer.link.sendall(text.encode() + b"\n")
+
+    def _listen(self, peer: Peer) -> None:
+        """Waits for the end of another process, or a word on the end of a third."""
+        heard = time.time()
+        try:
+            with contextlib.suppress(ConnectionError):
+                for line in peer.link.makefile("rb"):
+                    heard = time.time()
+                    message = json.loads(line) if line.endswith(b"}\n") else {}
+                    if "lost" in message:
+                        return self._lose(message["lost"])
+                    if error := message.get("left"):
+                        words = f"{peer.name} ended at {_clock(heard)}: {error}"
+                        return self._lose(words)
+                    if "left" in message:
+                        return None
+            words = f"{peer.name} was killed at {_clock(time.time())}"
+        except OSError:
+            words = (
+                f"nothing was heard of {peer.name} since {_clock(heard)}: it is "
+                "stopped, or its machine or the network failed"
+            )
+        return self._lose(words)
+
+    def _lose(self, words: str) -> None:
+        """Ends this process, after some seconds in which it may end by itself."""
+        if not self._first.acquire(blocking=False):
+            return
+        self.fault = words
+        self._send({"lost": words})  # Process 0 to all; to process 0 it is no news.
+        self._found.set()
+        time.sleep(LEAVE_SECONDS)
+        sys.stdout.flush()
+        print(f"error: {sentence(words)}", file=sys.stderr, flush=True)
+        os._exit(DeviceError.exit_code)
+
+    def _close(self) -> None:
+        for peer in self.peers:
+            os.close(peer.link.fileno())
+
+    def _leave_at_exit(self) -> None:
+        """Leaves, for a script without `cli.run`.
+
+        After an error without waiting in JAX's shutdown for the others, who wait.
+        """
+        error = getattr(sys, "last_value", None)
+        self.leave("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def _run(work: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=work, args=args, name="heartbeat", daemon=True).start()
+
+
+def sentence(fault: str) -> str:
+    """Error for the user, of what happened to another process."""
+    return f"{fault}; the same command in all processes resumes the last checkpoint"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

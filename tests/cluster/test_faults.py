@@ -1,0 +1,106 @@
+"""Runs of two processes, each on a host of its own, one of which is lost."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import hosts
+from tests.cluster.test_several import ENVIRONMENT, ROOT, command, wait_for
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing()),
+]
+SECONDS = 60  # In which each survivor ends.
+SILENT = r"nothing was heard of process {} on \w+ since [\d:]{{8}}: it is stopped, or"
+KILLED = r"process {} on \w+ was killed at [\d:]{{8}}"
+
+
+@pytest.fixture
+def pair():
+    with hosts.pair() as names:
+        yield names
+
+
+@contextlib.contextmanager
+def training(workdir, names):
+    """A long run, once it has saved: its processes; their output is in files."""
+    changes = {"num_steps": 100_000, "eval_every": None, "keep_last": 1}
+    runs = []
+    for index, name in enumerate(names):
+        whole = command(workdir, 2, **changes)
+        whole += [f"--coordinator_address={names[0]}:12355", f"--process_id={index}"]
+        with output(workdir, index).open("w") as file:
+            run = subprocess.Popen(
+                hosts.at(name, *whole, "--num_processes=2"),
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        runs.append(run)
+    try:
+        wait_for(lambda: saved(workdir) or any(run.poll() for run in runs))
+        yield runs
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+
+
+def output(workdir, index):
+    return Path(f"{workdir}.{index}")
+
+
+def saved(workdir):
+    return sorted(
+        int(path.name)
+        for path in (workdir / "checkpoints").glob("*")
+        if path.name.isdecimal()
+    )
+
+
+def assert_ends(workdir, runs, words):
+    """The processes end in time with a sentence that has the words for each."""
+    begun = time.monotonic()
+    for index, pattern in words.items():
+        code = runs[index].wait(timeout=SECONDS)
+        printed = output(workdir, index).read_text()
+        assert code == 69, printed
+        errors = [line for line in printed.splitlines() if "rror" in line]
+        assert len(errors) == 1, printed
+        assert re.match(f"error: {pattern}", errors[0]), printed
+        assert "Traceback" not in printed and "terminat" not in printed
+    assert time.monotonic() - begun < SECONDS
+    assert saved(workdir)
+
+
+def test_a_cut_link_ends_both(tmp_path, pair):
+    with training(tmp_path / "run", pair) as runs:
+        hosts.cut(pair[1])
+        words = {0: SILENT.format(1), 1: SILENT.format(0)}
+        assert_ends(tmp_path / "run", runs, words)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_process_ends_the_other(tmp_path, pair, index):
+    with training(tmp_path / "run", pair) as runs:
+        os.kill(runs[index].pid, signal.SIGKILL)
+        other = 1 - index
+        assert_ends(tmp_path / "run", runs, {other: KILLED.format(index)})
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stopped_process_ends_the_other_and_then_itself(tmp_path, pair, index):
+    with training(tmp_path / "run", pair) as runs:
+        os.kill(runs[index].pid, signal.SIGSTOP)
+        other = 1 - index
+        assert_ends(tmp_path / "run", runs, {other: SILENT.format(index)})
+        os.kill(runs[index].pid, signal.SIGCONT)
+        assert runs[index].wait(timeout=SECONDS) == 69

@@ -1,0 +1,131 @@
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT
+
+# A process of a run, whose link is its standard input; it waits as in a collective.
+PROGRAM = """
+import socket, sys, time
+from haiku_template.cluster import heartbeat
+from haiku_template.cluster.rendezvous import Peer
+heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.1, 1.0
+heartbeat.LEAVE_SECONDS = 0.2
+link = socket.socket(fileno=0)
+heart = heartbeat.Heartbeat([Peer("process 0 on here", link)])
+print("ready", flush=True)
+{ending}
+"""
+
+
+@pytest.fixture
+def other():
+    """Starts a process; gives it and the other end of its link."""
+    started = []
+
+    def start(ending="time.sleep(60)"):
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(ending=ending)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        theirs.close()
+        started.append((process, ours))
+        assert process.stdout.readline() == "ready\n"
+        return process, ours
+
+    yield start
+    for process, ours in started:
+        process.kill()
+        process.communicate()
+        ours.close()
+
+
+def ended(process):
+    _, errors = process.communicate(timeout=20)
+    return process.returncode, errors
+
+
+def test_a_process_beats(other):
+    process, link = other()
+    link.settimeout(10)
+    assert link.recv(1) == link.recv(1) == b"\n"
+    assert process.poll() is None
+
+
+def test_one_whose_connection_ends_was_killed(other):
+    process, link = other()
+    link.close()
+    code, errors = ended(process)
+    assert code == 69
+    assert errors.startswith("error: process 0 on here was killed at ")
+    assert "resumes the last checkpoint" in errors and errors.count("\n") == 1
+
+
+def test_one_that_is_silent_is_lost(other):
+    process, link = other()
+    link.sendall(b"\n")
+    code, errors = ended(process)
+    assert code == 69
+    assert errors.startswith("error: nothing was heard of process 0 on here since ")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"left": "no such file"}, "process 0 on here ended at .*: no such file; the"),
+        ({"lost": "process 3 was killed"}, "process 3 was killed; the same command"),
+    ],
+)
+def test_what_another_says_of_its_end_or_a_thirds_is_shown(other, message, words):
+    process, link = other()
+    link.sendall(b"\n" + json.dumps(message).encode() + b"\n")
+    code, errors = ended(process)
+    assert code == 69
+    assert re.match("error: " + words, errors)
+
+
+def test_one_that_left_in_order_is_not_missed(other):
+    process, link = other("time.sleep(2); heart.leave()")
+    link.sendall(b'{"left": ""}\n')
+    assert ended(process) == (0, "")
+
+
+def last_message(link):
+    link.settimeout(20)
+    return json.loads(link.makefile().read())  # Beats are white space.
+
+
+@pytest.mark.parametrize(
+    ("ending", "left", "code"),
+    [
+        ("heart.leave(); heart.leave('later')", "", 0),
+        ("pass", "", 0),  # A script, which does not say it.
+        ("raise LookupError('no such model')", "LookupError: no such model", 1),
+        ("sys.exit('a sentence')", "", 1),
+    ],
+)
+def test_the_end_of_a_process_is_told(other, ending, left, code):
+    process, link = other(ending)
+    assert last_message(link) == {"left": left}
+    assert ended(process)[0] == code
+
+
+def test_a_child_does_not_keep_the_connection_of_a_killed_process(other):
+    process, link = other("import os; os.fork(); time.sleep(9)")
+    link.settimeout(5)
+    link.recv(1)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGKILL)
+    assert link.makefile("rb").read().strip() == b""
