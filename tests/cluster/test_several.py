@@ -38,9 +38,9 @@ def start(processes, *given, **changes):
         )
 
 
-def finish(run, workdir):
+def finish(run, workdir, seconds=250):
     """Exit code, and what was printed."""
-    code = run.wait(timeout=250)
+    code = run.wait(timeout=seconds)
     return code, Path(f"{workdir}.out").read_text()
 
 
@@ -50,13 +50,16 @@ def train(processes, *given, **changes):
     return printed
 
 
-def signalled(workdir, words, index, number):
-    """Result of a long run of two; one gets a signal once `words` are printed."""
+def signalled(workdir, words, index, number, seconds=250):
+    """Result of a long run of two; one gets a signal once `words` are printed.
+
+    All are to end within so many seconds.
+    """
     run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
     wait_for(lambda: words in Path(f"{workdir}.out").read_text())
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
     os.kill(int(children.split()[index]), number)
-    return finish(run, workdir)
+    return finish(run, workdir, seconds)
 
 
 def metrics(workdir):
@@ -100,6 +103,33 @@ def test_four_devices_are_four_in_any_number_of_processes(
     assert f"4 x cpu: {', '.join(f'cpu:{i}' for i in range(devices))} in" in printed
 
 
+def batches(folder):
+    """Examples of each step's batch, those of process 0 first."""
+    each = []
+    for path in sorted(folder.iterdir()):
+        lines = map(json.loads, path.read_text().splitlines())
+        each.append({step: rows for step, rows in lines if step < SHORT["num_steps"]})
+    assert all(parts.keys() == each[0].keys() for parts in each)
+    return {step: sum((parts[step] for parts in each), []) for step in each[0]}
+
+
+@pytest.mark.cluster
+def test_four_devices_have_the_same_batches_in_any_number_of_processes(
+    tmp_path, monkeypatch
+):
+    found = []
+    for processes, devices in ((1, 4), (2, 2), (4, 1)):
+        folder = tmp_path / f"batches{processes}"
+        folder.mkdir()
+        monkeypatch.setitem(ENVIRONMENT, "RECORDED_BATCHES", str(folder))
+        changes = {"data.name": "tests.cluster.recorded:data"}
+        train(processes, tmp_path / f"run{processes}", devices, **changes)
+        found.append(batches(folder))
+    assert len(found[0]) == SHORT["num_steps"]
+    assert len(set(found[0][0])) == len(found[0][0]) == 128
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 @pytest.mark.cluster
 def test_a_run_resumes_on_other_processes(tmp_path, alone):
     workdir = tmp_path / "run"
@@ -112,7 +142,7 @@ def test_a_run_resumes_on_other_processes(tmp_path, alone):
 @pytest.mark.cluster
 def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
     workdir = tmp_path / "run"
-    code, printed = signalled(workdir, "step      5/", 1, signal.SIGTERM)
+    code, printed = signalled(workdir, "step      5/", 1, signal.SIGTERM, seconds=20)
     assert code == 75, printed
     (step,) = set(re.findall(r"step (\d+) is saved", printed))
     assert (workdir / "checkpoints" / step).is_dir()
