@@ -6,7 +6,6 @@ second, and a line of JSON before they end: process 0 is connected to all others
 tells them which of them it lost.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -39,7 +38,6 @@ class Heartbeat:
             peer.link.settimeout(SILENT_SECONDS)
         # A child would keep the connections of a process that was killed.
         os.register_at_fork(after_in_child=self._close)
-        atexit.register(self._leave_at_exit)
         _run(self._beat)
         for peer in peers:
             _run(self._listen, peer)
@@ -103,17 +101,6 @@ class Heartbeat:
     def _close(self) -> None:
         for peer in self.peers:
             os.close(peer.link.fileno())
-
-    def _leave_at_exit(self) -> None:
-        """Leaves, for a script without `cli.run`.
-
-        After an error without waiting in JAX's shutdown for the others, who wait.
-        """
-        error = getattr(sys, "last_value", None)
-        self.leave("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            sys.stdout.flush()
-            os._exit(1)
 
 
 def _run(work: Callable[..., None], *args: Any) -> None:

@@ -1,5 +1,6 @@
 """Joining JAX's distributed runtime, once all processes are known to be there."""
 
+import atexit
 import importlib.metadata
 import logging
 import os
@@ -105,6 +106,20 @@ def join(
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         local_device_ids=local_device_ids,
     )
+    atexit.register(_leave_at_exit)  # Called before JAX's, which waits for all.
+
+
+def _leave_at_exit() -> None:
+    """Leaves, for a script without `cli.run`; after an error without JAX's wait."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return leave()
+    leave(f"{type(error).__name__}: {error}")
+    words = lost(error)
+    sys.stdout.flush()
+    if words:
+        print(f"error: {words}", file=sys.stderr, flush=True)
+    os._exit(words.exit_code if words else 1)
 
 
 def is_joined() -> bool:

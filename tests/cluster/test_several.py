@@ -190,6 +190,41 @@ def test_processes_with_other_numbers_of_devices_say_so(tmp_path, address):
         assert "are 1 in process 0, 2 in process 1; each process needs" in words
 
 
+SCRIPT = """
+import sys
+from haiku_template.cluster import join
+from haiku_template.devices import DeviceManager
+index = int(sys.argv[1])
+join(sys.argv[2], 2, index)
+devices = DeviceManager.create("cpu")
+if index == 1:
+    {ending}
+devices.processes.agree({{"data": 1}})
+"""
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise LookupError('no data')"])
+@pytest.mark.cluster
+def test_a_script_ends_with_its_peers(tmp_path, address, ending):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(ending=ending))
+    options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        subprocess.Popen([sys.executable, str(script), str(i), address], **options)
+        for i in range(2)
+    ]
+    errors = [run.communicate(timeout=60)[1] for run in runs]
+    if ending == "pass":
+        assert [run.returncode for run in runs] == [0, 0], errors
+        return
+    assert [run.returncode for run in runs] == [69, 1], errors
+    last = errors[0].splitlines()[-1]
+    assert re.match(
+        r"error: process 1 on \S+ ended at .*: LookupError: no data; ", last
+    )
+    assert "LookupError: no data" in errors[1] and "Traceback" in errors[1]
+
+
 @pytest.mark.cluster
 def test_a_killed_process_ends_the_others_in_a_sentence(tmp_path):
     workdir = tmp_path / "run"
