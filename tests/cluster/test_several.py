@@ -14,7 +14,7 @@ import pytest
 from tests.runs import ROOT
 
 LOCAL = str(ROOT / "launch/local.py")
-TRAIN = [sys.executable, "-m", "haiku_template.train", "--config=configs/digits.py"]
+TRAIN = [sys.executable, "-m", "tests.cluster.guarded", "--config=configs/digits.py"]
 SHORT = {"num_steps": 20, "log_every": 5, "save_every": 10, "eval_every": 10}
 SHORT |= {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
