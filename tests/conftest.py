@@ -41,7 +41,7 @@ compiler.get_compile_options = compile_options
 
 from haiku_template.devices import DeviceManager  # noqa: E402
 from haiku_template.reporting import plots, report  # noqa: E402
-from tests.runs import run_command  # noqa: E402
+from tests.runs import UNDRAWN, run_command  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,9 +63,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_report():
-    """Drawing report.png takes longer than most runs of tests: commands still do."""
+    """Drawing report.png takes longer than most runs of tests, here and in commands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "plots", SimpleNamespace(write=lambda workdir: None))
+        patch.setenv("PYTHONPATH", UNDRAWN)
         yield
 
 

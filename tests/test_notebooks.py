@@ -37,6 +37,7 @@ def kernel_variables(folder):
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent))  # Reports are drawn.
     for name, value in kernel_variables(tmp_path).items():
         monkeypatch.setenv(name, value)
 

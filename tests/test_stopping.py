@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import UNDRAWN
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = next(ROOT.glob("*/devices/manager.py")).parents[1].name
 SHORT = ("--config.num_steps=40", "--config.optimizer.warmup_steps=10")
@@ -20,7 +22,7 @@ def start(workdir, config, *flags, **options):
             *(f"--workdir={workdir}", *flags),
         ],
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PYTHONPATH": UNDRAWN, "JAX_PLATFORMS": "cpu"},
         **{"cwd": ROOT} | options,
     )
 

@@ -4,6 +4,7 @@ A data set function takes a `BatchSpec` and the keys of `config.data` except `na
 and returns `Data`. It imports no JAX and downloads nothing.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -105,19 +106,18 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
 def digits(spec: BatchSpec) -> Data:
     """scikit-learn's 1,797 handwritten digits, 8 x 8: 1,437 to train on, 360 to test.
 
-    Source: https://archive.ics.uci.edu/dataset/80, shipped inside scikit-learn.
+    Source: https://archive.ics.uci.edu/dataset/80; a file of scikit-learn, unimported.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
+    if (package := importlib.util.find_spec("sklearn")) is None:
         raise ConfigError(
             "the digits data set comes with scikit-learn, which is not installed: "
             'pip install "haiku_template[examples]"'
-        ) from error
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(x))
-    x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)[order]
-    y = y.astype(np.int32)[order]
+        )
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(path, delimiter=",")
+    order = np.random.default_rng(0).permutation(len(table))
+    x = (table[order, :-1] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    y = table[order, -1].astype(np.int32)
     split = files.Split(x[:1437], y[:1437], x[1437:], y[1437:])
     return from_split(split, spec, num_classes=10, where="digits")
 

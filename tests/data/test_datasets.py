@@ -1,5 +1,6 @@
 """Data sets by name: what they hold, and which labels they refuse."""
 
+import importlib.util
 import re
 
 import numpy as np
@@ -55,6 +56,12 @@ def test_digits_are_split_without_loss_or_overlap():
     pixels = (pixels / 16).astype(np.float32)
     together = [np.concatenate(parts) for parts in zip(train, test, strict=True)]
     assert examples(*together) == examples(pixels, labels)
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install .haiku_template\[examples\]"):
+        digits(BatchSpec(1))
 
 
 def test_digits_are_float32_images_from_0_to_1_of_ten_classes():
