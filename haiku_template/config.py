@@ -29,6 +29,7 @@ MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
 # Keys that later versions added.
 LATER = ("init_from", "loop", "step", "writers", "early_stop", "compat")
+LATER += ("reduce_dtype",)
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -46,6 +47,8 @@ def default_config() -> config_dict.ConfigDict:
     config.batch_size = 128  # Examples in each update, over all devices.
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
+    # Of gradients on their way between devices; or bfloat16. None: their own.
+    config.reduce_dtype = config_dict.placeholder(str)
     config.ema_decay = config_dict.placeholder(float)  # Evaluate averages; e.g. 0.999.
 
     config.log_every = 50  # Steps between lines of training metrics.
@@ -336,7 +339,11 @@ RANGES = (
         "more than 0",
     ),
     ("seed", lambda value: 0 <= value < 2**32, "0 to 2**32 - 1"),
-    ("optimizer.mu_dtype", ("bfloat16", "float32").__contains__, "bfloat16 or float32"),
+    (
+        "optimizer.mu_dtype reduce_dtype",
+        ("bfloat16", "float32").__contains__,
+        "bfloat16 or float32",
+    ),
     ("best_mode early_stop.mode", ("min", "max").__contains__, "min or max"),
     (
         "finetuning.train finetuning.fresh finetuning.ignore finetuning.lora.patterns",

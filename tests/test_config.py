@@ -23,7 +23,7 @@ def test_saved_and_read_again_it_is_the_same(tmp_path):
 
 def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
     values = config.to_dict(default_config())
-    later = ("init_from", "finetuning", "loop", "step")
+    later = ("init_from", "finetuning", "loop", "step", "reduce_dtype")
     older = {k: v for k, v in values.items() if k not in later}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(older))

@@ -267,14 +267,28 @@ def map_batches(
         yield jax.tree.map(itemgetter(slice(rows.popleft())), results)
 
 
-def mean_over(axis_name: str | None, tree: Any) -> Any:
-    """Averages a tree over a mesh axis; the identity when the axis is None."""
-    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
+    """Averages a tree over a mesh axis, as `sum_over` adds it up."""
+    if axis_name is None:
+        return tree
+    size = jax.lax.axis_size(axis_name)
+    return jax.tree.map(lambda x: x / size, sum_over(axis_name, tree, dtype))
 
 
-def sum_over(axis_name: str | None, tree: Any) -> Any:
-    """Adds up a tree over a mesh axis; the identity when the axis is None."""
-    return tree if axis_name is None else jax.lax.psum(tree, axis_name)
+def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
+    """Adds up a tree over a mesh axis; the identity when the axis is None.
+
+    Real arrays, but not numbers [], travel as `dtype`; None leaves them as they are.
+    """
+    if axis_name is None or dtype is None:
+        return tree if axis_name is None else jax.lax.psum(tree, axis_name)
+
+    def cast(x: Any, like: Any, to: Any) -> Any:
+        real = np.ndim(like) and jnp.issubdtype(like.dtype, jnp.floating)
+        return x.astype(to or like.dtype) if real else x
+
+    sums = jax.lax.psum(jax.tree.map(lambda x: cast(x, x, dtype), tree), axis_name)
+    return jax.tree.map(lambda x, like: cast(x, like, None), sums, tree)
 
 
 def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:

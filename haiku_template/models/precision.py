@@ -21,6 +21,7 @@ POLICIES = {
     "bfloat16": "params=float32,compute=bfloat16,output=float32",
     "float16": "params=float32,compute=float16,output=float32",
 }
+REDUCED = ("bfloat16", "float32")  # Not float16, whose sums are infinite from 65,504.
 NORMS = (hk.BatchNorm, hk.LayerNorm, hk.GroupNorm, hk.InstanceNorm, hk.RMSNorm)
 INITIAL_LOSS_SCALE = 2.0**15
 
@@ -31,25 +32,35 @@ class Precision(NamedTuple):
     Attributes:
       scales_loss: True for float16.
       keeps_norms_apart: True if the compiler may not fuse normalization layers.
+      reduce_dtype: of gradients on their way between devices; None for their own.
     """
 
     policy: jmp.Policy
     scales_loss: bool
     keeps_norms_apart: bool
+    reduce_dtype: str | None = None
 
     @classmethod
-    def create(cls, name: str, platform: str = "cpu") -> "Precision":
+    def create(
+        cls, name: str, platform: str = "cpu", reduce_dtype: str | None = None
+    ) -> "Precision":
         """Makes `float32`, `bfloat16` or `float16` for `cpu`, `gpu` or `tpu`.
 
-        Raises `ConfigError` for another name.
+        Raises `ConfigError` for another name, or another `reduce_dtype` than these.
         """
         if name not in POLICIES:
             raise ConfigError(
                 f"config.precision={name!r}; possible are {', '.join(POLICIES)}"
             )
+        if reduce_dtype not in (None, *REDUCED):
+            raise ConfigError(
+                f"config.reduce_dtype={reduce_dtype!r}; possible is None, or "
+                f"{' or '.join(REDUCED)}"
+            )
         # The CPU compiler of jax 0.12.0.1 gives NaN for a bfloat16 convolution, a
         # normalization in float32 and a cast back, where it fuses them.
-        return cls(jmp.get_policy(POLICIES[name]), name == "float16", platform == "cpu")
+        policy = jmp.get_policy(POLICIES[name])
+        return cls(policy, name == "float16", platform == "cpu", reduce_dtype)
 
     def initial_loss_scale(self) -> tuple[jax.Array, ...]:
         """Leaves of the loss scale at step 0; none without loss scaling."""

@@ -38,6 +38,7 @@ class Experiment:
       model: a transformed `forward(inputs, is_training)`, with or without state.
       task: a `Task`, or only its function, as of (outputs, batch).
       schedule: reported as the learning rate; None reports none.
+      reduce_dtype: of gradients on their way between devices; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
@@ -62,6 +63,7 @@ class Experiment:
     optimizer: optax.GradientTransformation | None = None
     schedule: Schedule | None = None
     precision: str = "float32"
+    reduce_dtype: str | None = None
     accumulate_steps: int = 1
     ema_decay: float | None = None
     seed: int = 0
@@ -124,16 +126,14 @@ class Experiment:
         check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
         flops = family and family.flops_per_token
         flops = flops and functools.partial(flops, data.num_outputs, **keys)
+        same = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
         experiment = cls(
             model=make_model(config, data.num_outputs, devices.axis_name),
             task=task,
             data=data,
             optimizer=optimizer,
             schedule=schedule,
-            precision=config.precision,
-            accumulate_steps=config.accumulate_steps,
-            ema_decay=config.ema_decay,
-            seed=config.seed,
+            **{key: config[key] for key in same},
             family=family,
             flops_per_token=flops,
             finetuning=finetuning,

@@ -68,7 +68,6 @@ def forward(
 
 def make_train_step(recipe: Recipe) -> TrainStep:
     """Makes `train_step(state, frozen, batch)`, which returns (new state, scalars)."""
-
     gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
 
     def train_step(
@@ -81,7 +80,7 @@ def make_train_step(recipe: Recipe) -> TrainStep:
             part, state.net_state, rng, batch, recipe
         )
         means = scale.unscale(grads), scalars
-        grads, scalars = _average_over(recipe.axis_name, means, weight)
+        grads, scalars = _average_over(recipe, means, weight)
         updates, opt_state = recipe.optimizer.update(
             grads, state.opt_state, state.params
         )
@@ -132,12 +131,13 @@ def _loss(
     return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
 
-def _average_over(axis_name: str | None, tree: Any, weight: jax.Array | None) -> Any:
+def _average_over(recipe: Recipe, tree: Any, weight: jax.Array | None) -> Any:
     """Averages over devices, each with its weight; None weighs them equally."""
+    axis_name, dtype = recipe.axis_name, recipe.precision.reduce_dtype
     if weight is None or axis_name is None:
-        return mean_over(axis_name, tree)
+        return mean_over(axis_name, tree, dtype)
     sums = jax.tree.map(lambda x: x * weight, tree)
-    return divide(*sum_over(axis_name, (sums, weight)))
+    return divide(*sum_over(axis_name, (sums, weight), dtype))
 
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:

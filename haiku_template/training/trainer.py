@@ -372,6 +372,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
     facts_of(task.values)  # Raises for those that it cannot have.
+    dtypes = experiment.precision, devices.platform, experiment.reduce_dtype
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
         optimizer = optax.chain(optimizer, tuning.scale_updates(multipliers))
@@ -380,7 +381,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
         task=_with_outputs(task, data.num_outputs),
         optimizer=optimizer,
         preprocess=data.preprocess,
-        precision=Precision.create(experiment.precision, devices.platform),
+        precision=Precision.create(*dtypes),
         schedule=experiment.schedule,
         accumulate_steps=experiment.accumulate_steps,
         ema_decay=experiment.ema_decay,

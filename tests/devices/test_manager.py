@@ -77,6 +77,24 @@ def test_a_step_sees_its_share_and_averages_over_all(devices):
     assert new.sharding.is_equivalent_to(devices.replicated, 0)
 
 
+def test_real_arrays_alone_travel_in_half_precision(four_devices):
+    """1 + 2**-10 is 1 in bfloat16, and 65537 is 65536."""
+
+    def step(state, batch):
+        total = {"real": jnp.full(2, 1 + 2**-10), "whole": jnp.full(2, 65537)}
+        total |= {"number": jnp.float32(1 + 2**-10), "flag": jnp.array([True])}
+        return sum_over(four_devices.axis_name, total, "bfloat16"), state
+
+    compiled = four_devices.compile(step, donate_argnums=())
+    state = four_devices.replicate(np.float32(0))
+    total, _ = compiled(state, four_devices.shard(np.zeros(4, np.float32)))
+    total = four_devices.fetch(total)
+    assert total["real"].dtype == np.float32
+    np.testing.assert_array_equal(total["real"], [4, 4])
+    np.testing.assert_array_equal(total["whole"], [4 * 65537] * 2)
+    assert total["number"] == 4 + 2**-8 and total["flag"].tolist() == [4]
+
+
 def test_replicate_adds_no_device_axis(devices):
     tree = devices.replicate({"w": np.ones((2, 3)), "on device": jnp.ones(4)})
     assert tree["w"].shape == (2, 3) and tree["on device"].shape == (4,)

@@ -17,6 +17,7 @@ from haiku.data_structures import tree_bytes
 from safetensors.numpy import save_file
 
 from configs import (
+    digits,
     digits_resnet,
     finetune_gpt2_lora,
     finetune_text_classifier,
@@ -185,6 +186,18 @@ def test_nothing_goes_to_the_host(gpt):
 def test_gradients_are_reduced_once(eight_gpts):
     size = tree_bytes(eight_gpts.trainer.abstract.params)
     assert size <= sum(eight_gpts.program.all_reduces) < 1.01 * size
+
+
+def test_half_precision_sends_half_the_bytes_in_one_more_all_reduce():
+    """Scalars stay float32 and are apart; without it there is one for both."""
+    found = []
+    for dtype in (None, "bfloat16"):
+        config = digits.get_config()
+        config.reduce_dtype = dtype
+        made = compiled(config, "h100x8")
+        found.append(sorted(made.program.all_reduces))
+    gradients, scalars = tree_bytes(made.trainer.abstract.params), 2 * 4
+    assert found == [[gradients + scalars], [scalars, gradients // 2]]
 
 
 def test_budgets_are_what_they_were(one_gpt, eight_gpts):
