@@ -3,19 +3,32 @@
     python launch/local.py --processes=2 -- python -m haiku_template.train --config=...
 
 The command is started so many times with --coordinator_address, --num_processes and
---process_id. SIGTERM is passed on to all. When one ends with an error, the others get
-SIGTERM, and 30 s later SIGKILL. Exit code: the first that was not 0. GPUs are not
-divided: give each process its own by CUDA_VISIBLE_DEVICES.
+--process_id. `--processes=per_device` starts one for each NVIDIA card, which sees that
+one alone; a number divides no cards. SIGTERM is passed on to all. When one ends with an
+error, the others get SIGTERM, and 30 s later SIGKILL.
+
+`--restarts=3` then starts all of them again, up to three times, after 1, 2, 4 and at
+most 60 s: if the first was ended by a signal, or with 69 (a device or a process lost),
+71 (replicas differ) or 1 (any other error, as a driver's), and nobody asked for it.
+Exit code: the first that was not 0; 128 and its number for a signal.
 """
 
 import argparse
+import itertools
+import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
-LEAVE_SECONDS = 30.0
+LEAVE_SECONDS, LONGEST_PAUSE = 30.0, 60
+LOST, STOPPED = 69, 75
+MENDABLE = {1, LOST, 71}
+ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
 def free_port() -> int:
@@ -24,48 +37,125 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def start(command: list[str], processes: int, port: int) -> list[subprocess.Popen]:
-    """Starts the command once for each process."""
-    shared = [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={processes}"]
-    return [
-        subprocess.Popen([*command, *shared, f"--process_id={index}"])
-        for index in range(processes)
-    ]
+def visible_cards() -> list[str]:
+    """Names of the cards here, as CUDA_VISIBLE_DEVICES has them; ends without any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:  # CUDA reads it up to the first that is none.
+        names = [name.strip() for name in visible.split(",")]
+        cards = [*itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, names)]
+    else:
+        listed = ""
+        if shutil.which("nvidia-smi"):
+            command = ["nvidia-smi", "--list-gpus"]
+            listed = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+        cards = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, re.M)
+    if not cards:
+        where = "nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+        say(
+            "error: --processes=per_device needs NVIDIA cards, and there are none by "
+            f"{where}; --processes=2 starts two processes without"
+        )
+        sys.exit(LOST)
+    return cards
 
 
-def wait(running: list[subprocess.Popen]) -> int:
-    """Waits for all; ends the others once one failed. Returns the first exit code."""
-    first, deadline = 0, None
-    while None in [process.poll() for process in running]:
-        codes = [p.returncode for p in running if p.returncode]
-        if codes and deadline is None:
-            first, deadline = codes[0], time.monotonic() + LEAVE_SECONDS
+def say(words: str) -> None:
+    """Prints a line beside those of the processes."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def start(
+    running: list[subprocess.Popen], command: list[str], cards: list[str | None]
+) -> None:
+    """Fills `running` with a process for each card; None stands for all there are."""
+    address = f"--coordinator_address=127.0.0.1:{free_port()}"
+    running.clear()
+    for index, card in enumerate(cards):
+        own = [address, f"--num_processes={len(cards)}", f"--process_id={index}"]
+        more = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
+        running.append(subprocess.Popen([*command, *own], env=os.environ | more))
+
+
+def wait(running: list[subprocess.Popen]) -> tuple[int, int]:
+    """Waits for all; ends the others once one failed.
+
+    Returns the number of the first that failed, and its exit code; 0 for none.
+    """
+    first, deadline, alive = (0, 0), None, True
+    while alive:
+        time.sleep(0.1)
+        alive = None in [process.poll() for process in running]
+        failed = [(i, p.returncode) for i, p in enumerate(running) if p.returncode]
+        if failed and deadline is None:
+            # Who lost another one ends with 69, and the other says why.
+            first = min(failed, key=lambda each: each[1] == LOST)
+            deadline = time.monotonic() + LEAVE_SECONDS
             for process in running:
                 process.terminate()
         if deadline is not None and time.monotonic() > deadline:
             for process in running:
                 process.kill()
-        time.sleep(0.1)
-    return first or next((p.returncode for p in running if p.returncode), 0)
+    index, code = first
+    return index, code if code >= 0 else 128 - code
+
+
+def is_signal(code: int) -> bool:
+    """True for the exit code of a process, or of its shell, that a signal ended."""
+    return code - 128 in signal.valid_signals()
+
+
+def can_mend(code: int) -> bool:
+    """True if a restart may end otherwise than with this exit code."""
+    return code in MENDABLE or (is_signal(code) and code not in ASKED)
+
+
+def run(command: list[str], cards: list[str | None], restarts: int) -> int:
+    """Runs all processes, again where that may help; returns the exit code."""
+    running: list[subprocess.Popen] = []
+    stopped, done = threading.Event(), 0
+
+    def forward(number: int, _: object) -> None:
+        stopped.set()
+        for process in running:
+            process.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())  # A terminal tells all.
+    while True:
+        start(running, command, cards)
+        if stopped.is_set():  # Some were started since.
+            forward(signal.SIGTERM, None)
+        index, code = wait(running)
+        if stopped.is_set() or done >= restarts or not can_mend(code):
+            return code
+        seconds, how = min(2**done, LONGEST_PAUSE), f"with exit code {code}"
+        done += 1
+        if is_signal(code):
+            how = f"by signal {code - 128}, {signal.strsignal(code - 128)}"
+        ended = f"process {index} of {len(cards)} was ended {how}"
+        say(f"restart {done} of {restarts} in {seconds} s: {ended}")
+        if stopped.wait(seconds):
+            return STOPPED
 
 
 def main() -> None:
     """Parses the arguments, starts the processes and waits for them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--processes", required=True, help="a number, or per_device")
+    parser.add_argument("--restarts", type=int, default=0, help="at most so many")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    running = start(command, given.processes, free_port())
-
-    def forward(number: int, _: object) -> None:
-        for process in running:
-            process.send_signal(number)
-
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all.
-    code = wait(running)
-    sys.exit(code if code >= 0 else 128 - code)
+    if not command or shutil.which(command[0]) is None:
+        found = f"{command[0]} is not one" if command else "there is none"
+        parser.error(f"the last arguments are a command to start, and {found}")
+    if given.processes == "per_device":
+        cards = visible_cards()
+    elif given.processes.isdecimal() and int(given.processes):
+        cards = [None] * int(given.processes)
+    else:
+        parser.error(f"--processes={given.processes} is no number, nor per_device")
+    sys.exit(run(command, cards, given.restarts))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""The launcher on this machine, with real processes that do little."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT
+
+FILE = ROOT / "launch/local.py"
+SPEC = importlib.util.spec_from_file_location("local", FILE)
+local = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(local)
+# Waits for others less than a user's would.
+HASTY = "import sys; sys.path.insert(0, 'launch'); import local; "
+HASTY += "local.LEAVE_SECONDS = 1; local.main()"
+# Each process notes that it was started, and with what, in a file of its own.
+NOTE = """
+given=$(printf '%s\\n' "$@" | sed -n 's/--process_id=//p')
+printf '%s\\n' "$CUDA_VISIBLE_DEVICES $*" >> "$given"
+starts=$(wc -l < "$given")
+"""
+
+
+def start(folder, script, *options, processes=2, launcher=(str(FILE),), **variables):
+    return subprocess.Popen(
+        [sys.executable, *launcher, f"--processes={processes}", *options]
+        + ["--", "bash", "-c", f"cd {folder}\n{NOTE}\n{script}", "command"],
+        cwd=ROOT,
+        env=os.environ | variables,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(launched):
+    """Exit code, and what was said."""
+    _, said = launched.communicate(timeout=60)
+    return launched.returncode, said
+
+
+def starts(folder, index=0):
+    return (folder / str(index)).read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", [0, 2, 64, 70, 74, 75, 127, 130, 143])
+def test_what_would_end_the_same_way_is_not_restarted(code):
+    assert not local.can_mend(code)
+
+
+@pytest.mark.parametrize("code", [1, 69, 71, 134, 137, 139])
+def test_what_a_restart_may_mend(code):
+    assert local.can_mend(code)
+
+
+def test_all_start_again_at_another_port_until_they_end_well(tmp_path):
+    script = "case $given$starts in 11) kill -9 $$;; 12) exit 69;; esac"
+    code, said = end(start(tmp_path, script, "--restarts=3"))
+    assert code == 0, said
+    assert said.splitlines() == [
+        "restart 1 of 3 in 1 s: process 1 of 2 was ended by signal 9, Killed",
+        "restart 2 of 3 in 2 s: process 1 of 2 was ended with exit code 69",
+    ]
+    first, second = starts(tmp_path, 0), starts(tmp_path, 1)
+    assert len(first) == len(second) == len(set(first)) == 3
+    for lines, index in ((first, 0), (second, 1)):
+        assert all(f" --num_processes=2 --process_id={index}" in x for x in lines)
+    assert [x.split()[0] for x in first] == [x.split()[0] for x in second]
+
+
+@pytest.mark.parametrize(("code", "times"), [(70, 1), (71, 2)])
+def test_the_exit_code_is_that_of_the_first_error_in_the_last_try(
+    tmp_path, code, times
+):
+    script = f"[ $given = 1 ] && exit {code}; exec sleep 60"
+    ended, said = end(start(tmp_path, script, "--restarts=1"))
+    assert ended == code and said.count("\n") == times - 1
+    assert len(starts(tmp_path)) == times
+
+
+def test_a_lost_process_is_the_cause_and_not_who_says_so(tmp_path):
+    script = "[ $given = 0 ] && exit 69; exit 74"
+    assert end(start(tmp_path, script, "--restarts=1"))[0] == 74
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(launched):
+    text = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_process_does_not_keep_the_others(tmp_path, number):
+    script = "trap 'exit 75' TERM; touch ready$given$starts; "
+    script += "while :; do sleep 0.05; done"
+    run = start(tmp_path, script, "--restarts=1", launcher=("-c", HASTY))
+    for name in ("ready01", "ready11"):
+        wait_for((tmp_path / name).exists)
+    stopped, other = children(run)
+    os.kill(stopped, signal.SIGSTOP)
+    if number == signal.SIGKILL:  # Both start again, and then all are told to end.
+        os.kill(other, number)
+        for name in ("ready02", "ready12"):
+            wait_for((tmp_path / name).exists)
+    run.terminate()
+    assert end(run)[0] == 75
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
+
+
+def test_sigterm_between_two_tries_ends_the_launcher(tmp_path):
+    run = start(tmp_path, "exit 69", "--restarts=9")
+    wait_for(lambda: (tmp_path / "1").exists() and len(starts(tmp_path, 1)) == 2)
+    wait_for(lambda: not children(run))
+    run.terminate()
+    code, said = end(run)
+    assert code == 75 and "restart 2 of 9 in 2 s" in said
+
+
+CARDS = """
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5f9d1c2e-0a)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-77aa)
+  MIG 1g.5gb      Device  0: (UUID: MIG-1b2c)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "cards"),
+    [
+        (None, ["GPU-5f9d1c2e-0a", "GPU-77aa"]),
+        ("3,1", ["3", "1"]),
+        ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
+        ("0,-1,2", ["0"]),
+    ],
+)
+def test_each_card_has_a_process(tmp_path, monkeypatch, visible, cards):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{CARDS}'\n")
+    tool.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    code, said = end(start(tmp_path, "true", processes="per_device", **variables))
+    assert code == 0, said
+    seen = [starts(tmp_path, index)[0].split()[0] for index in range(len(cards))]
+    assert seen == cards
+    assert f"--num_processes={len(cards)}" in starts(tmp_path)[0]
+
+
+@pytest.mark.parametrize("visible", [None, "", "-1"])
+def test_without_a_card_it_says_so(tmp_path, monkeypatch, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    variables = {"PATH": str(tmp_path)}  # Without nvidia-smi.
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    run = start(tmp_path, "true", processes="per_device", **variables)
+    code, said = end(run)
+    assert code == 69
+    where = "nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    assert f"there are none by {where}; --processes=2 starts two" in said
+
+
+@pytest.mark.parametrize("options", [["--processes=0"], ["--processes=all"], []])
+def test_arguments_that_mean_nothing_are_refused(options):
+    command = [sys.executable, str(FILE), *(options or ["--processes=2"])]
+    command += ["--", "true"] if options else ["--", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "error: " in done.stderr
