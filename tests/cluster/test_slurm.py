@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.cluster import slurm
-from tests.cluster.test_several import ROOT, assert_same, command, train
+from tests.cluster.test_several import ROOT, assert_same, command, train, wait_for
 
 pytestmark = [
     pytest.mark.cluster,
@@ -64,3 +64,104 @@ def test_a_cancelled_job_saves_and_is_resumed(tmp_path, environ):
     printed, _ = again.communicate(timeout=250)
     assert again.returncode == 0, printed
     assert f"resumed at step {step}" in printed
+
+
+def submit(environ, output, *command):
+    """Submits launch/slurm.sbatch as users do, for nodes that have no cards."""
+    options = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={output}"]
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, str(ROOT / "launch/slurm.sbatch"), *command],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def job(environ, number):
+    """Fields of a job, as scontrol shows them."""
+    command = ["scontrol", "--oneliner", "show", "job", number]
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True)
+    return dict(re.findall(r"(\w+)=(\S+)", shown.stdout))
+
+
+def wait_for_job(environ, number, output, seconds=100, **fields):
+    """Waits, but not the two minutes of a job that is queued again."""
+    deadline = time.monotonic() + seconds
+    while not fields.items() <= (now := job(environ, number)).items():
+        if (now["JobState"], now["Reason"]) == ("PENDING", "BeginTime"):
+            start = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
+            subprocess.run(start, env=environ, capture_output=True)
+            time.sleep(2)  # It is scheduled then, unless it was still completing.
+        assert time.monotonic() < deadline, f"{now}\n{output.read_text()}"
+        time.sleep(0.2)
+
+
+def cancel(environ, number, *flags):
+    subprocess.run(["scancel", *flags, number], env=environ, check=True)
+
+
+def test_a_preempted_job_is_queued_again_and_ends_its_run(tmp_path, environ):
+    workdir, output = tmp_path / "run", tmp_path / "out"
+    changes = {"num_steps": 2000, "save_every": 100, "log_every": 100}
+    number = submit(environ, output, *command(workdir, 1, eval_every=None, **changes))
+    wait_for(lambda: (workdir / "checkpoints" / "100").is_dir())
+    cancel(environ, number, "--signal=TERM")
+    done = {"JobState": "COMPLETED", "Restarts": "1"}
+    wait_for_job(environ, number, output, seconds=250, **done)
+    printed = output.read_text()
+    (step,) = set(re.findall(r"step (\d+) is saved", printed))
+    assert f"job {number} ended with 75: restart 1 of 50" in printed
+    assert f"resumed at step {step}" in printed and int(step) < 2000
+    assert (workdir / "checkpoints" / "2000").is_dir()
+
+
+# The first start ends with what is given, the second well.
+ONCE = '[ -n "$SLURM_RESTART_COUNT" ] && exit 0; [ $SLURM_PROCID = 0 ] && '
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        # The other needs its time to notice.
+        ("sleep 3 && exit 69; kill -9 $$", 137),
+        ("exit 69; exit 69", 69),
+    ],
+)
+def test_a_job_that_lost_a_process_is_queued_again(tmp_path, environ, script, code):
+    output = tmp_path / "out"
+    number = submit(environ, output, "bash", "-c", ONCE + script)
+    wait_for_job(environ, number, output, JobState="COMPLETED", Restarts="1")
+    assert f"job {number} ended with {code}: restart 1 of 50" in output.read_text()
+    assert "Exited with exit code 69" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({}, 64, "64\n"),
+        ({}, 70, "70\n"),
+        ({"MOST_RESTARTS": "0"}, 75, "75 after 0 of 0 restarts\n"),
+    ],
+)
+def test_a_job_that_would_end_the_same_way_ends(
+    tmp_path, environ, variables, code, words
+):
+    output = tmp_path / "out"
+    number = submit(environ | variables, output, "bash", "-c", f"exit {code}")
+    wait_for_job(environ, number, output, JobState="FAILED", ExitCode=f"{code}:0")
+    assert output.read_text().endswith(f"job {number} ended with {words}")
+
+
+def test_a_job_that_a_user_cancels_saves_and_stays_away(tmp_path, environ):
+    output = tmp_path / "out"
+    # As a run: it saves for a while.
+    script = "trap 'sleep 2; exit 75' TERM; touch $0; while :; do sleep 0.1; done"
+    number = submit(environ, output, "bash", "-c", script, str(tmp_path / "here"))
+    wait_for((tmp_path / "here").exists)
+    cancel(environ, number)
+    wait_for_job(environ, number, output, JobState="CANCELLED", Restarts="0")
+    words = f"job {number} ended with 75, and is not queued again: JobState=COMPLETING"
+    wait_for(lambda: words in output.read_text(), seconds=20)
