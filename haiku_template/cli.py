@@ -220,7 +220,7 @@ def run(main: Callable[[], None]) -> None:
                 os._exit(1)  # JAX would wait for the others, who wait for this one.
             raise
         words = str(error) or "interrupted before the state could be saved"
-        cluster.leave("" if isinstance(error, Interrupted) else words)
+        cluster.leave("" if isinstance(error, Interrupted) else words, code)
         sys.stdout.flush()
         print(f"error: {words}", file=sys.stderr, flush=True)
         alone = several and not isinstance(error, Interrupted)

@@ -8,6 +8,7 @@ tells them which of them it lost.
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from haiku_template.errors import DeviceError
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
+PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 LONGEST = 400  # Characters of another process's error.
 
 
@@ -28,12 +30,14 @@ class Heartbeat:
 
     Attributes:
       fault: sentence on the first process that was lost; "" for none.
+      exit_code: of this process, once its own sentence is printed; 0 before.
     """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
-        self.peers, self.fault = peers, ""
-        self._found, self._left = threading.Event(), threading.Lock()
-        self._first = threading.Lock()
+        self.peers, self.fault, self.exit_code = peers, "", 0
+        self._found, self._parted = threading.Event(), threading.Event()
+        self._first, self._left = threading.Lock(), threading.Lock()
+        self._latest = math.inf
         for peer in peers:
             peer.link.settimeout(SILENT_SECONDS)
         # A child would keep the connections of a process that was killed.
@@ -45,7 +49,11 @@ class Heartbeat:
     def leave(self, error: str = "") -> None:
         """Tells the others, once, that this process ends: in order, or by an error."""
         if self._left.acquire(blocking=False):
-            self._send({"left": error[:LONGEST]})
+            self._send({"left": " ".join(error.split())[:LONGEST]})
+
+    def part(self) -> None:
+        """Ends the watch, once all have left and JAX's runtime is shut down."""
+        self._parted.set()
 
     def wait_for_fault(self) -> str:
         """Waits until a process is known to be lost; "" if none is."""
@@ -53,9 +61,10 @@ class Heartbeat:
         return self.fault
 
     def _beat(self) -> None:
-        while True:
+        while time.monotonic() < self._latest:
             self._send()
             time.sleep(BEAT_SECONDS)
+        os._exit(self.exit_code or DeviceError.exit_code)
 
     def _send(self, message: dict[str, str] | None = None) -> None:
         text = json.dumps(message) if message else ""
@@ -76,8 +85,7 @@ class Heartbeat:
                     if error := message.get("left"):
                         words = f"{peer.name} ended at {_clock(heard)}: {error}"
                         return self._lose(words)
-                    if "left" in message:
-                        return None
+                    # Who left in order waits in JAX's shutdown for all.
             words = f"{peer.name} was killed at {_clock(time.time())}"
         except OSError:
             words = (
@@ -93,14 +101,20 @@ class Heartbeat:
         self.fault = words
         self._send({"lost": words})  # Process 0 to all; to process 0 it is no news.
         self._found.set()
-        time.sleep(LEAVE_SECONDS)
-        sys.stdout.flush()
-        print(f"error: {sentence(words)}", file=sys.stderr, flush=True)
-        os._exit(DeviceError.exit_code)
+        if self._parted.wait(LEAVE_SECONDS):
+            return
+        self._latest = time.monotonic() + PRINT_SECONDS
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            if not self.exit_code:
+                print(f"error: {sentence(words)}", file=sys.stderr, flush=True)
+        os._exit(self.exit_code or DeviceError.exit_code)
 
     def _close(self) -> None:
         for peer in self.peers:
-            os.close(peer.link.fileno())
+            if (number := peer.link.detach()) >= 0:  # A child's child has none.
+                os.close(number)
 
 
 def _run(work: Callable[..., None], *args: Any) -> None:

@@ -90,6 +90,7 @@ def join(
     os.environ[NO_PROXY[0]] = ",".join(["127.0.0.1", *filter(None, names)])
     import jax
 
+    jax.config.update("jax_check_proxy_envs", False)  # It would warn of that.
     # For CPUs; GPUs have NCCL.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Orbax asks too, at each save, and tells.
@@ -110,10 +111,14 @@ def join(
 
 
 def _leave_at_exit() -> None:
-    """Leaves, for a script without `cli.run`; after an error without JAX's wait."""
+    """Leaves, if `cli.run` did not, and waits for all; after an error for none."""
     error = getattr(sys, "last_value", None)
     if error is None:
-        return leave()
+        leave()
+        sys.modules["jax"].distributed.shutdown()
+        for heartbeat in _HEARTBEATS:
+            heartbeat.part()
+        return
     leave(f"{type(error).__name__}: {error}")
     words = lost(error)
     sys.stdout.flush()
@@ -128,9 +133,13 @@ def is_joined() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def leave(error: str = "") -> None:
-    """Tells the others that this process ends: in order, or by an error."""
+def leave(error: str = "", exit_code: int = 0) -> None:
+    """Tells the others that this process ends: in order, or by an error.
+
+    `exit_code` is then its own, even if another process is lost meanwhile.
+    """
     for heartbeat in _HEARTBEATS:
+        heartbeat.exit_code = exit_code or heartbeat.exit_code
         heartbeat.leave(error)
 
 

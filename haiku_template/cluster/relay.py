@@ -24,6 +24,8 @@ def start(host: str, port: int) -> int:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     relay = subprocess.Popen(command, start_new_session=True, **pipes)
     _RELAYS.append(relay)
+    # A child would keep the relay of a process that was killed.
+    os.register_at_fork(after_in_child=relay.stdin.close)
     return int(relay.stdout.readline())
 
 

@@ -97,9 +97,46 @@ def test_what_another_says_of_its_end_or_a_thirds_is_shown(other, message, words
 
 
 def test_one_that_left_in_order_is_not_missed(other):
-    process, link = other("time.sleep(2); heart.leave()")
+    process, link = other("time.sleep(2); heart.leave(); heart.part(); time.sleep(2)")
     link.sendall(b'{"left": ""}\n')
+    for _ in range(20):
+        link.sendall(b"\n")
+        time.sleep(0.1)
+    link.close()
     assert ended(process) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(b"", "process 0 on here was killed"), (b'{"lost": "process 3 was"}\n', "proc")],
+)
+def test_one_that_left_is_missed_if_it_does_not_wait_for_all(other, last, words):
+    process, link = other("heart.leave(); time.sleep(60)")
+    link.sendall(b'{"left": ""}\n' + last)
+    link.close()
+    code, errors = ended(process)
+    assert code == 69
+    assert errors.startswith("error: " + words)
+
+
+def test_a_process_keeps_its_own_exit_code_and_sentence(other):
+    process, link = other("heart.exit_code = 75; heart.leave(); time.sleep(60)")
+    link.close()
+    assert ended(process) == (75, "")
+
+
+@pytest.mark.parametrize("ending", ["sys.stderr.close()", "sys.stdout.detach()"])
+def test_a_process_ends_if_nobody_reads_what_it_prints(other, ending):
+    process, link = other(f"{ending}; time.sleep(60)")
+    link.close()
+    assert ended(process)[0] == 69
+
+
+def test_a_process_ends_if_what_it_prints_has_to_wait(other):
+    words = "heartbeat.PRINT_SECONDS = 0.5; sys.stderr.write('x' * 1_000_000)"
+    process, link = other(words)
+    link.close()
+    assert process.wait(timeout=20) == 69
 
 
 def last_message(link):
@@ -107,10 +144,10 @@ def last_message(link):
     return json.loads(link.makefile().read())  # Beats are white space.
 
 
-@pytest.mark.parametrize("left", ["", "no such model"])
+@pytest.mark.parametrize("left", ["", "no such model", "no\\n  such model"])
 def test_the_end_of_a_process_is_told_once(other, left):
-    process, link = other(f"heart.leave({left!r}); heart.leave('later')")
-    assert last_message(link) == {"left": left}
+    process, link = other(f"heart.leave('{left}'); heart.leave('later')")
+    assert last_message(link) == {"left": left.replace("\\n  ", " ")}
     assert ended(process)[0] == 0
 
 
@@ -121,3 +158,20 @@ def test_a_child_does_not_keep_the_connection_of_a_killed_process(other):
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGKILL)
     assert link.makefile("rb").read().strip() == b""
+
+
+CHILDS_CHILD = """
+import os
+if os.fork() == 0:
+    files = [open("/dev/null") for _ in range(20)]
+    if os.fork() == 0:
+        [os.fstat(file.fileno()) for file in files]
+        os._exit(0)
+    os._exit(os.wait()[1] >> 8)
+os._exit(os.wait()[1] >> 8)
+"""
+
+
+def test_a_childs_child_keeps_its_own_files(other):
+    process, _ = other(CHILDS_CHILD)
+    assert ended(process) == (0, "")

@@ -225,11 +225,37 @@ def test_a_script_ends_with_its_peers(tmp_path, address, ending):
     assert "LookupError: no data" in errors[1] and "Traceback" in errors[1]
 
 
+AT_THE_END = """
+import os, sys, time
+from haiku_template.cluster import join
+index = int(sys.argv[1])
+join(sys.argv[2], 3, index)
+if index == 1:
+    time.sleep(5)
+    os._exit(3)
+"""
+
+
+@pytest.mark.cluster
+def test_a_process_killed_while_the_others_wait_for_all_ends_them(tmp_path, address):
+    script = tmp_path / "script.py"
+    script.write_text(AT_THE_END)
+    options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        subprocess.Popen([sys.executable, str(script), str(i), address], **options)
+        for i in range(3)
+    ]
+    errors = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [69, 3, 69], errors
+    for index in (0, 2):
+        assert re.fullmatch(r"error: process 1 on \S+ was killed .*\n", errors[index])
+
+
 @pytest.mark.cluster
 def test_a_killed_process_ends_the_others_in_a_sentence(tmp_path):
     workdir = tmp_path / "run"
     _, printed = signalled(workdir, "step      5/", 1, signal.SIGKILL)
-    assert "error: another process of this run is gone" in printed
+    assert re.search(r"error: process 1 on \S+ was killed at ", printed)
     assert "Traceback" not in printed
 
 
