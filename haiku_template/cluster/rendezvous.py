@@ -96,6 +96,8 @@ def _receive(
         while len(came) < count and not fault:
             server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
+                if time.monotonic() > deadline:  # Strangers may come for ever.
+                    raise TimeoutError
                 peer, _ = server.accept()
             except TimeoutError:
                 missing = sorted(set(range(count)) - came.keys())
@@ -196,13 +198,13 @@ def _read(peer: socket.socket) -> dict[str, Any] | None:
     """Line of a process that connected; None for a stranger's."""
     try:
         hello = _line(peer, HELLO_SECONDS)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     kinds = {"index": int, "count": int, "facts": dict, "host": str}
     known = isinstance(hello, dict) and all(
         isinstance(hello.get(name), kind) for name, kind in kinds.items()
     )
-    return hello if known else None
+    return hello if known and 0 <= hello["index"] < hello["count"] else None
 
 
 def _line(peer: socket.socket, seconds: float) -> Any:

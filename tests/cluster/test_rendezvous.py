@@ -1,17 +1,21 @@
+import contextlib
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from haiku_template.cluster import join, meet
+from haiku_template.cluster import join, meet, rendezvous
 from haiku_template.errors import ConfigError, DeviceError
 
 
 def fault(*given, **options):
     try:
-        meet(*given, **options)
+        peers = meet(*given, **options)
     except DeviceError as error:
         return str(error)
+    for peer in peers:
+        peer.link.close()
     return None
 
 
@@ -62,7 +66,11 @@ def test_a_port_that_is_taken_is_named():
             meet(f"127.0.0.1:{port}", 2, 0, {}, 0.5)
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b""])
+STRANGE = b'{"index": 9, "count": 2, "facts": {}, "host": "h"}\n'
+WORDS = [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"", b"[" * 60_000, STRANGE]
+
+
+@pytest.mark.parametrize("words", WORDS)
 def test_a_stranger_at_the_port_is_passed_over(address, words):
     host, port = address.split(":")
     with ThreadPoolExecutor(2) as pool:
@@ -78,6 +86,20 @@ def test_a_stranger_at_the_port_is_passed_over(address, words):
             stranger.shutdown(socket.SHUT_WR)
             assert fault(address, 2, 1, {}, 5.0) is None
         assert first.result() is None
+
+
+def test_silent_strangers_do_not_make_it_later(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
+    host, port = address.split(":")
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
+        first = pool.submit(fault, address, 2, 0, {}, 1.0)
+        while not first.done():
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection((host, int(port)), timeout=1)
+                strangers.enter_context(stranger)
+            time.sleep(0.1)
+            assert len(strangers._exit_callbacks) < 30
+        assert "1 of 2 processes joined" in first.result()
 
 
 @pytest.mark.parametrize(
