@@ -16,8 +16,9 @@ from haiku_template.cluster.rendezvous import SECONDS, meet, parsed
 from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
-# Who joined may be lost meanwhile; who is done waits for process 0, which may save.
-JOIN_SECONDS, SHUTDOWN_SECONDS = 60, 3600
+# Of JAX, which then aborts: the heartbeat finds who is lost, and all wait for who is
+# slow to import it, or saves.
+PATIENCE_SECONDS = 3600
 # Words of JAX's runtime and its collectives about a process that is gone.
 LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
 NO_PROXY = ("no_grpc_proxy", "no_proxy")  # gRPC reads the first of them.
@@ -103,8 +104,8 @@ def join(
         count,
         index,
         cluster_detection_method="deactivate",
-        initialization_timeout=JOIN_SECONDS,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        initialization_timeout=PATIENCE_SECONDS,
+        shutdown_timeout_seconds=PATIENCE_SECONDS,
         local_device_ids=local_device_ids,
     )
     atexit.register(_leave_at_exit)  # Called before JAX's, which waits for all.
