@@ -70,7 +70,7 @@ COSTS = {
     "attention of packed examples, and a word on how full their windows are": 51,
     "heads from features of a frozen trunk, computed once": 681,
     "several processes: they meet, share batches, and stop after the same step": 790,
-    "heartbeat: a lost process ends the others, each in a sentence": 290,
+    "heartbeat: a lost process ends the others, each in a sentence": 305,
     "reduce_dtype: gradients in half precision on their way": 33,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
 }

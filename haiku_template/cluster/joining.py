@@ -1,6 +1,7 @@
 """Joining JAX's distributed runtime, once all processes are known to be there."""
 
 import atexit
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -116,16 +117,30 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is None:
         leave()
-        sys.modules["jax"].distributed.shutdown()
-        for heartbeat in _HEARTBEATS:
-            heartbeat.part()
-        return
+        return _shut_down()
     leave(f"{type(error).__name__}: {error}")
     words = lost(error)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
     if words:
         print(f"error: {words}", file=sys.stderr, flush=True)
     os._exit(words.exit_code if words else 1)
+
+
+def _shut_down() -> None:
+    """Waits for all processes in JAX's shutdown, and ends the watch."""
+    import jax
+    from jax._src.distributed import global_state as state
+
+    # Once a signal came, each process's part of JAX's preemption service waits for the
+    # others', at its end, too; it must not outlive its client, and ends in no thread.
+    kept = state.preemption_sync_manager, state.client
+    state.preemption_sync_manager = None
+    for heartbeat in _HEARTBEATS:
+        heartbeat.kept = kept
+    jax.distributed.shutdown()
+    for heartbeat in _HEARTBEATS:
+        heartbeat.part()
 
 
 def is_joined() -> bool:

@@ -203,7 +203,12 @@ devices.processes.agree({{"data": 1}})
 """
 
 
-@pytest.mark.parametrize("ending", ["pass", "raise LookupError('no data')"])
+FAILS = "raise LookupError('no data')"
+
+
+@pytest.mark.parametrize(
+    "ending", ["pass", FAILS, f"print(1); __import__('os').close(1); {FAILS}"]
+)
 @pytest.mark.cluster
 def test_a_script_ends_with_its_peers(tmp_path, address, ending):
     script = tmp_path / "script.py"
@@ -226,29 +231,39 @@ def test_a_script_ends_with_its_peers(tmp_path, address, ending):
 
 
 AT_THE_END = """
-import os, sys, time
+import os, signal, sys, time
 from haiku_template.cluster import join
 index = int(sys.argv[1])
 join(sys.argv[2], 3, index)
 if index == 1:
     time.sleep(5)
-    os._exit(3)
+    {ending}
 """
 
 
+@pytest.mark.parametrize(
+    ("ending", "codes"),
+    [
+        ("os._exit(3)", [69, 3, 69]),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(3)", [0, 0, 0]),
+    ],
+)
 @pytest.mark.cluster
-def test_a_process_killed_while_the_others_wait_for_all_ends_them(tmp_path, address):
+def test_processes_that_are_done_wait_for_no_longer_than_the_last(
+    tmp_path, address, ending, codes
+):
     script = tmp_path / "script.py"
-    script.write_text(AT_THE_END)
+    script.write_text(AT_THE_END.format(ending=ending))
     options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
     runs = [
         subprocess.Popen([sys.executable, str(script), str(i), address], **options)
         for i in range(3)
     ]
     errors = [run.communicate(timeout=60)[1] for run in runs]
-    assert [run.returncode for run in runs] == [69, 3, 69], errors
-    for index in (0, 2):
-        assert re.fullmatch(r"error: process 1 on \S+ was killed .*\n", errors[index])
+    assert [run.returncode for run in runs] == codes, errors
+    for code, words in zip(codes, errors, strict=True):
+        lost = re.fullmatch(r"error: process 1 on \S+ was killed .*\n", words)
+        assert code != 69 or lost, words
 
 
 @pytest.mark.cluster
