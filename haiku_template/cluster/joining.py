@@ -161,11 +161,11 @@ def leave(error: str = "", exit_code: int = 0) -> None:
 
 def lost(error: BaseException) -> DeviceError | None:
     """Makes the error to show for one of JAX's that means a lost process; or None."""
-    words = str(error).split("\n")[0]
+    words = str(error).split("\n")[0][:300]
     # JAX raises its runtime's errors as a ValueError when a result is fetched.
     of_jax = isinstance(error, RuntimeError | ValueError) and is_joined()
     if not of_jax or hasattr(error, "exit_code") or not any(w in words for w in LOST):
         return None
     fault = next((each.wait_for_fault() for each in _HEARTBEATS), "")
-    unknown = f"another process of this run cannot be reached ({words[:200]})"
-    return DeviceError(sentence(fault or unknown))
+    gone = f"another process of this run is gone or cannot be reached ({words})"
+    return DeviceError(sentence(fault or gone))
