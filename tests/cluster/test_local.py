@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from haiku_template.runs import Run
+from tests.cluster.test_several import ENVIRONMENT, command, metrics, train
 from tests.runs import ROOT
 
 FILE = ROOT / "launch/local.py"
@@ -88,8 +92,8 @@ def test_a_lost_process_is_the_cause_and_not_who_says_so(tmp_path):
     assert end(start(tmp_path, script, "--restarts=1"))[0] == 74
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 30
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -179,3 +183,27 @@ def test_arguments_that_mean_nothing_are_refused(options):
     command += ["--", "true"] if options else ["--", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "error: " in done.stderr
+
+
+@pytest.mark.cluster
+def test_a_run_that_lost_a_process_ends_as_one_that_did_not(tmp_path, one_device):
+    workdir, other = tmp_path / "run", tmp_path / "other"
+    changes = {"num_steps": 300, "save_every": 25, "log_every": 25, "eval_every": 100}
+    run = subprocess.Popen(
+        [sys.executable, str(FILE), "--processes=2", "--restarts=1", "--"]
+        + command(workdir, 1, **changes),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for((workdir / "checkpoints/50").is_dir, seconds=100)
+    os.kill(children(run)[1], signal.SIGKILL)
+    _, said = run.communicate(timeout=250)
+    assert run.returncode == 0, said
+    assert "restart 1 of 1 in 1 s: process 1 of 2 was ended by signal 9, Killed" in said
+    train(2, other, 1, **changes)
+    assert metrics(workdir) == metrics(other)
+    same, expected = (Run.open(path, one_device, "latest") for path in (workdir, other))
+    assert same.step == expected.step == 300
+    jax.tree.map(np.testing.assert_array_equal, same.state, expected.state)
