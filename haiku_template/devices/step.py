@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_template.devices import checks, shards
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
+from haiku_template.devices.spanning import Spanning
 from haiku_template.devices.transfer import (
     AXIS_NAME,
     canonical_shapes,
@@ -191,7 +192,10 @@ def compile_step(
         )
         if several:
             specs = (*(whole,) * replicated, split), whole
-            lower = _lowering(_mapped(run, everyone, *specs, donate_argnums), everyone)
+            mapped = _mapped(run, everyone, *specs, donate_argnums)
+            lower = _lowering(mapped, everyone)
+            if len(devices.devices) == 1:  # A fourth of the time that `pmap` takes.
+                compiled = Spanning(mapped, everyone)
     else:
         state = whole if like is None else shards.specs(like, devices.num_devices)
         specs = (state, *(whole,) * (replicated - 1), split)

@@ -120,6 +120,8 @@ def device_put_split(
     n = len(devices)
     if axis_name is None:
         return jax.device_put(batch, sharding_on(devices))
+    if n == 1:  # One of several processes: a fifth of the time that joining takes.
+        return jax.device_put(by_device(batch, n), sharding_on(devices))
     shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
     return device_put_sharded(shares, devices)
 
