@@ -92,9 +92,10 @@ def wait_for_job(environ, number, output, seconds=100, **fields):
     deadline = time.monotonic() + seconds
     while not fields.items() <= (now := job(environ, number)).items():
         if (now["JobState"], now["Reason"]) == ("PENDING", "BeginTime"):
+            time.sleep(4)  # Slurm refuses its first start's credential for a moment.
             start = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
             subprocess.run(start, env=environ, capture_output=True)
-            time.sleep(2)  # It is scheduled then, unless it was still completing.
+            time.sleep(2)
         assert time.monotonic() < deadline, f"{now}\n{output.read_text()}"
         time.sleep(0.2)
 
