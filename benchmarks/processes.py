@@ -9,6 +9,10 @@ batch, `make_array_from_process_local_data` and `jit(shard_map)`, and nothing of
 package but that the same two processes run it. They take turns every few steps, for
 which a hook of the whole loop lets the bare one go; the first turn, in which programs
 are compiled, does not count.
+
+First each process has a share of this machine's cores to itself, as on two machines and
+as Slurm and MPI bind processes. Then both have all cores, where the threads of one are
+in the way of the other's, the more the shorter a step is.
 """
 
 import contextlib
@@ -35,7 +39,7 @@ from haiku_template import cli
 from haiku_template.devices import DeviceManager
 from haiku_template.training import Experiment, train
 
-TURNS, LEARNING_RATE = 30, 1e-3
+TURNS, LEARNING_RATE = 12, 1e-3
 PROCESSES = 2
 
 
@@ -48,8 +52,14 @@ class Size(NamedTuple):
 
 
 # A step of the last is as small as they come: all that is not its own is to be seen.
-SIZES = (Size(1024, 512, 20), Size(512, 256, 30), Size(128, 64, 60))
+SIZES = (
+    Size(2048, 1024, 20),
+    Size(1024, 512, 60),
+    Size(512, 256, 150),
+    Size(128, 64, 300),
+)
 flags.DEFINE_string("workdir", None, "Folder of the runs; made by the first process.")
+flags.DEFINE_bool("own_cores", False, "Binds each process to its share of the cores.")
 
 
 def bare_loop(size: Size, images: np.ndarray, labels: np.ndarray) -> Iterator[None]:
@@ -149,16 +159,30 @@ def measure(size: Size, devices: DeviceManager) -> None:
     print(f"whole / bare  {whole / bare:.2f}; {each}", flush=True)
 
 
+def start(*more: str) -> None:
+    """Starts the processes with these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.processes", "--device=cpu"]
+        local = [sys.executable, "launch/local.py", f"--processes={PROCESSES}"]
+        command = [*local, "--", *command, f"--workdir={folder}", *more]
+        subprocess.run(command, check=True)
+
+
 def main() -> None:
     """Measures each size; the first process of all starts the two."""
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
+    cores = sorted(os.sched_getaffinity(0))
     if flags.FLAGS.num_processes is None:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.processes", "--device=cpu"]
-            local = [sys.executable, "launch/local.py", f"--processes={PROCESSES}"]
-            command += [f"--workdir={folder}"]
-            subprocess.run([*local, "--", *command], check=True)
+        print(
+            f"{len(cores) // PROCESSES} of {len(cores)} cores for each process",
+            flush=True,
+        )
+        start("--own_cores")
+        print(f"all {len(cores)} cores for each process", flush=True)
+        start()
         return
+    if flags.FLAGS.own_cores:  # Before JAX makes its threads.
+        os.sched_setaffinity(0, cores[flags.FLAGS.process_id :: PROCESSES])
     devices = cli.device_manager()
     for size in SIZES:
         measure(size, devices)

@@ -120,10 +120,13 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 def _processes() -> tuple | None:
     """Arguments of `cluster.join`; None for a process on its own."""
     given = {name: FLAGS[name].value for name in PROCESSES}
-    if given["local_device_ids"] is not None:
-        given["local_device_ids"] = [
-            int(number) for number in given["local_device_ids"]
-        ]
+    if (ids := given["local_device_ids"]) is not None:
+        if not all(number.isdecimal() for number in ids):
+            raise ConfigError(
+                f"--local_device_ids={','.join(ids)} is not understood; possible are "
+                "numbers of cards that this process sees, such as 0,1"
+            )
+        given["local_device_ids"] = list(map(int, ids))
     return cluster.asked(FLAGS.distributed, os.environ, **given)
 
 

@@ -47,7 +47,7 @@ def default_config() -> config_dict.ConfigDict:
     config.batch_size = 128  # Examples in each update, over all devices.
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
-    # Of gradients on their way between devices; or bfloat16. None: their own.
+    # Of the gradients' all-reduce: None is their own dtype; or bfloat16.
     config.reduce_dtype = config_dict.placeholder(str)
     config.ema_decay = config_dict.placeholder(float)  # Evaluate averages; e.g. 0.999.
 

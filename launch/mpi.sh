@@ -11,6 +11,9 @@
 options=(
   # Else each of two processes has one core, for the threads that read its data, too.
   --bind-to none
+  # Of no use without binding, and in one of twenty starts of Debian 12's Open MPI the
+  # daemon of another host crashed in it.
+  --mca rtc ^hwloc
   # Seconds that mpirun waits before it sends SIGTERM to the others, once one failed, and
   # again before SIGKILL. With the default, 1, they could not say what they lost.
   --mca odls_base_sigkill_timeout 30

@@ -368,6 +368,7 @@ def wait_for_step(workdir, step):
         (["--device=cuda"], 69, ["auto, cpu, gpu, tpu"]),
         (["--device=cpu:3"], 69, ["cpu:3", "there are 1: cpu:0"]),
         (["--num_devices=2"], 69, ["--num_devices=2", "there are 1"]),
+        (["--local_device_ids=a,1"], 64, ["=a,1 is not understood", "such as 0,1"]),
     ],
 )
 def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, flags, code, words):

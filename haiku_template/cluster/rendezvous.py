@@ -46,16 +46,11 @@ def meet(
       DeviceError: the same in all processes that came: one is missing, came twice, or
         has other facts; or process 0 cannot be reached.
     """
-    host, port = parsed(address)
-    deadline = time.monotonic() + seconds
     hello = {"index": index, "count": count, "facts": facts}
     hello["host"] = socket.gethostname()
     with contextlib.ExitStack() as links:
-        if index == 0:
-            peers, fault = _receive(address, port, hello, deadline, seconds, links)
-        else:
-            where = address, host, port
-            peers, fault = _visit(*where, hello, deadline, seconds, links)
+        come_together = _visit if index else _receive
+        peers, fault = come_together(address, hello, seconds, links)
         if fault:
             raise DeviceError(fault)
         links.pop_all()
@@ -74,14 +69,10 @@ def parsed(address: str) -> tuple[str, int]:
 
 
 def _receive(
-    address: str,
-    port: int,
-    own: dict[str, Any],
-    deadline: float,
-    seconds: float,
-    links: contextlib.ExitStack,
+    address: str, own: dict[str, Any], seconds: float, links: contextlib.ExitStack
 ) -> tuple[list[Peer], str]:
     """Waits for the others at process 0, and tells them the fault, "" for none."""
+    (_, port), deadline = parsed(address), time.monotonic() + seconds
     count, came, fault = own["count"], {0: own}, ""
     peers: list[Peer] = []
     try:
@@ -155,19 +146,14 @@ def _odd(came: dict[int, dict[str, Any]], hello: dict[str, Any]) -> str:
 
 
 def _visit(
-    address: str,
-    host: str,
-    port: int,
-    hello: dict[str, Any],
-    deadline: float,
-    seconds: float,
-    links: contextlib.ExitStack,
+    address: str, hello: dict[str, Any], seconds: float, links: contextlib.ExitStack
 ) -> tuple[list[Peer], str]:
     """Tells process 0 that this one is here; returns the fault that it found."""
+    where, deadline = parsed(address), time.monotonic() + seconds
     reason = OSError("no answer")
     while (left := deadline - time.monotonic()) > 0:
         try:
-            server, answer = _ask((host, port), hello, left, seconds)
+            server, answer = _ask(where, hello, left, seconds)
             links.enter_context(server)
             return [Peer(answer["name"], server)], answer["fault"]
         except (OSError, ValueError) as error:

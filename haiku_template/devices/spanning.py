@@ -1,4 +1,4 @@
-"""Arrays that span the processes of a run, where each process has one device."""
+"""Global arrays, which span the processes of a run, of arrays of each one's device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from haiku_template.devices.shards import AXIS_NAME
 
 
 class Spanning:
-    """Calls a function of arrays that span processes with those of this process.
+    """Calls a jitted function of global arrays with arrays of this process's device.
 
-    The batch comes split over the devices, all else is whole, and so are the results.
-    Most arguments are those of the call before, or its results: until the next call it
-    is kept what they are a part of, since making an array takes longer than its call.
+    The batch is split over the devices; other arguments, and results, are replicated.
+    Their global arrays are kept until the next call, which mostly has the same ones:
+    making one takes longer than the call does for it.
     """
 
     def __init__(
@@ -29,26 +29,20 @@ class Spanning:
     def __call__(self, *args: Any) -> Any:
         """Calls the function; arrays that are elsewhere are given as they are."""
         *trees, batch = args
-        before, self._known = self._known, {}
+        leaves, structure = jax.tree.flatten(trees)
+        given = [self._known.get(id(leaf)) or self._joined(leaf) for leaf in leaves]
+        trees = structure.unflatten([whole for _, whole in given])
+        results = self._compiled(*trees, jax.tree.map(self._shares, batch))
+        leaves, structure = jax.tree.flatten(results)
+        made = [(whole.addressable_data(0), whole) for whole in leaves]
+        self._known = {id(own): (own, whole) for own, whole in given + made}
+        return structure.unflatten([own for own, _ in made])
 
-        def joined(leaf: Any) -> Any:
-            known = before.get(id(leaf)) or (leaf, self._joined(leaf))
-            self._known[id(leaf)] = known
-            return known[1]
-
-        def own(array: jax.Array) -> jax.Array:
-            leaf = array.addressable_data(0)
-            self._known[id(leaf)] = leaf, array
-            return leaf
-
-        trees, batch = jax.tree.map(joined, trees), jax.tree.map(self._shares, batch)
-        return jax.tree.map(own, self._compiled(*trees, batch))
-
-    def _joined(self, leaf: Any) -> Any:
+    def _joined(self, leaf: Any) -> tuple[Any, Any]:
         own = self._whole.addressable_devices
         if not isinstance(leaf, jax.Array) or leaf.devices() != own:
-            return leaf
-        return _made(leaf.shape, self._whole, leaf)
+            return leaf, leaf
+        return leaf, _made(leaf.shape, self._whole, leaf)
 
     def _shares(self, leaf: jax.Array) -> jax.Array:
         shape = (self._split.num_devices, *leaf.shape[1:])

@@ -172,37 +172,47 @@ def compile_step(
             _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
         return results, jnp.zeros((), jnp.bool_)
 
-    several, lower = devices.processes.count > 1, None
     whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
-    if several and like is not None:
+    if devices.processes.count > 1 and like is not None:
         raise PlacementError(
             "shard_moments cannot be had with several processes; leave it out"
         )
     if devices.axis_name is None:
         compiled = jax.jit(run, donate_argnums=donate_argnums)
+        lower = compiled.lower
     elif out == "whole" and like is None:
-        everyone = devices.processes.devices or devices.devices
-        compiled = jax.pmap(
-            run,
-            devices.axis_name,
-            in_axes=(*(None,) * replicated, 0),
-            out_axes=None,
-            devices=everyone,
-            donate_argnums=donate_argnums,
-        )
-        if several:
-            specs = (*(whole,) * replicated, split), whole
-            mapped = _mapped(run, everyone, *specs, donate_argnums)
-            lower = _lowering(mapped, everyone)
-            if len(devices.devices) == 1:  # A fourth of the time that `pmap` takes.
-                compiled = Spanning(mapped, everyone)
+        compiled, lower = _replicated(devices, run, replicated, donate_argnums)
     else:
         state = whole if like is None else shards.specs(like, devices.num_devices)
         specs = (state, *(whole,) * (replicated - 1), split)
         results = (split if out == "split" else (state, whole), whole)
         compiled = _mapped(run, devices.devices, specs, results, donate_argnums)
+        lower = compiled.lower
     takes_state = 0 in np.atleast_1d(donate_argnums)
-    return CompiledStep(devices, compiled, takes_state, lower or compiled.lower)
+    return CompiledStep(devices, compiled, takes_state, lower)
+
+
+def _replicated(
+    devices: "DeviceManager", run: Callable[..., Any], replicated: int, donated: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Compiles `run` for whole arguments and results; returns it and its `lower`."""
+    everyone = devices.processes.devices or devices.devices
+    compiled = jax.pmap(
+        run,
+        devices.axis_name,
+        in_axes=(*(None,) * replicated, 0),
+        out_axes=None,
+        devices=everyone,
+        donate_argnums=donated,
+    )
+    if devices.processes.count == 1:
+        return compiled, compiled.lower
+    whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
+    specs = (*(whole,) * replicated, split), whole
+    mapped = _mapped(run, everyone, *specs, donated)
+    if len(devices.devices) == 1:  # `pmap` takes longer for each leaf.
+        compiled = Spanning(mapped, everyone)
+    return compiled, _lowering(mapped, everyone)
 
 
 def _mapped(

@@ -32,7 +32,7 @@ class Precision(NamedTuple):
     Attributes:
       scales_loss: True for float16.
       keeps_norms_apart: True if the compiler may not fuse normalization layers.
-      reduce_dtype: of gradients on their way between devices; None for their own.
+      reduce_dtype: dtype of the gradients' all-reduce; None for their own.
     """
 
     policy: jmp.Policy

@@ -38,7 +38,7 @@ class Experiment:
       model: a transformed `forward(inputs, is_training)`, with or without state.
       task: a `Task`, or only its function, as of (outputs, batch).
       schedule: reported as the learning rate; None reports none.
-      reduce_dtype: of gradients on their way between devices; None for their own.
+      reduce_dtype: dtype of the gradients' all-reduce; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.

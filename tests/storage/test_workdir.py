@@ -335,14 +335,16 @@ import sys
 from PACKAGE.training.guards import StopSignals
 from PACKAGE.storage.workdir import locked
 with locked(Path(sys.argv[1])), StopSignals():
+    ready, told = os.pipe()
     worker = os.fork()
     if worker == 0:
+        print(os.getpid(), flush=True)  # What a fork calls in the child is done.
+        os.write(told, b".")
         time.sleep(60)
         os._exit(0)
     if sys.argv[2] == "die":
-        print(worker, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
+        signal.pause()
+    os.read(ready, 1)
     os.kill(worker, signal.SIGINT)
     time.sleep(0.2)
     os.kill(worker, signal.SIGTERM)
@@ -376,6 +378,7 @@ def test_a_forked_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path):
         cwd=Path(__file__).parents[2],
     )
     worker = int(process.stdout.readline())
+    process.kill()
     try:
         assert process.wait(timeout=50) == -signal.SIGKILL
         os.kill(worker, 0)  # It lives.
@@ -387,4 +390,4 @@ def test_a_forked_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path):
 
 
 def test_a_forked_worker_ends_when_it_is_told_and_outlives_ctrl_c(tmp_path):
-    assert worker_run(tmp_path, "stop") == [str(int(signal.SIGTERM))]
+    assert worker_run(tmp_path, "stop")[1:] == [str(int(signal.SIGTERM))]
