@@ -59,6 +59,9 @@ flags.DEFINE_enum(
     ["auto", "on", "off"],
     "Several processes: as the flags above or Slurm or MPI say, surely, or not at all.",
 )
+flags.DEFINE_float(
+    "stall_seconds", 1800.0, "End the run when processes wait so long for another."
+)
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
@@ -110,9 +113,11 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
         logging.warning("%s", finding)
     _join()
     from haiku_template.devices import DeviceManager
+    from haiku_template.devices.processes import waited
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
+    cluster.watch(waited, FLAGS.stall_seconds)
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
 

@@ -5,4 +5,5 @@ from haiku_template.cluster.joining import is_joined as is_joined
 from haiku_template.cluster.joining import join as join
 from haiku_template.cluster.joining import leave as leave
 from haiku_template.cluster.joining import lost as lost
+from haiku_template.cluster.joining import watch as watch
 from haiku_template.cluster.rendezvous import meet as meet

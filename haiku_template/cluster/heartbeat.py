@@ -3,7 +3,9 @@
 A collective with a process that is gone may wait for ever, and JAX's runtime looks for
 one after 100 s. So both ends of each connection of the rendezvous send an empty line a
 second, and a line of JSON before they end: process 0 is connected to all others, and
-tells them which of them it lost.
+tells them which of them it lost. A process that has waited too long for a result that
+all compute says so in its beats: thus one whose main thread hangs, or a cut link of
+two others, ends the run, too.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from haiku_template.errors import DeviceError
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
+GATHER_SECONDS = 15.0  # Until process 0 knows of all that wait.
 LONGEST = 400  # Characters of another process's error.
 
 
@@ -31,10 +34,15 @@ class Heartbeat:
     Attributes:
       fault: sentence on the first process that was lost; "" for none.
       exit_code: of this process, once its own sentence is printed; 0 before.
+      waited: gives the seconds for which this process has waited for all others.
+      stall_seconds: for which it may, as others may be compiling, or saving.
     """
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self.peers, self.fault, self.exit_code = peers, "", 0
+    def __init__(self, peers: Sequence[Peer], index: int) -> None:
+        self.peers, self.index, self.fault, self.exit_code = peers, index, "", 0
+        self.waited: Callable[[], float] = lambda: 0.0
+        self.stall_seconds = 1800.0
+        self._stalled: dict[str, float] = {}  # Names, and when each first said so.
         self._found, self._parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
@@ -63,9 +71,37 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while time.monotonic() < self._latest:
-            self._send()
+            stalled = self.waited() > self.stall_seconds
+            self._send({"stalled": "all"} if stalled else None)
+            if self.index == 0:
+                self._note("process 0", stalled)
             time.sleep(BEAT_SECONDS)
         os._exit(self.exit_code or DeviceError.exit_code)
+
+    def _note(self, name: str, stalled: bool) -> None:
+        """Notes at process 0 who waits; ends the run once all that do have said so."""
+        if not stalled:
+            self._stalled.pop(name, None)
+            return
+        first = self._stalled.setdefault(name, time.monotonic())
+        if time.monotonic() - first > GATHER_SECONDS and not self._found.is_set():
+            _run(self._lose, self._stall())
+
+    def _stall(self) -> str:
+        """Sentence on a run in which processes wait and none is lost."""
+        names = ["process 0", *(peer.name for peer in self.peers)]
+        busy = [name for name in names if name not in self._stalled]
+        since = _clock(time.time() - self.stall_seconds)
+        if not busy:
+            return (
+                f"all processes have waited for each other since {since}: the network "
+                "between two of them failed, or they do not compute the same"
+            )
+        return (
+            f"{', '.join(busy)} did not go on, and the others have waited since "
+            f"{since}: a main thread hangs, or takes more than --stall_seconds="
+            f"{self.stall_seconds:g}"
+        )
 
     def _send(self, message: dict[str, str] | None = None) -> None:
         text = json.dumps(message) if message else ""
@@ -81,6 +117,8 @@ class Heartbeat:
                 for line in peer.link.makefile("rb"):
                     heard = time.time()
                     message = json.loads(line) if line.endswith(b"}\n") else {}
+                    if self.index == 0:
+                        self._note(peer.name, "stalled" in message)
                     if "lost" in message:
                         return self._lose(message["lost"])
                     if error := message.get("left"):

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from haiku_template.cluster import relay
@@ -84,7 +84,7 @@ def join(
         return
     facts = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts["the version of Python"] = platform.python_version()
-    _HEARTBEATS.append(Heartbeat(meet(address, count, index, facts, seconds)))
+    _HEARTBEATS.append(Heartbeat(meet(address, count, index, facts, seconds), index))
     host, port = parsed(address)
     here = port if index == 0 else relay.start(host, port)
     # Of this machine; JAX's client would ask a proxy for that.
@@ -141,6 +141,15 @@ def _shut_down() -> None:
     jax.distributed.shutdown()
     for heartbeat in _HEARTBEATS:
         heartbeat.part()
+
+
+def watch(waited: Callable[[], float], seconds: float) -> None:
+    """Ends the run when this process has waited more than `seconds` for the others.
+
+    `waited` gives the seconds for which it has waited by now; 0 when it does not wait.
+    """
+    for heartbeat in _HEARTBEATS:
+        heartbeat.waited, heartbeat.stall_seconds = waited, seconds
 
 
 def is_joined() -> bool:

@@ -153,7 +153,7 @@ class DeviceManager(NamedTuple):
 
     def wait(self, tree: Any) -> None:
         """Returns when the devices have computed every leaf."""
-        with self.ledger.timed("compute"):
+        with self.ledger.timed("compute"), self.processes.waiting():
             jax.block_until_ready(tree)
 
     def fetch(self, tree: Any) -> Any:

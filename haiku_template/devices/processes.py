@@ -1,13 +1,35 @@
 """Processes of one run, joined by JAX's distributed runtime."""
 
+import contextlib
 import json
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from haiku_template.errors import ConfigError, DeviceError
+
+_SINCE: dict[int, float] = {}  # When each thread that waits began to.
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    thread = threading.get_ident()
+    _SINCE[thread] = time.monotonic()
+    try:
+        yield
+    finally:
+        _SINCE.pop(thread, None)
+
+
+def waited() -> float:
+    """Seconds for which this process has waited for all others; 0 if it does not."""
+    since = min(_SINCE.copy().values(), default=None)
+    return 0.0 if since is None else time.monotonic() - since
 
 
 class Processes(NamedTuple):
@@ -21,6 +43,10 @@ class Processes(NamedTuple):
     def name(self) -> str:
         """Place of this process in words; "" for the only one."""
         return f" in process {self.index} of {self.count}" if self.count > 1 else ""
+
+    def waiting(self) -> contextlib.AbstractContextManager:
+        """Context in which this process may wait for all others; `waited` times it."""
+        return _waiting() if self.count > 1 else contextlib.nullcontext()
 
     def first(self, value: Any) -> Any:
         """Value of process 0, in each of them."""
@@ -85,7 +111,7 @@ def gather(value: Any) -> list[Any]:
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    with jax.transfer_guard("allow"):
+    with jax.transfer_guard("allow"), _waiting():
         sizes = multihost_utils.process_allgather(np.array(len(data)))
         padded = np.zeros(sizes.max(), np.uint8)
         padded[: len(data)] = data

@@ -121,7 +121,7 @@ class CompiledStep:
         check_placed(batch, devices, "the batch's ", split=True)
         try:
             with checks.leaks_named(), LOCK:
-                with ledger.timed("compute"):
+                with ledger.timed("compute"), self.devices.processes.waiting():
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
                         IN_FLIGHT.popleft().block_until_ready()
                 with ledger.timed("dispatch"):

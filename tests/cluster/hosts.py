@@ -1,4 +1,4 @@
-"""Two linked hosts on this machine, network namespaces, for tests that run as root.
+"""Linked hosts on this machine, network namespaces, for tests that run as root.
 
 Each has its own name and address, and knows the other's.
 """
@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-ADDRESSES = ("192.0.2.1", "192.0.2.2")  # Kept free for documentation.
+ADDRESSES = tuple(f"192.0.2.{i}" for i in (1, 2, 3))  # Kept free for documentation.
 
 
 def missing():
@@ -32,27 +32,36 @@ def at(host, *command):
 
 
 @contextlib.contextmanager
-def pair() -> Iterator[tuple[str, str]]:
-    """Makes two hosts linked by `wire` in each; yields their names."""
-    names = tuple(f"hkt{os.getpid()}{letter}" for letter in "ab")
+def linked(count: int = 2) -> Iterator[tuple[str, ...]]:
+    """Makes hosts, each linked by its `wire` to a switch; yields their names."""
+    names = tuple(f"hkt{os.getpid()}{letter}" for letter in "abc"[:count])
+    switch = f"hkt{os.getpid()}s"
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in (*names, switch):
+            run("ip", "netns", "add", name)
+            stack.callback(run, "ip", "netns", "del", name)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for name, address in zip(names, ADDRESSES, strict=False):
             folder = Path("/etc/netns") / name
             folder.mkdir(parents=True)
             stack.callback(shutil.rmtree, folder)
-            known = zip(ADDRESSES, names, strict=True)
+            known = zip(ADDRESSES, names, strict=False)
             lines = ["127.0.0.1 localhost", *map(" ".join, known)]
             (folder / "hosts").write_text("\n".join(lines) + "\n")
-            run("ip", "netns", "add", name)
-            stack.callback(run, "ip", "netns", "del", name)
-        first, second = names
-        ends = ["wire", "netns", first, "type", "veth", "peer", "name", "wire"]
-        run("ip", "link", "add", *ends, "netns", second)
-        for name, address in zip(names, ADDRESSES, strict=True):
+            ends = ["wire", "netns", name, "type", "veth", "peer", "name", name]
+            run("ip", "link", "add", *ends, "netns", switch)
+            run("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "wire")
             for device in ("lo", "wire"):
                 run("ip", "-n", name, "link", "set", device, "up")
         yield names
+
+
+def part(names, *indices):
+    """Cuts what two hosts send each other."""
+    for one, other in (indices, indices[::-1]):
+        run("ip", "-n", names[one], "route", "add", "blackhole", ADDRESSES[other])
 
 
 def cut(host):

@@ -24,21 +24,22 @@ KILLED = r"process {} on \w+ was killed at [\d:]{{8}}"
 
 @pytest.fixture
 def pair():
-    with hosts.pair() as names:
+    with hosts.linked() as names:
         yield names
 
 
 @contextlib.contextmanager
-def training(workdir, names):
+def training(workdir, names, *flags):
     """A long run, once it has saved: its processes; their output is in files."""
     changes = {"num_steps": 100_000, "eval_every": None, "keep_last": 1}
     runs = []
     for index, name in enumerate(names):
         whole = command(workdir, 2, **changes)
         whole += [f"--coordinator_address={names[0]}:12355", f"--process_id={index}"]
+        whole += [f"--num_processes={len(names)}", *flags]
         with output(workdir, index).open("w") as file:
             run = subprocess.Popen(
-                hosts.at(name, *whole, "--num_processes=2"),
+                hosts.at(name, *whole),
                 cwd=ROOT,
                 env=ENVIRONMENT,
                 stdout=file,
@@ -104,3 +105,22 @@ def test_a_stopped_process_ends_the_other_and_then_itself(tmp_path, pair, index)
         assert_ends(tmp_path / "run", runs, {other: SILENT.format(index)})
         os.kill(runs[index].pid, signal.SIGCONT)
         assert runs[index].wait(timeout=SECONDS) == 69
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_whose_data_hang_ends_both(tmp_path, pair, index):
+    with training(tmp_path / "run", pair, "--stall_seconds=5") as runs:
+        os.kill(runs[index].pid, signal.SIGUSR1)
+        words = rf"process {index}( on \w+)? did not go on, and the others have waited"
+        assert_ends(tmp_path / "run", runs, {0: words, 1: words})
+
+
+def test_a_cut_link_between_two_others_ends_all(tmp_path):
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(hosts.linked(3))
+        flags = "--stall_seconds=5", "--config.batch_size=126"
+        made = training(tmp_path / "run", names, *flags)
+        runs = stack.enter_context(made)
+        hosts.part(names, 1, 2)
+        words = "all processes have waited for each other since [\\d:]{8}: the network"
+        assert_ends(tmp_path / "run", runs, dict.fromkeys(range(3), words))

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -17,9 +18,9 @@ import socket, sys, time
 from haiku_template.cluster import heartbeat
 from haiku_template.cluster.rendezvous import Peer
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.1, 1.0
-heartbeat.LEAVE_SECONDS = 0.2
-link = socket.socket(fileno=0)
-heart = heartbeat.Heartbeat([Peer("process 0 on here", link)])
+heartbeat.LEAVE_SECONDS, heartbeat.GATHER_SECONDS = 0.2, 0.5
+link, index = socket.socket(fileno=0), {index}
+heart = heartbeat.Heartbeat([Peer(f"process {{1 - index}} on here", link)], index)
 print("ready", flush=True)
 {ending}
 """
@@ -30,10 +31,10 @@ def other():
     """Starts a process; gives it and the other end of its link."""
     started = []
 
-    def start(ending="time.sleep(60)"):
+    def start(ending="time.sleep(60)", index=1):
         ours, theirs = socket.socketpair()
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(ending=ending)],
+            [sys.executable, "-c", PROGRAM.format(ending=ending, index=index)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=theirs,
             stdout=subprocess.PIPE,
@@ -137,6 +138,46 @@ def test_a_process_ends_if_what_it_prints_has_to_wait(other):
     process, link = other(words)
     link.close()
     assert process.wait(timeout=20) == 69
+
+
+WAITS = "heart.stall_seconds, heart.waited = 5, lambda: 6; time.sleep(60)"
+
+
+def test_one_that_waits_too_long_says_so(other):
+    process, link = other(WAITS)
+    link.settimeout(10)
+    for line in link.makefile():
+        if line.strip():
+            assert json.loads(line) == {"stalled": "all"}
+            break
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "told", "words"),
+    [
+        ("time.sleep(60)", True, "process 0 did not go on, and the others have waited"),
+        (WAITS, False, "process 1 on here did not go on, and the others have waited"),
+        (WAITS, True, "all processes have waited for each other since"),
+    ],
+)
+def test_who_keeps_others_waiting_is_named(other, ending, told, words):
+    process, link = other(ending, index=0)
+    with contextlib.suppress(OSError):  # It ends.
+        while True:
+            link.sendall(b'{"stalled": "all"}\n' if told else b"\n")
+            time.sleep(0.1)
+    code, errors = ended(process)
+    assert code == 69
+    assert errors.startswith(f"error: {words}") and errors.count("\n") == 1
+
+
+def test_one_that_waits_and_goes_on_is_not_missed(other):
+    process, link = other(index=0)
+    for line in (b'{"stalled": "all"}\n', b"\n") * 10:
+        link.sendall(line)
+        time.sleep(0.2)
+    assert process.poll() is None
 
 
 def last_message(link):

@@ -1,9 +1,12 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec
 from haiku_template.devices import own_rows
-from haiku_template.devices.processes import Processes
+from haiku_template.devices.processes import Processes, waited
 from haiku_template.errors import PlacementError
 
 BATCH = {"inputs": np.arange(12).reshape(6, 2), "labels": np.arange(6)}
@@ -35,3 +38,12 @@ def test_one_process_is_the_whole_run(devices):
     assert own_rows(devices.processes)(BATCH) is BATCH
     devices.processes.agree({"anything": object()})
     assert " in process" not in devices.describe()
+
+
+@pytest.mark.parametrize(("count", "waits"), [(1, False), (2, True)])
+def test_waiting_for_other_processes_is_timed(count, waits):
+    with Processes(0, count).waiting():
+        time.sleep(0.02)
+        with ThreadPoolExecutor(1) as threads:  # As the heartbeat's.
+            assert (threads.submit(waited).result() >= 0.02) == waits
+    assert waited() == 0.0
