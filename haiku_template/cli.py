@@ -117,6 +117,11 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
+    if not FLAGS.stall_seconds > 0:  # With 0 it would end a run that is well.
+        raise ConfigError(
+            f"--stall_seconds={FLAGS.stall_seconds:g} is not possible; it is a number "
+            "of seconds above 0, such as 1800"
+        )
     cluster.watch(waited, FLAGS.stall_seconds)
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)

@@ -71,7 +71,7 @@ COSTS = {
     "heads from features of a frozen trunk, computed once": 681,
     "several processes: they meet, share batches, and stop after the same step": 790,
     "heartbeat: a lost process ends the others, each in a sentence": 305,
-    "--stall_seconds: a process that hangs, or a link cut between others, too": 73,
+    "--stall_seconds: a process that hangs, or a link cut between others, too": 78,
     "several processes of one device each: steps without pmap's time for a leaf": 66,
     "reduce_dtype: gradients in half precision on their way": 33,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,

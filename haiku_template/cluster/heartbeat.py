@@ -3,9 +3,9 @@
 A collective with a process that is gone may wait for ever, and JAX's runtime looks for
 one after 100 s. So both ends of each connection of the rendezvous send an empty line a
 second, and a line of JSON before they end: process 0 is connected to all others, and
-tells them which of them it lost. A process that has waited too long for a result that
-all compute says so in its beats: thus one whose main thread hangs, or a cut link of
-two others, ends the run, too.
+tells them which of them it lost. A process that has waited too long in a collective
+says so in its beats, so that a hanging main thread, or a cut link between two other
+processes, ends the run, too.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from haiku_template.errors import DeviceError
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
-GATHER_SECONDS = 15.0  # Until process 0 knows of all that wait.
+GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
 LONGEST = 400  # Characters of another process's error.
 
 
@@ -34,8 +34,8 @@ class Heartbeat:
     Attributes:
       fault: sentence on the first process that was lost; "" for none.
       exit_code: of this process, once its own sentence is printed; 0 before.
-      waited: gives the seconds for which this process has waited for all others.
-      stall_seconds: for which it may, as others may be compiling, or saving.
+      waited: gives the seconds for which this process has waited in a collective.
+      stall_seconds: limit of that; others may compile or save meanwhile.
     """
 
     def __init__(self, peers: Sequence[Peer], index: int) -> None:
@@ -79,7 +79,7 @@ class Heartbeat:
         os._exit(self.exit_code or DeviceError.exit_code)
 
     def _note(self, name: str, stalled: bool) -> None:
-        """Notes at process 0 who waits; ends the run once all that do have said so."""
+        """Notes at process 0 who is stalled; ends the run `GATHER_SECONDS` later."""
         if not stalled:
             self._stalled.pop(name, None)
             return
@@ -88,7 +88,7 @@ class Heartbeat:
             _run(self._lose, self._stall())
 
     def _stall(self) -> str:
-        """Sentence on a run in which processes wait and none is lost."""
+        """Sentence for a stalled run: names the processes that do not wait."""
         names = ["process 0", *(peer.name for peer in self.peers)]
         busy = [name for name in names if name not in self._stalled]
         since = _clock(time.time() - self.stall_seconds)
