@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,20 +314,20 @@ def _psum(tree: Any, axis_name: str) -> Any:
     gloo sends a message for each array, which takes longer than the bytes of a bias.
     """
     leaves, structure = jax.tree.flatten(tree)
-    small: dict[Any, list[int]] = {}
+    groups: dict[Any, dict[int, Any]] = {}
     for i, leaf in enumerate(leaves):
         dtype = jnp.result_type(leaf)
-        if np.size(leaf) * dtype.itemsize <= BUCKETED:
-            small.setdefault(dtype, []).append(i)
-    buckets = [ravel_pytree([leaves[i] for i in group]) for group in small.values()]
-    large = dict(enumerate(leaves))
-    for i in itertools.chain(*small.values()):
-        del large[i]
-    flat = [bucket for bucket, _ in buckets]
-    sums, flat = jax.lax.psum((large, flat), axis_name)
-    for group, (_, unravel), total in zip(small.values(), buckets, flat, strict=True):
-        sums.update(zip(group, unravel(total), strict=True))
-    return structure.unflatten([sums[i] for i in range(len(leaves))])
+        is_small = np.size(leaf) * dtype.itemsize <= BUCKETED
+        groups.setdefault(dtype.name if is_small else i, {})[i] = leaf
+    buckets = [
+        ravel_pytree(group) if len(group) > 1 else (group, lambda x: x)
+        for group in groups.values()
+    ]
+    sums = jax.lax.psum([bucket for bucket, _ in buckets], axis_name)
+    found: dict[int, Any] = {}
+    for (_, unravel), total in zip(buckets, sums, strict=True):
+        found |= unravel(total)
+    return structure.unflatten([found[i] for i in range(len(leaves))])
 
 
 def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:

@@ -1,16 +1,18 @@
-"""Gradients on their way between devices: one all-reduce, and half of its bytes."""
+"""Gradients between devices: one all-reduce, buckets, half of the bytes."""
 
 import dataclasses
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from configs import digits
 from haiku_template.config import check, fixed, to_dict
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, sum_over
 from haiku_template.devices.program import read_program
 from haiku_template.errors import ConfigError
 from haiku_template.training import Experiment
@@ -27,7 +29,7 @@ def weighted(outputs, batch):
 
 def build(num_devices, reduce_dtype=None, task=None, shard=False):
     config = digits.get_config()
-    config.model.width, config.reduce_dtype = 32, reduce_dtype
+    config.model.width, config.reduce_dtype = 192, reduce_dtype
     config.optimizer.update({"schedule": "constant", "warmup_steps": 0})
     config.optimizer.shard_moments = shard
     devices = DeviceManager.create("cpu", num_devices=num_devices)
@@ -43,14 +45,38 @@ def lowered(trainer):
 
 def reduced(trainer):
     """Arrays and numbers that are added up over devices, as StableHLO has them."""
-    text = lowered(trainer).as_text()
+    return all_reduced(lowered(trainer).as_text())
+
+
+def all_reduced(text):
     found = [kind for kinds in REDUCED.findall(text) for kind in kinds.split(", ")]
     return sorted(kind.removeprefix("tensor<").removesuffix(">") for kind in found)
 
 
 def kinds(trainer, dtype):
-    shapes = ["x".join(map(str, x.shape)) for x in jax.tree.leaves(trainer.abstract[1])]
-    return sorted([f"{shape}x{dtype}" for shape in shapes] + ["f32"] * 2)
+    """One matrix of 192 x 192, and buckets: of what is smaller, and of two scalars."""
+    leaves = jax.tree.leaves(trainer.abstract.params)
+    small = sum(x.size for x in leaves if x.size < 192 * 192)
+    if dtype == "f32":
+        return sorted(["192x192xf32", f"{small + 2}xf32"])
+    return sorted([f"192x192x{dtype}", f"{small}x{dtype}", "2xf32"])
+
+
+def test_leaves_of_64_kib_travel_in_one_bucket_for_each_dtype_and_larger_ones_alone():
+    limit = {"f32": (128, 128), "above": (128, 129), "tiny": (3,), "number": ()}
+    tree = {name: np.ones((2, *shape), np.float32) for name, shape in limit.items()}
+    tree |= {"half": np.ones((2, 5), jnp.bfloat16), "ints": np.ones((2, 7), np.int32)}
+    add = jax.pmap(functools.partial(sum_over, "i"), "i")
+    text = add.lower(tree).as_text()
+    assert all_reduced(text) == sorted(
+        ["128x129xf32", f"{128 * 128 + 3 + 1}xf32", "5xbf16", "7xi32"]
+    )
+    tree["tiny"][1] = [5, 6, 7]
+    sums = jax.device_get(add(tree))
+    assert sums["tiny"][0].tolist() == [6, 7, 8]
+    for name, leaf in tree.items():
+        assert (sums[name].shape, sums[name].dtype) == (leaf.shape, leaf.dtype)
+        np.testing.assert_array_equal(sums[name], [leaf.sum(0)] * 2)
 
 
 each_task = pytest.mark.parametrize("task", [None, weighted], ids=["even", "weighted"])
