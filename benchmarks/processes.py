@@ -23,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import numpy as np
 import optax
 from absl import flags
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import digits
@@ -41,6 +42,7 @@ from haiku_template.training import Experiment, train
 
 TURNS, LEARNING_RATE = 12, 1e-3
 PROCESSES = 2
+LOOPS = "whole", "bare", "bucketed"
 
 
 class Size(NamedTuple):
@@ -62,7 +64,25 @@ flags.DEFINE_string("workdir", None, "Folder of the runs; made by the first proc
 flags.DEFINE_bool("own_cores", False, "Binds each process to its share of the cores.")
 
 
-def bare_loop(size: Size, images: np.ndarray, labels: np.ndarray) -> Iterator[None]:
+def mean(tree: Any) -> Any:
+    """Averages each array by itself, as most do by hand."""
+    return jax.lax.pmean(tree, "data")
+
+
+def mean_in_buckets(tree: Any) -> Any:
+    """Averages arrays of at most 64 KiB as one."""
+    leaves, structure = jax.tree.flatten(tree)
+    small = [i for i, leaf in enumerate(leaves) if leaf.size <= 2**14]
+    flat, unravel = ravel_pytree([leaves[i] for i in small])
+    large = {i: leaf for i, leaf in enumerate(leaves) if i not in small}
+    flat, means = jax.lax.pmean((flat, large), "data")
+    means.update(zip(small, unravel(flat), strict=True))
+    return structure.unflatten([means[i] for i in range(len(leaves))])
+
+
+def bare_loop(
+    size: Size, images: np.ndarray, labels: np.ndarray, mean: Callable[[Any], Any]
+) -> Iterator[None]:
     """Makes turns without this package; images are [N, 64], labels [N]."""
     net = hk.without_apply_rng(
         hk.transform(lambda images: hk.nets.MLP([size.width, size.width, 10])(images))
@@ -88,7 +108,7 @@ def bare_loop(size: Size, images: np.ndarray, labels: np.ndarray) -> Iterator[No
         params: hk.Params, opt_state: optax.OptState, batch: tuple
     ) -> tuple[hk.Params, optax.OptState, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        value, grads = jax.lax.pmean((value, grads), "data")
+        value, grads = mean((value, grads))
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -113,7 +133,7 @@ def bare_loop(size: Size, images: np.ndarray, labels: np.ndarray) -> Iterator[No
 
 
 def take_turns(size: Size, devices: DeviceManager, workdir: Path) -> dict[str, list]:
-    """Seconds of a step in each turn, of the whole loop and of the bare one."""
+    """Seconds of a step in each turn, of the whole loop and of the bare ones."""
     config = digits.get_config()
     config.batch_size, config.model.width = size.batch_size, size.width
     plain = {"weight_decay": 0.0, "clip_norm": None, "learning_rate": LEARNING_RATE}
@@ -121,26 +141,28 @@ def take_turns(size: Size, devices: DeviceManager, workdir: Path) -> dict[str, l
     trainer = Experiment.from_config(config, devices).trainer(devices)
     data = trainer.experiment.data.train
     images = np.asarray(data.inputs, np.float32).reshape(-1, 64)
-    bare = bare_loop(size, images, np.asarray(data.labels))
+    arrays = images, np.asarray(data.labels)
+    by_hand = [bare_loop(size, *arrays, how) for how in (mean, mean_in_buckets)]
     times = [time.perf_counter()]
 
     def hook(event: NamedTuple) -> None:
         if event.what == "step" and event.step % size.num_steps == 0:
             jax.block_until_ready((event.state, event.values))
             times.append(time.perf_counter())
-            with devices.implicit_transfers():  # It has no guard, as nobody has.
-                next(bare)
-            times.append(time.perf_counter())
+            for bare in by_hand:
+                with devices.implicit_transfers():  # It has no guard, as nobody has.
+                    next(bare)
+                times.append(time.perf_counter())
 
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         options = {"num_steps": size.num_steps * TURNS, "hooks": [hook]}
         train(trainer, workdir=workdir, log_every=config.log_every, **options)
-    each = np.diff(times).reshape(-1, 2)[1:] / size.num_steps
-    return dict(zip(("whole", "bare"), each.T.tolist(), strict=True))
+    each = np.diff(times).reshape(-1, len(LOOPS))[1:] / size.num_steps
+    return dict(zip(LOOPS, each.T.tolist(), strict=True))
 
 
 def measure(size: Size, devices: DeviceManager) -> None:
-    """Prints milliseconds a step of both loops, and their ratio."""
+    """Prints milliseconds a step of each loop, and the whole one's ratios to others."""
     workdir = Path(flags.FLAGS.workdir) / str(size.width)
     seconds = take_turns(size, devices, workdir)
     if devices.processes.index:
@@ -152,11 +174,13 @@ def measure(size: Size, devices: DeviceManager) -> None:
     for name, values in seconds.items():
         low, middle, high = statistics.quantiles(1e3 * np.array(values), n=4)
         print(f"{name:>10} {middle:8.2f} ({low:.2f}-{high:.2f})")
-    whole, bare = map(statistics.median, seconds.values())
-    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    each = f"of a turn {middle:.2f} ({low:.2f}-{high:.2f})"
-    print(f"whole / bare  {whole / bare:.2f}; {each}", flush=True)
+    whole = seconds.pop("whole")
+    for name, values in seconds.items():
+        ratios = [a / b for a, b in zip(whole, values, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        ratio = statistics.median(whole) / statistics.median(values)
+        each = f"of a turn {middle:.2f} ({low:.2f}-{high:.2f})"
+        print(f"whole / {name:<8} {ratio:.2f}; {each}", flush=True)
 
 
 def start(*more: str) -> None:

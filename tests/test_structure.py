@@ -73,6 +73,7 @@ COSTS = {
     "heartbeat: a lost process ends the others, each in a sentence": 305,
     "--stall_seconds: a process that hangs, or a link cut between others, too": 78,
     "several processes of one device each: steps without pmap's time for a leaf": 66,
+    "gradient buckets: small leaves of an all-reduce travel as one": 26,
     "reduce_dtype: gradients in half precision on their way": 33,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
 }
