@@ -45,10 +45,11 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not slow and not target and $(HERE)"
 
 # Targets in a process of their own, whose XLA_FLAGS come before JAX starts; they are
-# skipped where JAX's CUDA plugin is not installed.
+# skipped where JAX's CUDA plugin is not installed. Not last, where a run without any
+# test is easily taken for the result of all.
 test-all: test
-	$(PYTEST) -m "slow and not target and $(HERE)"
 	$(BIN)/python -m pytest tests/target --timeout=900
+	$(PYTEST) -m "slow and not target and $(HERE)"
 
 # As users' programs are compiled.
 test-long: $(VENV)/.test
