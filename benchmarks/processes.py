@@ -1,4 +1,4 @@
-"""What the whole loop of two processes costs, next to a bare `jit(shard_map)` loop.
+"""What the whole loop of two processes costs, next to `jit(shard_map)` loops by hand.
 
     python -m benchmarks.processes
 

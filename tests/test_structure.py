@@ -70,10 +70,10 @@ COSTS = {
     "attention of packed examples, and a word on how full their windows are": 51,
     "heads from features of a frozen trunk, computed once": 681,
     "several processes: they meet, share batches, and stop after the same step": 790,
-    "heartbeat: a lost process ends the others, each in a sentence": 305,
+    "heartbeat: a lost process ends the others, each in a sentence": 327,
     "--stall_seconds: a process that hangs, or a link cut between others, too": 78,
     "several processes of one device each: steps without pmap's time for a leaf": 66,
-    "gradient buckets: small leaves of an all-reduce travel as one": 26,
+    "gradient buckets: small leaves of an all-reduce travel as one": 28,
     "reduce_dtype: gradients in half precision on their way": 33,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
 }

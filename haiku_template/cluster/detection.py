@@ -44,8 +44,10 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
     host = _address_of(first_host(environ["SLURM_STEP_NODELIST"]))
     port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
     ids = None
-    # With --gpus-per-task each task sees its own cards alone.
-    if not {"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"} & environ.keys():
+    # With --gpus-per-task each task sees its own cards alone. Newer Slurms tell of
+    # --cpus-per-task in the second.
+    of_task = environ.get("SLURM_TRES_PER_TASK", "")
+    if "SLURM_GPUS_PER_TASK" not in environ and "gpu" not in of_task:
         nodes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         tasks = nodes[int(environ.get("SLURM_NODEID", 0))]
         ids = own_cards(environ, int(environ["SLURM_LOCALID"]), tasks)

@@ -19,13 +19,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from haiku_template.cluster.rendezvous import Peer
-from haiku_template.errors import DeviceError
+from haiku_template.errors import (
+    ConfigError,
+    DeviceError,
+    NonFiniteError,
+    StorageError,
+)
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
 LONGEST = 400  # Characters of another process's error.
+# Exit codes of errors that would come again: the others end with them, too, since Slurm
+# goes by the highest of all.
+LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
 
 
 class Heartbeat:
@@ -34,12 +42,14 @@ class Heartbeat:
     Attributes:
       fault: sentence on the first process that was lost; "" for none.
       exit_code: of this process, once its own sentence is printed; 0 before.
+      fault_code: what this process ends with for that fault.
       waited: gives the seconds for which this process has waited in a collective.
       stall_seconds: limit of that; others may compile or save meanwhile.
     """
 
     def __init__(self, peers: Sequence[Peer], index: int) -> None:
         self.peers, self.index, self.fault, self.exit_code = peers, index, "", 0
+        self.fault_code = DeviceError.exit_code
         self.waited: Callable[[], float] = lambda: 0.0
         self.stall_seconds = 1800.0
         self._stalled: dict[str, float] = {}  # Names, and when each first said so.
@@ -58,7 +68,8 @@ class Heartbeat:
     def leave(self, error: str = "") -> None:
         """Tells the others, once, that this process ends: in order, or by an error."""
         if self._left.acquire(blocking=False):
-            self._send({"left": " ".join(error.split())[:LONGEST]})
+            words = " ".join(error.split())[:LONGEST]
+            self._send({"left": words, "code": self.exit_code})
 
     def part(self) -> None:
         """Ends the watch, once all have left and JAX's runtime is shut down."""
@@ -76,7 +87,7 @@ class Heartbeat:
             if self.index == 0:
                 self._note("process 0", stalled)
             time.sleep(BEAT_SECONDS)
-        os._exit(self.exit_code or DeviceError.exit_code)
+        os._exit(self.exit_code or self.fault_code)
 
     def _note(self, name: str, stalled: bool) -> None:
         """Notes at process 0 who is stalled; ends the run `GATHER_SECONDS` later."""
@@ -119,11 +130,12 @@ class Heartbeat:
                     message = json.loads(line) if line.endswith(b"}\n") else {}
                     if self.index == 0:
                         self._note(peer.name, "stalled" in message)
+                    code = message.get("code")
                     if "lost" in message:
-                        return self._lose(message["lost"])
+                        return self._lose(message["lost"], code)
                     if error := message.get("left"):
                         words = f"{peer.name} ended at {_clock(heard)}: {error}"
-                        return self._lose(words)
+                        return self._lose(words, code)
                     # Who left in order waits in JAX's shutdown for all.
             words = f"{peer.name} was killed at {_clock(time.time())}"
         except OSError:
@@ -133,12 +145,18 @@ class Heartbeat:
             )
         return self._lose(words)
 
-    def _lose(self, words: str) -> None:
-        """Ends this process, after some seconds in which it may end by itself."""
+    def _lose(self, words: str, code: int | None = None) -> None:
+        """Ends this process, after some seconds in which it may end by itself.
+
+        `code` is the exit code of another process that ended by itself.
+        """
         if not self._first.acquire(blocking=False):
             return
         self.fault = words
-        self._send({"lost": words})  # Process 0 to all; to process 0 it is no news.
+        if code in LASTING:
+            self.fault_code = code
+        # Process 0 to all; to process 0 it is no news.
+        self._send({"lost": words, "code": self.fault_code})
         self._found.set()
         if self._parted.wait(LEAVE_SECONDS):
             return
@@ -148,7 +166,7 @@ class Heartbeat:
         with contextlib.suppress(OSError, ValueError):
             if not self.exit_code:
                 print(f"error: {sentence(words)}", file=sys.stderr, flush=True)
-        os._exit(self.exit_code or DeviceError.exit_code)
+        os._exit(self.exit_code or self.fault_code)
 
     def _close(self) -> None:
         for peer in self.peers:

@@ -177,4 +177,7 @@ def lost(error: BaseException) -> DeviceError | None:
         return None
     fault = next((each.wait_for_fault() for each in _HEARTBEATS), "")
     gone = f"another process of this run is gone or cannot be reached ({words})"
-    return DeviceError(sentence(fault or gone))
+    error = DeviceError(sentence(fault or gone))
+    if fault:
+        error.exit_code = next(each.fault_code for each in _HEARTBEATS)
+    return error

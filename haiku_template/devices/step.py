@@ -313,12 +313,14 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
     gloo sends a message for each array, which takes longer than the bytes of a bias.
     """
+    if jax.lax.axis_size(axis_name) == 1:  # Its program is to be that of one device.
+        return jax.lax.psum(tree, axis_name)
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, dict[int, Any]] = {}
-    for i, leaf in enumerate(leaves):
-        dtype = jnp.result_type(leaf)
-        is_small = np.size(leaf) * dtype.itemsize <= BUCKETED
-        groups.setdefault(dtype.name if is_small else i, {})[i] = leaf
+    for i, kind in enumerate(map(jax.typeof, leaves)):
+        is_small = kind.size * kind.dtype.itemsize <= BUCKETED
+        key = (kind.dtype.name, kind.weak_type) if is_small else i
+        groups.setdefault(key, {})[i] = leaves[i]
     buckets = [
         ravel_pytree(group) if len(group) > 1 else (group, lambda x: x)
         for group in groups.values()

@@ -161,8 +161,8 @@ def restored_or_first(
 def _sizes(data: Data) -> dict[str, Any]:
     train, evaluation = data.train, data.evaluation
     batches = None if evaluation is None else evaluation.num_batches
-    staged = getattr(train, "staged_size", None)
-    return {"examples and bytes": staged, "evaluation batches": batches}
+    size = getattr(train, "staged_size", None) or len(getattr(train, "inputs", ()))
+    return {"training": size, "evaluation batches": batches}
 
 
 def with_features(trainer: "Trainer") -> "Trainer":

@@ -73,11 +73,17 @@ def test_a_process_on_its_own_is_none_of_several(environ):
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (2, 3)),
         ({"CUDA_VISIBLE_DEVICES": "4,6"}, (1,)),
+        # As --cpus-per-task=4 alone sets it.
+        ({"CUDA_VISIBLE_DEVICES": "4,6", "SLURM_TRES_PER_TASK": "cpu=4"}, (1,)),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, (1,)),
         # Its own alone: by a cgroup, or by --gpus-per-task.
         ({"CUDA_VISIBLE_DEVICES": "0"}, None),
         ({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_PER_TASK": "2"}, None),
         ({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_TRES_PER_TASK": "gres:gpu:2"}, None),
+        (
+            {"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"},
+            None,
+        ),
         ({"CUDA_VISIBLE_DEVICES": ""}, None),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from haiku_template.devices import DeviceManager
+from haiku_template.runs import Run
 from tests.cluster import hosts
 from tests.cluster.test_several import ENVIRONMENT, ROOT, command, wait_for
 
@@ -48,7 +50,9 @@ def training(workdir, names, *flags):
         runs.append(run)
     try:
         wait_for(lambda: saved(workdir) or any(run.poll() for run in runs))
+        before = max(saved(workdir))
         yield runs
+        assert_restores(workdir, before)
     finally:
         for run in runs:
             run.kill()
@@ -67,6 +71,13 @@ def saved(workdir):
     )
 
 
+def assert_restores(workdir, before):
+    """No checkpoint is lost: the newest is whole, and not older than before."""
+    run = Run.open(workdir, DeviceManager.create("cpu", num_devices=1))
+    assert run.step >= before
+    assert int(run.state.step) == run.step
+
+
 def assert_ends(workdir, runs, words):
     """The processes end in time with a sentence that has the words for each."""
     begun = time.monotonic()
@@ -79,7 +90,6 @@ def assert_ends(workdir, runs, words):
         assert re.match(f"error: {pattern}", errors[0]), printed
         assert "Traceback" not in printed and "terminat" not in printed
     assert time.monotonic() - begun < SECONDS
-    assert saved(workdir)
 
 
 def test_a_cut_link_ends_both(tmp_path, pair):

@@ -83,17 +83,22 @@ def test_one_that_is_silent_is_lost(other):
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "expected", "words"),
     [
-        ({"left": "no such file"}, "process 0 on here ended at .*: no such file; the"),
-        ({"lost": "process 3 was killed"}, "process 3 was killed; the same command"),
+        ({"left": "no file"}, 69, "process 0 on here ended at .*: no file; the"),
+        ({"left": "no file", "code": 64}, 64, "process 0 on here ended at .*: no"),
+        ({"left": "a driver", "code": 1}, 69, "process 0 on here ended at .*: a dr"),
+        ({"lost": "process 3 was killed"}, 69, "process 3 was killed; the same"),
+        ({"lost": "process 3 ended", "code": 70}, 70, "process 3 ended; the same"),
     ],
 )
-def test_what_another_says_of_its_end_or_a_thirds_is_shown(other, message, words):
+def test_what_another_says_of_its_end_or_a_thirds_is_shown(
+    other, message, expected, words
+):
     process, link = other()
     link.sendall(b"\n" + json.dumps(message).encode() + b"\n")
     code, errors = ended(process)
-    assert code == 69
+    assert code == expected
     assert re.match("error: " + words, errors)
 
 
@@ -187,8 +192,9 @@ def last_message(link):
 
 @pytest.mark.parametrize("left", ["", "no such model", "no\\n  such model"])
 def test_the_end_of_a_process_is_told_once(other, left):
-    process, link = other(f"heart.leave('{left}'); heart.leave('later')")
-    assert last_message(link) == {"left": left.replace("\\n  ", " ")}
+    words = f"heart.exit_code = 64; heart.leave('{left}'); heart.leave('later')"
+    process, link = other(words)
+    assert last_message(link) == {"left": left.replace("\\n  ", " "), "code": 64}
     assert ended(process)[0] == 0
 
 

@@ -50,16 +50,13 @@ def train(processes, *given, **changes):
     return printed
 
 
-def signalled(workdir, words, index, number, seconds=250):
-    """Result of a long run of two; one gets a signal once `words` are printed.
-
-    All are to end within so many seconds.
-    """
+def signalled(workdir, words, index, number):
+    """Result of a long run of two; one gets a signal once `words` are printed."""
     run = start(2, workdir, 1, num_steps=100_000, eval_every=None)
     wait_for(lambda: words in Path(f"{workdir}.out").read_text())
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
     os.kill(int(children.split()[index]), number)
-    return finish(run, workdir, seconds)
+    return finish(run, workdir)
 
 
 def metrics(workdir):
@@ -139,13 +136,30 @@ def test_a_run_resumes_on_other_processes(tmp_path, alone):
     assert_same(workdir, alone, but={15})
 
 
+def by_hand(address, *commands, **more):
+    """Starts a process with each command, as no launcher would."""
+    shared = [f"--coordinator_address={address}", f"--num_processes={len(commands)}"]
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen([*given, *shared, f"--process_id={i}"], **options | more)
+        for i, given in enumerate(commands)
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.cluster
-def test_sigterm_to_one_process_saves_the_same_step_in_all(tmp_path):
+def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path, address, index):
+    """By hand, as a launcher would pass the signal on to the other."""
     workdir = tmp_path / "run"
-    code, printed = signalled(workdir, "step      5/", 1, signal.SIGTERM, seconds=20)
-    assert code == 75, printed
-    (step,) = set(re.findall(r"step (\d+) is saved", printed))
-    assert (workdir / "checkpoints" / step).is_dir()
+    long = command(workdir, 1, num_steps=100_000, eval_every=None)
+    runs = by_hand(address, long, long, stdout=subprocess.DEVNULL)
+    wait_for((workdir / "checkpoints" / "10").is_dir)
+    runs[index].send_signal(signal.SIGTERM)
+    errors = [run.communicate(timeout=20)[1] for run in runs]
+    assert [run.returncode for run in runs] == [75, 75], errors
+    saved = [re.findall(r"SIGTERM received: step (\d+) is saved", x) for x in errors]
+    assert saved[0] == saved[1] and len(saved[0]) == 1, errors
+    assert (workdir / "checkpoints" / saved[0][0]).is_dir()
 
 
 @pytest.mark.cluster
@@ -158,12 +172,7 @@ def test_sigterm_before_the_first_step_of_a_resumed_run_is_not_lost(tmp_path):
 
 def refused(address, *commands):
     """Exit codes and errors of processes that are started by hand."""
-    shared = [f"--coordinator_address={address}", f"--num_processes={len(commands)}"]
-    options = {"cwd": ROOT, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen([*given, *shared, f"--process_id={i}"], **options)
-        for i, given in enumerate(commands)
-    ]
+    runs = by_hand(address, *commands)
     errors = [run.communicate(timeout=250)[1] for run in runs]
     assert not any("Traceback" in words for words in errors)
     return [run.returncode for run in runs], errors
@@ -179,6 +188,31 @@ def test_processes_that_were_told_something_else_say_what(tmp_path, address):
         assert "differ in config.optimizer.learning_rate: 0.001 in process 0" in words
         assert "and 0.5 in process 1" in words
     assert not workdir.exists()
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.cluster
+def test_processes_with_other_data_say_how_much(tmp_path, address, augment):
+    name = "augmented" if augment else "data"
+    changes = {"data.name": f"tests.cluster.unequal:{name}"}
+    whole = command(tmp_path / "run", 1, **changes)
+    codes, errors = refused(address, whole, whole)
+    assert codes == [64, 64], errors
+    for words in errors:
+        assert "differ in the size of the data: {'training': " in words
+        assert "1437" in words and "1436" in words and "in process 1; " in words
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.cluster
+def test_a_process_that_does_not_see_the_checkpoints_is_named(tmp_path, address):
+    """As one of another machine, with a workdir that is not shared."""
+    train(1, tmp_path / "run", 2, num_steps=10)
+    commands = [command(tmp_path / name, 1) for name in ("run", "elsewhere")]
+    codes, errors = refused(address, *commands)
+    assert codes == [64, 64], errors
+    for words in errors:
+        assert "differ in the newest checkpoint: 10 in process 0 and 0 in" in words
 
 
 @pytest.mark.cluster

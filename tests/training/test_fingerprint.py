@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from haiku_template.data import BatchSpec, Split, from_split
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.models import resnet
 from haiku_template.runs import Run
@@ -125,7 +125,17 @@ def test_the_fingerprint_is_that_of_any_number_of_devices(unedited):
         model = resnet(2, axis_name, channels=(4,), blocks=1)
         return of(num_devices, model=model, data=data, precision="bfloat16")
 
+    def own_norm(num_devices):
+        axis_name = "data" if num_devices > 1 else None
+
+        def net(images, is_training):
+            moments = mean_over(axis_name, [images.mean(0), (images**2).mean(0)])
+            return hk.Linear(2)(images - moments[0] + moments[1])
+
+        return of(num_devices, model=hk.transform(net))
+
     assert batch_norm(1) == batch_norm(4)
+    assert own_norm(1) == own_norm(4)
     assert of(4) == unedited
 
 
