@@ -81,7 +81,8 @@ $(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
 # Needs a real Slurm, a real Open MPI and network namespaces: Debian's root gets them.
 test-cluster: $(VENV)/.test
 	@command -v srun >/dev/null && command -v mpirun >/dev/null && command -v ip >/dev/null \
-		&& command -v pgrep >/dev/null || [ $$(id -u) != 0 ] || ! command -v apt-get >/dev/null || (apt-get update -qq && \
+		&& command -v pgrep >/dev/null || [ $$(id -u) != 0 ] \
+		|| ! command -v apt-get >/dev/null || (apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
 		slurm-wlm openmpi-bin iproute2 procps)
 	$(BIN)/python -m pytest tests/cluster -rs

@@ -64,7 +64,7 @@ flags.DEFINE_string("workdir", None, "Folder of the runs; made by the first proc
 flags.DEFINE_bool("own_cores", False, "Binds each process to its share of the cores.")
 
 
-def mean(tree: Any) -> Any:
+def mean_of_each(tree: Any) -> Any:
     """Averages each array by itself, as most do by hand."""
     return jax.lax.pmean(tree, "data")
 
@@ -81,7 +81,7 @@ def mean_in_buckets(tree: Any) -> Any:
 
 
 def bare_loop(
-    size: Size, images: np.ndarray, labels: np.ndarray, mean: Callable[[Any], Any]
+    size: Size, images: np.ndarray, labels: np.ndarray, average: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Makes turns without this package; images are [N, 64], labels [N]."""
     net = hk.without_apply_rng(
@@ -108,7 +108,7 @@ def bare_loop(
         params: hk.Params, opt_state: optax.OptState, batch: tuple
     ) -> tuple[hk.Params, optax.OptState, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, *batch)
-        value, grads = mean((value, grads))
+        value, grads = average((value, grads))
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -142,7 +142,7 @@ def take_turns(size: Size, devices: DeviceManager, workdir: Path) -> dict[str, l
     data = trainer.experiment.data.train
     images = np.asarray(data.inputs, np.float32).reshape(-1, 64)
     arrays = images, np.asarray(data.labels)
-    by_hand = [bare_loop(size, *arrays, how) for how in (mean, mean_in_buckets)]
+    by_hand = [bare_loop(size, *arrays, how) for how in (mean_of_each, mean_in_buckets)]
     times = [time.perf_counter()]
 
     def hook(event: NamedTuple) -> None:

@@ -44,8 +44,8 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
     host = _address_of(first_host(environ["SLURM_STEP_NODELIST"]))
     port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
     ids = None
-    # With --gpus-per-task each task sees its own cards alone. Newer Slurms tell of
-    # --cpus-per-task in the second.
+    # With --gpus-per-task each task sees its own cards alone. Newer Slurms set
+    # the second by --cpus-per-task, too: cpu=4.
     of_task = environ.get("SLURM_TRES_PER_TASK", "")
     if "SLURM_GPUS_PER_TASK" not in environ and "gpu" not in of_task:
         nodes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))

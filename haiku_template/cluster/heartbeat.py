@@ -42,7 +42,7 @@ class Heartbeat:
     Attributes:
       fault: sentence on the first process that was lost; "" for none.
       exit_code: of this process, once its own sentence is printed; 0 before.
-      fault_code: what this process ends with for that fault.
+      fault_code: exit code for that fault: 69, or the other's if it is in `LASTING`.
       waited: gives the seconds for which this process has waited in a collective.
       stall_seconds: limit of that; others may compile or save meanwhile.
     """

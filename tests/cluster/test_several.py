@@ -149,7 +149,7 @@ def by_hand(address, *commands, **more):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.cluster
 def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path, address, index):
-    """By hand, as a launcher would pass the signal on to the other."""
+    """Without a launcher, which would pass the signal on to the other."""
     workdir = tmp_path / "run"
     long = command(workdir, 1, num_steps=100_000, eval_every=None)
     runs = by_hand(address, long, long, stdout=subprocess.DEVNULL)
@@ -202,6 +202,18 @@ def test_processes_with_other_data_say_how_much(tmp_path, address, augment):
         assert "differ in the size of the data: {'training': " in words
         assert "1437" in words and "1436" in words and "in process 1; " in words
     assert not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.cluster
+def test_an_error_of_one_process_that_would_come_again_ends_both_with_its_code(
+    tmp_path, address
+):
+    changes = {"data.name": "tests.cluster.unequal:unreadable"}
+    whole = command(tmp_path / "run", 1, **changes, **{"data.placement": "host"})
+    codes, errors = refused(address, whole, whole)
+    assert codes == [64, 64], errors
+    assert re.search(r"error: process 1 on \S+ ended at .*: shard 1 is not", errors[0])
+    assert "error: shard 1 is not there" in errors[1]
 
 
 @pytest.mark.cluster
