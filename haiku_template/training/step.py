@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 
-from haiku_template.devices import mean_over, sum_over
+from haiku_template.devices import mean_over
 from haiku_template.models.forms import inputs_of, task_rng
 from haiku_template.training.state import Recipe, TrainState, Variables, split_seed
 from haiku_template.training.tasks import divide, example_values, weighted_sum
@@ -76,11 +76,12 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         scale = recipe.precision.loss_scale(state.loss_scale)
         rng = step_rng(recipe, state.step)
         part = functools.partial(gradient, state.params, frozen, state.step, scale)
-        grads, (net_state, scalars, weight) = _accumulate(
+        grads, (net_state, scalars, _) = _accumulate(
             part, state.net_state, rng, batch, recipe
         )
         means = scale.unscale(grads), scalars
-        grads, scalars = _average_over(recipe, means, weight)
+        dtype = recipe.precision.reduce_dtype
+        grads, scalars = mean_over(recipe.axis_name, means, dtype)
         updates, opt_state = recipe.optimizer.update(
             grads, state.opt_state, state.params
         )
@@ -118,26 +119,19 @@ def _loss(
     rng: jax.Array,
     batch: Batch,
 ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-    """Scaled loss; beside it new net_state, scalars, and sum of weights if any."""
+    """Scaled loss; beside it new net_state, scalars, and mean weight of a device."""
     variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
     facts, net_state = forward(recipe, variables, frozen, batch, rngs, True)
     values, weights = example_values(recipe.task, **facts)
     if weights is None:
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars, None)
-    weight = jnp.sum(weights)
+    # Of all devices before differentiation: a collective in the model brings the
+    # losses of others into this device's gradient, which weighs them as they do.
+    weight = mean_over(recipe.axis_name, jnp.sum(weights))
     sums = {name: weighted_sum(x, weights) for name, x in values.items()}
     scalars = divide(sums, weight)
     return scale.scale(scalars["loss"]), (net_state, scalars, weight)
-
-
-def _average_over(recipe: Recipe, tree: Any, weight: jax.Array | None) -> Any:
-    """Averages over devices, each with its weight; None weighs them equally."""
-    axis_name, dtype = recipe.axis_name, recipe.precision.reduce_dtype
-    if weight is None or axis_name is None:
-        return mean_over(axis_name, tree, dtype)
-    sums = jax.tree.map(lambda x: x * weight, tree)
-    return divide(*sum_over(axis_name, (sums, weight), dtype))
 
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
