@@ -17,8 +17,13 @@ from haiku_template.finetuning import check_same_frozen, from_features
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.params import flatten, unflatten
 from haiku_template.storage import Checkpoints
-from haiku_template.training.state import Recipe, TrainState, split_seed
-from haiku_template.training.step import Batch, Scalars, TrainStep, step_rng
+from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
+from haiku_template.training.step import (
+    Batch,
+    Scalars,
+    TrainStep,
+    step_rng,
+)
 
 if TYPE_CHECKING:
     from haiku_template.training.trainer import Trainer
@@ -211,7 +216,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
             )
         new, scalars = made
         new = new._replace(step=state.step + 1, frozen={})
-        _check_leaves(_leaves(state), _leaves(new))
+        check_leaves(state, new, "the step")
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
         if "loss" not in shapes or any(shapes.values()):
             raise ConfigError(
@@ -221,20 +226,3 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
         return new, scalars
 
     return train_step
-
-
-def _leaves(state: TrainState) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
-def _check_leaves(before: dict[str, str], after: dict[str, str]) -> None:
-    for name in before | after:
-        if before.get(name) != after.get(name):
-            raise ConfigError(
-                f"the step returns a state whose {name} is {after.get(name, 'gone')} "
-                f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
-                "of a state must stay"
-            )

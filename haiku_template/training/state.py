@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
+from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Plan
 from haiku_template.models.precision import Precision
 from haiku_template.training.optimizers import Schedule
@@ -84,3 +87,42 @@ class Recipe(NamedTuple):
     accumulate_steps: int = 1
     ema_decay: float | None = None  # Of the averaged parameters, for each step.
     seed: int = 0  # With the step and the device, the source of randomness.
+
+
+def check_leaves(old: Any, new: Any, what: str) -> None:
+    """Raises `ConfigError` unless `what`, which returns `new`, keeps a state's leaves.
+
+    It could be neither resumed nor evaluated.
+    """
+    before, after = _leaves(old), _leaves(new)
+    for name in before | after:
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"{what} returns a state whose {name} is {after.get(name, 'gone')} "
+                f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
+                "of a state must stay"
+            )
+
+
+def _leaves(state: Any) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+        for path, x in tree_leaves_with_path(state)
+    }
+
+
+def in_dtypes_of(old: hk.State, new: hk.State) -> hk.State:
+    """Casts new network state to the dtypes of the old: float32, not the model's own.
+
+    Raises `ConfigError` if anything but a floating dtype differs.
+    """
+    dtypes = {path: x.dtype for path, x in tree_leaves_with_path(old)}
+
+    def cast(path: Any, x: Any) -> Any:
+        kinds = dtypes.get(path, x.dtype), x.dtype
+        floats = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds)
+        return x.astype(kinds[0]) if floats and kinds[0] != x.dtype else x
+
+    cast_new = tree_map_with_path(cast, new)
+    check_leaves({"net_state": old}, {"net_state": cast_new}, "the model")
+    return cast_new

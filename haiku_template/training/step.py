@@ -21,7 +21,13 @@ import optax
 
 from haiku_template.devices import mean_over
 from haiku_template.models.forms import inputs_of, task_rng
-from haiku_template.training.state import Recipe, TrainState, Variables, split_seed
+from haiku_template.training.state import (
+    Recipe,
+    TrainState,
+    Variables,
+    in_dtypes_of,
+    split_seed,
+)
 from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = Any  # A tree of arrays.
@@ -121,7 +127,8 @@ def _loss(
 ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
     """Scaled loss; beside it new net_state, scalars, and mean weight of a device."""
     variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
-    facts, net_state = forward(recipe, variables, frozen, batch, rngs, True)
+    facts, new = forward(recipe, variables, frozen, batch, rngs, True)
+    net_state = in_dtypes_of(net_state, new)
     values, weights = example_values(recipe.task, **facts)
     if weights is None:
         scalars = {name: jnp.mean(value) for name, value in values.items()}

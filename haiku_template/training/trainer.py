@@ -338,7 +338,9 @@ class Trainer:
             nonlocal last
             with self.devices.ledger.timed("data"):
                 batch = self._train.batch(step)
-            if batch is not last[0]:  # Staged data gives one object for many steps.
+            # Staged data gives one object for many steps; a data set of a user's may
+            # fill one dictionary with new arrays.
+            if staged is None or batch is not last[0]:
                 last = batch, self.devices.shard(self._own(batch))
             return last[1] if staged is None else StagedBatch(staged, last[1])
 
