@@ -122,9 +122,17 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
             f"--stall_seconds={FLAGS.stall_seconds:g} is not possible; it is a number "
             "of seconds above 0, such as 1800"
         )
-    cluster.watch(waited, FLAGS.stall_seconds)
+    cluster.watch(waited, FLAGS.stall_seconds, _resumes)
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
+
+
+def _resumes() -> bool:
+    """True if there may be a checkpoint to resume from."""
+    from haiku_template.storage.workdir import has_checkpoints
+
+    workdir = FLAGS.workdir if "workdir" in FLAGS else None
+    return workdir is None or has_checkpoints(Path(workdir))
 
 
 def _processes() -> tuple | None:
@@ -216,12 +224,18 @@ def run(main: Callable[[], None]) -> None:
     def guarded(_: list[str]) -> None:
         # JAX reports each backend that it tries at this level, Orbax each save.
         logging.set_verbosity(logging.WARNING)
-        main()
+        try:
+            main()
+        except SystemExit as error:
+            cluster.ended(error)
+            raise
         cluster.leave()
 
     try:
         app.run(guarded, flags_parser=_parse)
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         several = cluster.is_joined()
         error = (several and cluster.lost(error)) or error
         interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else None

@@ -1,6 +1,7 @@
 """Joining the processes of one run, before JAX starts."""
 
 from haiku_template.cluster.joining import asked as asked
+from haiku_template.cluster.joining import ended as ended
 from haiku_template.cluster.joining import is_joined as is_joined
 from haiku_template.cluster.joining import join as join
 from haiku_template.cluster.joining import leave as leave

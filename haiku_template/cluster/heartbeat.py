@@ -30,6 +30,7 @@ BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
+FINISHED_SECONDS = 10.0  # In a collective, after another process has finished.
 LONGEST = 400  # Characters of another process's error.
 # Exit codes of errors that would come again: the others end with them, too, since Slurm
 # goes by the highest of all.
@@ -45,6 +46,7 @@ class Heartbeat:
       fault_code: exit code for that fault: 69, or the other's if it is in `LASTING`.
       waited: gives the seconds for which this process has waited in a collective.
       stall_seconds: limit of that; others may compile or save meanwhile.
+      resumes: True if the run has a checkpoint to resume from.
     """
 
     def __init__(self, peers: Sequence[Peer], index: int) -> None:
@@ -52,7 +54,9 @@ class Heartbeat:
         self.fault_code = DeviceError.exit_code
         self.waited: Callable[[], float] = lambda: 0.0
         self.stall_seconds = 1800.0
+        self.resumes: Callable[[], bool] = lambda: True
         self._stalled: dict[str, float] = {}  # Names, and when each first said so.
+        self._finished: dict[str, float] = {}  # Names, and when each left in order.
         self._found, self._parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
@@ -86,6 +90,8 @@ class Heartbeat:
             self._send({"stalled": "all"} if stalled else None)
             if self.index == 0:
                 self._note("process 0", stalled)
+            if self._finished and self.waited() > FINISHED_SECONDS:
+                _run(self._lose, self._finish())
             time.sleep(BEAT_SECONDS)
         os._exit(self.exit_code or self.fault_code)
 
@@ -114,6 +120,14 @@ class Heartbeat:
             f"{self.stall_seconds:g}"
         )
 
+    def _finish(self) -> str:
+        """Sentence for a process that this one waits for, and that has finished."""
+        name, when = next(iter(self._finished.items()))
+        return (
+            f"{name} finished at {_clock(when)}, and process {self.index} waits for "
+            "it: it returned early, or was started with another option, as --dry_run"
+        )
+
     def _send(self, message: dict[str, str] | None = None) -> None:
         text = json.dumps(message) if message else ""
         for peer in self.peers:
@@ -136,7 +150,8 @@ class Heartbeat:
                     if error := message.get("left"):
                         words = f"{peer.name} ended at {_clock(heard)}: {error}"
                         return self._lose(words, code)
-                    # Who left in order waits in JAX's shutdown for all.
+                    if "left" in message:  # It waits in JAX's shutdown for all.
+                        self._finished[peer.name] = heard
             words = f"{peer.name} was killed at {_clock(time.time())}"
         except OSError:
             words = (
@@ -165,8 +180,15 @@ class Heartbeat:
             sys.stdout.flush()
         with contextlib.suppress(OSError, ValueError):
             if not self.exit_code:
-                print(f"error: {sentence(words)}", file=sys.stderr, flush=True)
+                print(f"error: {self.sentence()}", file=sys.stderr, flush=True)
         os._exit(self.exit_code or self.fault_code)
+
+    def sentence(self) -> str:
+        """Error for the user; says what to do if the fault need not come again."""
+        if self.fault_code in LASTING or not self.resumes():
+            return self.fault
+        advice = "the same command in all processes resumes the last checkpoint"
+        return f"{self.fault}; {advice}"
 
     def _close(self) -> None:
         for peer in self.peers:
@@ -176,11 +198,6 @@ class Heartbeat:
 
 def _run(work: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=work, args=args, name="heartbeat", daemon=True).start()
-
-
-def sentence(fault: str) -> str:
-    """Error for the user, of what happened to another process."""
-    return f"{fault}; the same command in all processes resumes the last checkpoint"
 
 
 def _clock(seconds: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from haiku_template.cluster import relay
 from haiku_template.cluster.detection import Started, detect
-from haiku_template.cluster.heartbeat import Heartbeat, sentence
+from haiku_template.cluster.heartbeat import Heartbeat
 from haiku_template.cluster.rendezvous import SECONDS, meet, parsed
 from haiku_template.errors import ConfigError, DeviceError
 
@@ -20,8 +20,10 @@ PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
 # Of JAX, which then aborts: the heartbeat finds who is lost, and all wait for who is
 # slow to import it, or saves.
 PATIENCE_SECONDS = 3600
-# Words of JAX's runtime and its collectives about a process that is gone.
-LOST = ("Gloo", "NCCL", "coordination service", "Socket closed", "CoordinationService")
+# Words of errors: of JAX's runtime, of collectives, and of those about another process.
+RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
+COLLECTIVES = ("Gloo", "NCCL")
+PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
 NO_PROXY = ("no_grpc_proxy", "no_proxy")  # gRPC reads the first of them.
 _HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
@@ -124,7 +126,8 @@ def _leave_at_exit() -> None:
         sys.stdout.flush()
     if words:
         print(f"error: {words}", file=sys.stderr, flush=True)
-    os._exit(words.exit_code if words else 1)
+    own = 130 if isinstance(error, KeyboardInterrupt) else 1
+    os._exit(words.exit_code if words else own)
 
 
 def _shut_down() -> None:
@@ -143,13 +146,19 @@ def _shut_down() -> None:
         heartbeat.part()
 
 
-def watch(waited: Callable[[], float], seconds: float) -> None:
+def watch(
+    waited: Callable[[], float],
+    seconds: float,
+    resumes: Callable[[], bool] = lambda: True,
+) -> None:
     """Ends the run when this process has waited more than `seconds` for the others.
 
     `waited` gives the seconds for which it has waited by now; 0 when it does not wait.
+    `resumes` is True once there is a checkpoint; then errors say how to resume.
     """
     for heartbeat in _HEARTBEATS:
-        heartbeat.waited, heartbeat.stall_seconds = waited, seconds
+        heartbeat.stall_seconds, heartbeat.resumes = seconds, resumes
+        heartbeat.waited = waited
 
 
 def is_joined() -> bool:
@@ -168,16 +177,46 @@ def leave(error: str = "", exit_code: int = 0) -> None:
         heartbeat.leave(error)
 
 
+def ended(error: SystemExit) -> None:
+    """Ends a process of several that called `sys.exit`; returns in one on its own.
+
+    Else it would wait in JAX's shutdown for the others, who wait for it.
+    """
+    if not is_joined():
+        return
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    leave(f"SystemExit: {error.code}", code)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if not isinstance(error.code, int | None):  # Python prints what is no number.
+        print(error.code, file=sys.stderr, flush=True)
+    os._exit(code & 0xFF)
+
+
 def lost(error: BaseException) -> DeviceError | None:
-    """Makes the error to show for one of JAX's that means a lost process; or None."""
+    """Makes the error to show for one of JAX's that means a lost process; or None.
+
+    Collectives may fail with all processes there, for want of /dev/shm, say. A restart
+    mends that not, and it has the exit code of a bad configuration.
+    """
     words = str(error).split("\n")[0][:300]
     # JAX raises its runtime's errors as a ValueError when a result is fetched.
     of_jax = isinstance(error, RuntimeError | ValueError) and is_joined()
-    if not of_jax or hasattr(error, "exit_code") or not any(w in words for w in LOST):
+    known = any(name in words for name in RUNTIME + COLLECTIVES)
+    if not of_jax or hasattr(error, "exit_code") or not known:
         return None
-    fault = next((each.wait_for_fault() for each in _HEARTBEATS), "")
-    gone = f"another process of this run is gone or cannot be reached ({words})"
-    error = DeviceError(sentence(fault or gone))
-    if fault:
-        error.exit_code = next(each.fault_code for each in _HEARTBEATS)
+    for heartbeat in _HEARTBEATS:
+        if heartbeat.wait_for_fault():
+            error = DeviceError(heartbeat.sentence())
+            error.exit_code = heartbeat.fault_code
+            return error
+    if any(name in words for name in RUNTIME + PEER):
+        gone = "another process of this run is gone or cannot be reached"
+        return DeviceError(f"{gone} ({words})")
+    error = DeviceError(
+        f"the collectives failed here, and no process is lost: {words}; on GPUs "
+        "NCCL_DEBUG=INFO says why: mostly the size of /dev/shm, ulimit -l, the driver, "
+        "or the interface (NCCL_SOCKET_IFNAME)"
+    )
+    error.exit_code = ConfigError.exit_code
     return error

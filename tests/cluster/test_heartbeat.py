@@ -86,10 +86,14 @@ def test_one_that_is_silent_is_lost(other):
     ("message", "expected", "words"),
     [
         ({"left": "no file"}, 69, "process 0 on here ended at .*: no file; the"),
-        ({"left": "no file", "code": 64}, 64, "process 0 on here ended at .*: no"),
+        (
+            {"left": "no file", "code": 64},
+            64,
+            "process 0 on here ended at .*: no file\n",
+        ),
         ({"left": "a driver", "code": 1}, 69, "process 0 on here ended at .*: a dr"),
         ({"lost": "process 3 was killed"}, 69, "process 3 was killed; the same"),
-        ({"lost": "process 3 ended", "code": 70}, 70, "process 3 ended; the same"),
+        ({"lost": "process 3 ended", "code": 70}, 70, "process 3 ended\n"),
     ],
 )
 def test_what_another_says_of_its_end_or_a_thirds_is_shown(
@@ -100,6 +104,27 @@ def test_what_another_says_of_its_end_or_a_thirds_is_shown(
     code, errors = ended(process)
     assert code == expected
     assert re.match("error: " + words, errors)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_where_there_is_no_checkpoint_nobody_is_told_to_resume_it(other, resumes):
+    process, link = other(f"heart.resumes = lambda: {resumes}; time.sleep(60)")
+    link.close()
+    assert ("the same command" in ended(process)[1]) == resumes
+
+
+def test_one_that_finished_is_lost_to_one_that_waits_for_it(other):
+    process, link = other(
+        "heartbeat.FINISHED_SECONDS = 5; heart.waited = lambda: 6; time.sleep(60)"
+    )
+    for line in (b"\n", b'{"left": ""}\n'):
+        link.sendall(line)
+        time.sleep(0.3)
+        assert process.poll() is None or line.strip()
+    code, errors = ended(process)
+    assert code == 69
+    words = r"error: process 0 on here finished at [\d:]{8}, and process 1 waits for it"
+    assert re.match(words, errors) and errors.count("\n") == 1
 
 
 def test_one_that_left_in_order_is_not_missed(other):

@@ -19,3 +19,18 @@ def test_words_of_jax_about_a_lost_process_are_a_sentence(monkeypatch, kind):
 def test_other_errors_stay_what_they_are(monkeypatch, error):
     monkeypatch.setattr(joining, "is_joined", lambda: True)
     assert joining.lost(error) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error",
+        "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error",
+        "INTERNAL: Gloo AllReduce failed: [enforce fail] no space left on /dev/shm",
+    ],
+)
+def test_an_error_of_the_collectives_themselves_is_no_lost_process(monkeypatch, words):
+    monkeypatch.setattr(joining, "is_joined", lambda: True)
+    error = joining.lost(RuntimeError(words))
+    assert str(error).startswith("the collectives failed here, and no process is lost")
+    assert words in str(error) and error.exit_code == 64
