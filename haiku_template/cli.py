@@ -158,11 +158,13 @@ def _join() -> None:
 
 
 def run_flags() -> None:
-    """Defines --workdir, --checkpoint and --experiment, for `open_run`."""
+    """Defines --workdir, --checkpoint, --experiment, --trust: for `open_run`."""
     flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
     words = "For a script's run: MODULE:FUNCTION, maps devices to the Experiment."
     flags.DEFINE_string("experiment", None, words)
+    words = "PATHS or MODULES whose code the run's config may name, beside this folder."
+    flags.DEFINE_multi_string("trust", [], words)
 
 
 def training_flags() -> None:
@@ -204,14 +206,15 @@ def open_run(num_devices: int | None = None) -> "Run":
             f"{processes[1]} processes were started, and this command is for one; "
             "start it once, or give --distributed=off to do it in each"
         )
+    trust = ",".join(FLAGS.trust).split(",") if FLAGS.trust else []
     if FLAGS.experiment is None:
-        config.of_run(Path(FLAGS.workdir))
+        config.of_run(Path(FLAGS.workdir), trust)
     else:
         made = registry.resolve("--experiment", FLAGS.experiment, {})
     devices = device_manager(num_devices)
     from haiku_template.runs import Run
 
-    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, made)
+    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, made, trust)
 
 
 def run(main: Callable[[], None]) -> None:

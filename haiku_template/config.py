@@ -4,20 +4,16 @@ A config file is Python and returns `default_config()` with changes; a workdir k
 resolved values as JSON, and only that is read again. Imports no JAX.
 """
 
-import functools
 import json
-import logging
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
 
 from haiku_template.errors import MEANT, ConfigError, near
+from haiku_template.trust import check_files
 
-# Once in a process: commands read a run's config before they open it.
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
 # Keys with a name, `module:function` perhaps, and with that function's own keys.
 NAMED = ("model", "data", "task")
 # Keyword arguments of the loop.
@@ -160,8 +156,12 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def of_run(workdir: Path) -> config_dict.ConfigDict:
-    """Reads and checks the config of a run, or raises `ConfigError` without one."""
+def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
+    """Reads and checks the config of a run, and where the code lies that it names.
+
+    `trust` as in `trust.check_files`. Raises `ConfigError` without a config, or for
+    code that is not trusted.
+    """
     saved = load(workdir / "config.json")
     if not saved:
         raise ConfigError(
@@ -175,43 +175,18 @@ def of_run(workdir: Path) -> config_dict.ConfigDict:
             "training starts from it with --config.init_from"
         )
     check(saved)
-    _check_imports(workdir, saved)
+    for key, name in code_names(saved).items():
+        check_files(key, name, workdir, trust)
     return saved
 
 
-def _check_imports(workdir: Path, saved: config_dict.ConfigDict) -> None:
-    """Logs the modules that a run's config imports; refuses those of the workdir."""
+def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
+    """Names of code that using a run imports, by key; training has more."""
     values = flatten(saved.to_dict())
     keys = [*(f"{key}.name" for key in (*NAMED, "optimizer")), "optimizer.schedule"]
     named = {key: str(values.get(key)) for key in keys}
-    named |= {f"writers[{i}]": name for i, name in enumerate(saved.writers)}
     named = {key: name for key, name in named.items() if ":" in name}
-    named |= {key: saved[key] for key in ("loop", "step") if saved[key] is not None}
-    for key, name in named.items():
-        for file in _files_of(name.partition(":")[0]):
-            # A link may lie on either side.
-            ways = (Path.absolute, Path.resolve)
-            if any(way(file).is_relative_to(way(workdir)) for way in ways):
-                raise ConfigError(
-                    f"config.{key}={name!r} of {workdir} is inside that very "
-                    f"directory ({file}); a run's code is imported only from where the "
-                    "command is run, never from a workdir: others may have written it"
-                )
-            if file.suffix:
-                _warn_once(f"config.{key}: {name} from {file}")
-
-
-def _files_of(module: str) -> Iterator[Path]:
-    """Finds the files that importing a module would run, without running any."""
-    path, name = None, ""
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        found = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next(filter(None, found), None)
-        if spec is None:
-            return
-        path = spec.submodule_search_locations
-        yield from map(Path, [spec.origin] if spec.has_location else path or ())
+    return named | ({} if saved.step is None else {"step": saved.step})
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:

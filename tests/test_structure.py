@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "cluster": {"errors"},
     "errors": set(),
     "params": set(),
-    "config": {"errors"},
+    "config": {"errors", "trust"},
+    "trust": {"errors"},
     "registry": {"errors"},
     "devices": GROUND | {"doctor"},
     "data": GROUND,
@@ -38,6 +39,7 @@ MAY_IMPORT["training"] = MAY_IMPORT["finetuning"] | {
     "finetuning",
     "registry",
     "reporting",
+    "trust",
 }
 MAY_IMPORT["runs"] = MAY_IMPORT["training"] | {"training"}
 # The hour: what a run does, from the command to a batch and back.

@@ -1,6 +1,7 @@
 """Runs on batches without labels, from arrays and from what only goes forward."""
 
 import json
+import sys
 
 import haiku as hk
 import jax
@@ -76,6 +77,7 @@ def test_a_run_from_a_generator_stopped_and_resumed_is_bitwise_the_same(
 def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
     (tmp_path / "mine_unlabeled.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_unlabeled", raising=False)
     config = configs.default_config()
     config.update({"num_steps": 20, "batch_size": 8})
     config.data = {"name": "mine_unlabeled:data", "placement": placement}
@@ -83,7 +85,7 @@ def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
     config.task = {"name": "mine_unlabeled:reconstruction"}
     devices, workdir = DeviceManager.create("cpu", num_devices=2), tmp_path / "run"
     run(config, devices, str(workdir))
-    finished = Run.open(workdir, devices, "latest")
+    finished = Run.open(workdir, devices, "latest", trust=[tmp_path])
     assert write_predictions(finished, tmp_path / "out.jsonl") == 16
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

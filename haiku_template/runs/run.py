@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from haiku_template.models import Family
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
 from haiku_template.training import Experiment, Trainer, fingerprint
-from haiku_template.training.experiment import family_of
+from haiku_template.training.experiment import check_code, family_of
 from haiku_template.training.state import TrainState
 
 
@@ -40,15 +40,19 @@ class Run:
         devices: DeviceManager,
         which: str = "latest",
         experiment: Experiment | Callable[[DeviceManager], Experiment] | None = None,
+        trust: Sequence[str] = (),
     ) -> "Run":
         """Opens a run; raises `ConfigError` if there is neither config nor experiment.
 
-        `experiment` is for the run of a script, as `made`.
+        `experiment` is for the run of a script, as `made`. Code that a config names is
+        imported from the current directory, and from the paths and modules of `trust`.
         """
         workdir = Path(workdir)
-        config = of_run(workdir) if experiment is None else None
-        if config is not None and config.compat:
-            compat.install()  # Before anything of the config's is imported.
+        config = of_run(workdir, trust) if experiment is None else None
+        if config is not None:
+            if config.compat:
+                compat.install()  # Before anything of the config's is imported.
+            check_code(config, trust)
         return cls(workdir, config, devices, which, experiment)
 
     @functools.cached_property

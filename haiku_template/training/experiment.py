@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,14 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import LOOP_KEYS, check, default_config, flatten, to_dict
+from haiku_template.config import (
+    LOOP_KEYS,
+    check,
+    code_names,
+    default_config,
+    flatten,
+    to_dict,
+)
 from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -26,6 +33,7 @@ from haiku_template.training.memory import place_data, print_budget
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
+from haiku_template.trust import check_definition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +202,19 @@ def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     family = family_of(config.model.name)
     return tuning.with_sizes(own_keys(config.model.to_dict()), config.init_from, family)
+
+
+def check_code(config: config_dict.ConfigDict, trust: Sequence[str] = ()) -> None:
+    """Imports the functions that a run's config names, and checks who wrote them.
+
+    Of a config that `config.of_run` read. Raises `ConfigError` as `check_definition`.
+    """
+    tables = {"model.name": MODELS, "data.name": DATASETS, "task.name": TASKS}
+    for key, name in code_names(config).items():
+        if ":" in name:
+            table = tables.get(key, {})
+            function = resolve(key, name, {})
+            check_definition(key, name, function, table.values(), trust)
 
 
 def run(

@@ -219,6 +219,7 @@ def test_an_edited_function_that_a_config_names_is_refused_and_evaluation_warns(
     import sys
 
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # Where a run's code may be imported from.
     workdir = tmp_path / "run"
 
     def run_with(scale):
