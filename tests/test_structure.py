@@ -126,7 +126,8 @@ def room(path):
 def is_command(path):
     if path.parent == TEXT:  # Behind the command of the same name.
         return (PACKAGE / path.name).exists()
-    return path.parent == PACKAGE and "__main__" in path.read_text()
+    starts = path.stem == "__main__" or '__name__ == "__main__"' in path.read_text()
+    return path.parent == PACKAGE and starts
 
 
 def lines(path):
