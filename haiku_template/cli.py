@@ -60,9 +60,13 @@ flags.DEFINE_enum(
     "Several processes: as the flags above or Slurm or MPI say, surely, or not at all.",
 )
 flags.DEFINE_float(
+    "join_seconds", 300.0, "End when not all processes of the run came so soon."
+)
+flags.DEFINE_float(
     "stall_seconds", 1800.0, "End the run when processes wait so long for another."
 )
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+SECONDS = ("join_seconds", "stall_seconds")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
@@ -117,11 +121,6 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
-    if not FLAGS.stall_seconds > 0:  # With 0 it would end a run that is well.
-        raise ConfigError(
-            f"--stall_seconds={FLAGS.stall_seconds:g} is not possible; it is a number "
-            "of seconds above 0, such as 1800"
-        )
     cluster.watch(waited, FLAGS.stall_seconds, _resumes)
     options = {name: FLAGS[name].value for name in OPTIONS}
     return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
@@ -150,9 +149,15 @@ def _processes() -> tuple | None:
 
 def _join() -> None:
     """Joins the processes of the run, if there are several."""
+    for name in SECONDS:
+        if not (value := FLAGS[name].value) > 0:  # It would end a run that is well.
+            raise ConfigError(
+                f"--{name}={value:g} is not possible; it is a number of seconds above "
+                f"0, such as {FLAGS[name].default:g}"
+            )
     processes = _processes()
     if processes is not None:
-        cluster.join(*processes)
+        cluster.join(*processes, seconds=FLAGS.join_seconds)
         if processes[2]:
             logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
 

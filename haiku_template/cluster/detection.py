@@ -1,4 +1,4 @@
-"""Detection of a run's processes, by the variables of Slurm, Open MPI, Kubernetes."""
+"""Detection of a run's processes, by the variables of their launcher."""
 
 import re
 import socket
@@ -28,10 +28,17 @@ def detect(environ: Mapping[str, str]) -> Started | None:
     Raises `ConfigError` if a node's cards cannot be shared evenly, or its address is
     not known.
     """
-    for read in (_slurm, _open_mpi, _kubernetes):
-        if found := read(environ):
-            return found
-    return None
+    # An inner launcher's processes have the variables of the outer's, too: torchrun's
+    # those of srun, and mpirun's those of the daemon that srun started for it.
+    readers = {
+        "TORCHELASTIC_RUN_ID": _torch,
+        "OMPI_COMM_WORLD_SIZE": _open_mpi,
+        "SLURM_STEP_ID": _slurm,
+        "MASTER_ADDR": _torch,
+        "JOB_COMPLETION_INDEX": _kubernetes,
+    }
+    innermost = next((name for name in readers if name in environ), None)
+    return readers[innermost](environ) if innermost else None
 
 
 def _slurm(environ: Mapping[str, str]) -> Started | None:
@@ -87,6 +94,25 @@ def _address_of(host: str) -> str:
                 f"its address ({error}); give --coordinator_address=HOST:PORT"
             ) from error
         return re.search(r"NodeAddr=(\S+)", shown)[1]
+
+
+def _torch(environ: Mapping[str, str]) -> Started | None:
+    """Reads PyTorch's names: of torchrun, Kubeflow, SageMaker, or set by a user."""
+    if not {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= environ.keys():
+        return None
+    host, count = environ["MASTER_ADDR"], int(environ["WORLD_SIZE"])
+    if count == 1:
+        return None
+    port = int(environ.get("MASTER_PORT", 29_500))
+    if run := environ.get("TORCHELASTIC_RUN_ID"):  # torchrun itself listens there.
+        port = _port(f"{run}.{host}.{port}")
+    local = int(environ.get("LOCAL_RANK", 0))
+    tasks = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    ids = own_cards(environ, local, tasks)
+    if tasks > 1 and "CUDA_VISIBLE_DEVICES" not in environ:
+        ids = (local,)  # PyTorch's custom.
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Started("torchrun", address, count, int(environ["RANK"]), ids)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Started | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from haiku_template.errors import DeviceError
 
-SECONDS = 60.0
+SECONDS = 300.0
 RETRY_SECONDS = 0.2
 HELLO_SECONDS = 5.0  # For the line of whoever connects: it may be a stranger.
 LONGEST = 65_536  # Bytes of a line.

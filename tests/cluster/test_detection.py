@@ -24,6 +24,17 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
+TORCH = {
+    "MASTER_ADDR": "job-worker-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+}
+TORCHRUN = TORCH | {
+    "TORCHELASTIC_RUN_ID": "none",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
 FLAGS = dict.fromkeys(
     ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 )
@@ -61,6 +72,13 @@ def test_a_task_of_srun_knows_its_place_and_the_others_address():
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # The script.
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
         MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+        TORCHRUN | {"WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        # Started by an outer launcher's several.
+        SLURM | MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+        SLURM | TORCHRUN | {"WORLD_SIZE": "1"},
     ],
 )
 def test_a_process_on_its_own_is_none_of_several(environ):
@@ -107,6 +125,31 @@ def test_a_process_of_mpirun_knows_its_place():
     assert detect(here).address.startswith("127.0.0.1:")
     with pytest.raises(ConfigError, match="need --coordinator_address, which Open MPI"):
         asked("auto", five, **FLAGS)
+
+
+def test_a_process_of_torchrun_or_of_kubeflow_knows_its_place():
+    assert detect(TORCH)[1:] == ("job-worker-0:23456", 4, 3, None)
+    assert detect({k: x for k, x in TORCH.items() if k != "MASTER_PORT"}).address == (
+        "job-worker-0:29500"
+    )
+    found = detect(TORCHRUN)  # Which listens at its port itself.
+    host, port = found.address.split(":")
+    assert (host, found[2:]) == ("job-worker-0", (4, 3, (1,)))
+    assert port != "23456" and found.address == detect(TORCHRUN | {"RANK": "0"}).address
+    shared = detect(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert shared.local_device_ids == (2, 3)
+    assert detect(TORCH | {"MASTER_ADDR": "fd00::1"}).address == "[fd00::1]:23456"
+
+
+@pytest.mark.parametrize(
+    ("inner", "by"),
+    [(MPI, "Open MPI"), (TORCHRUN, "torchrun"), (TORCH, "Slurm"), ({}, "Slurm")],
+)
+def test_the_inner_of_two_launchers_started_the_process(inner, by):
+    found = detect(SLURM | inner)
+    assert found.by == by
+    own = detect(inner) if by != "Slurm" else detect(SLURM)
+    assert found == own
 
 
 def test_flags_go_before_what_a_launcher_says():

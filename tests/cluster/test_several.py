@@ -179,6 +179,25 @@ def refused(address, *commands):
 
 
 @pytest.mark.cluster
+def test_a_process_waits_so_long_for_the_others_as_it_is_told(tmp_path, address):
+    more = ["--num_processes=2", f"--coordinator_address={address}", "--join_seconds=2"]
+    runs = [
+        subprocess.run(
+            [*command(tmp_path / "run", 1), *more, f"--process_id={index}"],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        for index in range(2)
+    ]
+    assert [run.returncode for run in runs] == [69, 69]
+    assert "1 of 2 processes joined" in runs[0].stderr
+    assert all("within 2 s" in run.stderr for run in runs)
+
+
+@pytest.mark.cluster
 def test_processes_that_were_told_something_else_say_what(tmp_path, address):
     workdir = tmp_path / "run"
     other = command(workdir, 1, **{"optimizer.learning_rate": 0.5})

@@ -1,8 +1,11 @@
 """Runs under a real Slurm of two nodes on this host."""
 
+import ast
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -43,6 +46,27 @@ def test_two_tasks_of_srun_train_as_one_process_with_no_address_given(
     assert "4 x cpu: cpu:0, cpu:1 in process 0 of 2" in printed
     train(1, tmp_path / "alone", 4)
     assert_same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+def test_ranks_of_mpirun_in_an_allocation_have_places_of_their_own(environ):
+    """The second node's are children of a daemon that srun started."""
+    code = "import os; from haiku_template.cluster.detection import detect; "
+    code += "print(tuple(detect(os.environ)))"
+    ranks = ["--oversubscribe", "-n", "4", "--map-by", "node"]
+    done = subprocess.run(
+        ["salloc", "-N2", "-n2", "--overcommit", str(ROOT / "launch/mpi.sh"), *ranks]
+        + [sys.executable, "-c", code],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("(")]
+    found = sorted(map(ast.literal_eval, lines), key=lambda place: place[3])
+    assert [place[3] for place in found] == [0, 1, 2, 3], done.stdout + done.stderr
+    assert {place[:3] for place in found} == {("Open MPI", found[0][1], 4)}
 
 
 def test_a_cancelled_job_saves_and_is_resumed(tmp_path, environ):
