@@ -4,16 +4,19 @@
 
 The command is started so many times with --coordinator_address, --num_processes and
 --process_id. `--processes=per_device` starts one for each NVIDIA card, which sees that
-one alone; a number divides no cards. SIGTERM is passed on to all. When one ends with an
-error, the others get SIGTERM, and 30 s later SIGKILL.
+one alone; a number divides no cards. SIGTERM, SIGHUP, SIGINT or SIGUSR1 to the
+launcher, and its own end by kill -9, are SIGTERM for all processes. When one ends with
+an error, the others get SIGTERM, and 30 s later SIGKILL.
 
 `--restarts=3` then starts all of them again, up to three times, after 1, 2, 4 and at
 most 60 s: if the first was ended by a signal, or with 69 (a device or a process lost),
-71 (replicas differ) or 1 (any other error, as a driver's), and nobody asked for it.
+71 (replicas differ) or 1 (any other error, as a driver's), and nobody asked for it; but
+not once three starts in a row saved no step beyond the newest in --workdir.
 Exit code: the first that was not 0; 128 and its number for a signal.
 """
 
 import argparse
+import ctypes
 import itertools
 import os
 import re
@@ -24,11 +27,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 LEAVE_SECONDS, LONGEST_PAUSE = 30.0, 60
 LOST, STOPPED = 69, 75
 MENDABLE = {1, LOST, 71}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+FRUITLESS = 3  # Starts in a row that saved nothing new.
+PARENT_DEATH = 1  # Linux' PR_SET_PDEATHSIG.
 
 
 def free_port() -> int:
@@ -64,16 +72,40 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+def newest_step(command: list[str]) -> int | None:
+    """Newest step in the command's --workdir, -1 for none; None without a workdir."""
+    text = "\0".join(command)
+    if not (found := re.findall(r"\0--?workdir[=\0]([^\0]+)", text)):
+        return None
+    names = [path.name for path in Path(found[-1], "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+
+def tied(parent: int) -> Callable[[], None]:
+    """Work of a child before its command: it gets SIGTERM when its parent is gone."""
+    control = getattr(ctypes.CDLL(None), "prctl", None)  # Of Linux alone.
+
+    def tie() -> None:
+        if control is not None:
+            control(PARENT_DEATH, signal.SIGTERM)
+        if os.getppid() != parent:  # It went before.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return tie
+
+
 def start(
     running: list[subprocess.Popen], command: list[str], cards: list[str | None]
 ) -> None:
     """Fills `running` with a process for each card; None stands for all there are."""
     address = f"--coordinator_address=127.0.0.1:{free_port()}"
     running.clear()
+    tie = tied(os.getpid())
     for index, card in enumerate(cards):
         own = [address, f"--num_processes={len(cards)}", f"--process_id={index}"]
         more = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        running.append(subprocess.Popen([*command, *own], env=os.environ | more))
+        whole, environ = [*command, *own], os.environ | more
+        running.append(subprocess.Popen(whole, env=environ, preexec_fn=tie))
 
 
 def wait(running: list[subprocess.Popen]) -> tuple[int, int]:
@@ -114,19 +146,27 @@ def run(command: list[str], cards: list[str | None], restarts: int) -> int:
     running: list[subprocess.Popen] = []
     stopped, done = threading.Event(), 0
 
-    def forward(number: int, _: object) -> None:
+    def stop(*_: object) -> None:
         stopped.set()
         for process in running:
-            process.send_signal(number)
+            process.terminate()
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, lambda *_: stopped.set())  # A terminal tells all.
+    for number in PASSED_ON:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)  # Under nohup it is ignored.
+    fruitless = 0
     while True:
+        before = newest_step(command)
         start(running, command, cards)
         if stopped.is_set():  # Some were started since.
-            forward(signal.SIGTERM, None)
+            stop()
         index, code = wait(running)
         if stopped.is_set() or done >= restarts or not can_mend(code):
+            return code
+        after = newest_step(command)
+        fruitless = fruitless + 1 if before == after is not None else 0
+        if fruitless == FRUITLESS:
+            say(f"not started again: {FRUITLESS} starts in a row saved nothing new")
             return code
         seconds, how = min(2**done, LONGEST_PAUSE), f"with exit code {code}"
         done += 1

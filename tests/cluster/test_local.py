@@ -132,6 +132,69 @@ def test_sigterm_between_two_tries_ends_the_launcher(tmp_path):
     assert code == 75 and "restart 2 of 9 in 2 s" in said
 
 
+UNTIL_TOLD = "trap 'touch told$given; exit 75' TERM; trap : INT HUP USR1\n"
+UNTIL_TOLD += "touch ready$given; while :; do sleep 0.05; done"
+
+
+def is_alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1", "KILL"])
+def test_the_launchers_end_is_that_of_its_processes(tmp_path, name):
+    run = start(tmp_path, UNTIL_TOLD, "--restarts=1")
+    wait_for(lambda: len([*tmp_path.glob("ready*")]) == 2)
+    both = children(run)
+    run.send_signal(getattr(signal, f"SIG{name}"))
+    assert run.wait(timeout=30) == (-signal.SIGKILL if name == "KILL" else 75)
+    try:
+        wait_for(lambda: not any(map(is_alive, both)))
+    finally:
+        for pid in filter(is_alive, both):
+            os.kill(pid, signal.SIGKILL)
+    assert (tmp_path / "told0").exists() and (tmp_path / "told1").exists()
+    run.stderr.close()
+
+
+def test_under_nohup_a_launcher_lives_on(tmp_path):
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + HASTY
+    run = start(tmp_path, UNTIL_TOLD, launcher=("-c", nohup))
+    wait_for(lambda: len([*tmp_path.glob("ready*")]) == 2)
+    run.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert run.poll() is None and all(map(is_alive, children(run)))
+    run.terminate()
+    assert end(run)[0] == 75
+
+
+@pytest.mark.parametrize(
+    ("saves", "tries"),
+    [
+        ("true", 3),
+        ("mkdir -p w/checkpoints/1$starts", 6),
+        # Twice in a row is not three times.
+        ("[ $((starts % 3)) = 0 ] && mkdir -p w/checkpoints/1$starts", 6),
+    ],
+)
+def test_starts_that_save_nothing_new_are_not_repeated(tmp_path, saves, tries):
+    script = f"[ $given = 0 ] && ({saves}); exit 69"
+    fast = HASTY.replace("local.main", "local.LONGEST_PAUSE = 0; local.main")
+    run = subprocess.Popen(
+        [sys.executable, "-c", fast, "--processes=1", "--restarts=5", "--", "bash"]
+        + ["-c", f"cd {tmp_path}\n{NOTE}\n{script}", "x", f"--workdir={tmp_path}/w"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, said = end(run)
+    assert code == 69 and len(starts(tmp_path)) == tries, said
+    words = "not started again: 3 starts in a row saved nothing new"
+    assert (words in said) == (tries == 3)
+
+
 CARDS = """
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5f9d1c2e-0a)
 GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-77aa)
