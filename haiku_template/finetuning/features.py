@@ -114,7 +114,8 @@ def from_features(
     base, own = (fingerprint(devices, x) for x in (state.frozen, state.net_state))
     program = _program(probe, cut.model, inputs)
     folder = Path(tuning.features_dir)
-    folder /= _key(ordered, program, devices.platform, base, own)
+    whole = trainer.task.whole_batch
+    folder /= _key(ordered, whole, program, devices.platform, base, own)
     if not folder.is_dir():
         for x in ordered.values():
             _check_alone(cut, functools.partial(probe.predict, state), x)
@@ -124,7 +125,7 @@ def from_features(
     made = dataclasses.replace(
         experiment,
         model=_left(cut, model_init),
-        task=_without_inputs(trainer.task),
+        task=_without_inputs(trainer.task)._replace(whole_batch=False),
         data=_with_words(data, words),
         why_on_host=f"as features of {tuning.features}, mapped from {folder}",
         flops_per_token=None,
@@ -302,12 +303,13 @@ def _with_words(data: Any, words: list[np.ndarray]) -> Any:
     return data._replace(**parts)
 
 
-def _key(ordered: dict[str, InOrder], *facts: str) -> str:
+def _key(ordered: dict[str, InOrder], whole: bool, *facts: str) -> str:
     """Name of a folder: a hash of the facts and of all inputs."""
     found = hashlib.sha256(" ".join(facts).encode())
     for name, dataset in ordered.items():
         for index in range(dataset.num_batches):
-            for path, leaf in flatten(inputs_of(dataset.batch(index))).items():
+            inputs = inputs_of(dataset.batch(index), whole)
+            for path, leaf in flatten(inputs).items():
                 described = f"{name} {path} {leaf.dtype}{list(leaf.shape)}\n"
                 found.update(described.encode())
                 found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))

@@ -27,16 +27,23 @@ def plain_outputs(outputs: Any) -> Any:
     )
 
 
-def inputs_of(batch: Any) -> Any:
-    """Selects what the model takes of a batch: `inputs`, or all of another tree."""
-    is_named = isinstance(batch, dict) and "inputs" in batch
-    return batch["inputs"] if is_named else batch
+def inputs_of(batch: Any, whole: bool = False) -> Any:
+    """Selects what the model takes of a batch: `inputs`, or all of another tree.
+
+    `whole` is a task's `whole_batch`: then `inputs` may be one part of several, and are
+    taken alone only where the batch has nothing else, or `labels` beside them.
+    """
+    return batch["inputs"] if _takes_inputs(batch, whole) else batch
 
 
-def with_inputs(batch: Any, inputs: Any) -> Any:
+def with_inputs(batch: Any, inputs: Any, whole: bool = False) -> Any:
     """Replaces what `inputs_of` selects."""
+    return batch | {"inputs": inputs} if _takes_inputs(batch, whole) else inputs
+
+
+def _takes_inputs(batch: Any, whole: bool) -> bool:
     is_named = isinstance(batch, dict) and "inputs" in batch
-    return batch | {"inputs": inputs} if is_named else inputs
+    return is_named and (not whole or len(batch) == 1 or "labels" in batch)
 
 
 def with_state(model: Any) -> hk.TransformedWithState:

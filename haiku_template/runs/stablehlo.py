@@ -64,7 +64,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
         return plain_outputs(facts["outputs"])
 
     program = with_axis(forward, run.devices.axis_name)
-    inputs = inputs_of(each_shape(data.train)[0])
+    inputs = inputs_of(each_shape(data.train)[0], recipe.task.whole_batch)
     exported, serialized = export_forward(program, inputs)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)

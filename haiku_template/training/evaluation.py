@@ -80,13 +80,18 @@ def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
         first += rows
 
 
-def placed_inputs(dataset: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields each batch's inputs, and the places of its rows in the set: int32 [B]."""
+def placed_inputs(
+    dataset: Any, whole: bool = False
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields what the model takes of each batch, and its rows' places: int32 [B].
+
+    `whole` is as in `inputs_of`.
+    """
     first = 0
     for index in range(dataset.num_batches):
         batch = dataset.batch(index)
         last = first + num_rows(batch)
-        yield inputs_of(batch), np.arange(first, last, dtype=np.int32)
+        yield inputs_of(batch, whole), np.arange(first, last, dtype=np.int32)
         first = last
 
 

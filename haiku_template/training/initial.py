@@ -41,7 +41,7 @@ def make_model_init(
     Raises:
       ConfigError: when called: the task takes labels, and the batch has no inputs.
     """
-    inputs = inputs_of(batch)
+    inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
 
     def init() -> tuple[hk.Params, hk.State]:
@@ -115,7 +115,7 @@ def make_custom_init(
     def make(leaves: Any, net_state: Any = None) -> TrainState:
         del leaves, net_state  # Nothing is pretrained.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        zeros = with_inputs(zeros, recipe.preprocess(inputs_of(zeros)))
+        zeros = preprocessed(recipe, zeros)
         fields = init(split_seed(recipe.seed).params, zeros)
         names = list(fields) if isinstance(fields, dict) else type(fields).__name__
         if "params" not in names or not set(names) <= set(FIELDS):
@@ -126,6 +126,13 @@ def make_custom_init(
         return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
 
     return make
+
+
+def preprocessed(recipe: Recipe, batch: Any) -> Any:
+    """Preprocesses what a model would take of a batch, and keeps the rest."""
+    whole = recipe.task.whole_batch
+    inputs = recipe.preprocess(inputs_of(batch, whole))
+    return with_inputs(batch, inputs, whole)
 
 
 def restored_or_first(
@@ -184,7 +191,8 @@ def with_features(trainer: "Trainer") -> "Trainer":
         )
     example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
     init = make_model_init(trainer.recipe, example)
-    experiment, base = from_features(trainer, init, inputs_of(example))
+    inputs = inputs_of(example, trainer.task.whole_batch)
+    experiment, base = from_features(trainer, init, inputs)
     made = type(trainer)(experiment, trainer.devices)
     made.through = trainer, base
     return made
@@ -204,7 +212,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
     def train_step(
         state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[TrainState, Scalars]:
-        batch = with_inputs(batch, recipe.preprocess(inputs_of(batch)))
+        batch = preprocessed(recipe, batch)
         rng = step_rng(recipe, state.step)
         whole = state._replace(frozen=frozen)
         made = step(whole, batch, rng, recipe.axis_name)

@@ -53,7 +53,7 @@ def forward(
     params = recipe.plan.combine(*cast((params, frozen)), rngs[1])
     outputs = None
     if recipe.model is not None:
-        inputs = cast(recipe.preprocess(inputs_of(batch)))
+        inputs = cast(recipe.preprocess(inputs_of(batch, recipe.task.whole_batch)))
         with recipe.precision.norms_in_float32():
             outputs, net_state = recipe.model.apply(
                 params, net_state, rngs[0], inputs, is_training

@@ -45,6 +45,7 @@ class Task(NamedTuple):
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]] = (
         lambda averages, counts: {}
     )
+    whole_batch: bool = False  # The model has the loss: as `whole` of `inputs_of`.
 
     def __call__(self, outputs: Any, batch: Any, **options: Any) -> Values:
         """Computes the values of a batch; `options` are other facts or keywords."""
@@ -172,7 +173,7 @@ def divide(sums: Any, weight: jax.Array) -> Any:
 
 classification = Task(losses.classification, "classes", confusion, macro_f1)
 regression = Task(losses.regression, "numbers")
-own_loss = Task(losses.own_loss)
+own_loss = Task(losses.own_loss, whole_batch=True)
 
 TASKS: dict[str, Task | str] = {
     "classification": classification,

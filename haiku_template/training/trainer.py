@@ -252,7 +252,7 @@ class Trainer:
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, state.frozen, batch),
             None,
-            placed_inputs(dataset),
+            placed_inputs(dataset, self.task.whole_batch),
         )
 
     def padded_size(self, dataset: Any) -> int:
@@ -267,7 +267,7 @@ class Trainer:
         """False if a loss of the model's own is of a whole batch, padding included."""
         rows = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
         variables, frozen = self.abstract.variables(), self.abstract.frozen
-        batch = inputs_of(self._example), rows
+        batch = inputs_of(self._example, self.task.whole_batch), rows
         predict_step = self.functions().predict_step
         args = variables, frozen, batch
         return pads_rows(self.devices, self.task, predict_step, *args)

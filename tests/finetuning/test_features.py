@@ -27,22 +27,22 @@ RNG = np.random.default_rng(0)
 WIDTH = 19  # No other axis has this length.
 
 
-def examples(count, seed=0):
+def examples(count, seed=0, name="x"):
     rng = np.random.default_rng(seed)
     return [
         {
-            "x": rng.normal(size=(int(size), 4)).astype(np.float32),
+            name: rng.normal(size=(int(size), 4)).astype(np.float32),
             "label": np.int32(rng.integers(3)),
         }
         for size in rng.integers(2, 7, count)
     ]
 
 
-def texts(count=22, seed=0, sizes=(6,)):
+def texts(count=22, seed=0, sizes=(6,), name="x"):
     spec = BatchSpec(8, labels="any")
-    held_out = examples(11, seed + 1)
+    held_out = examples(11, seed + 1, name)
     return bucketed(
-        examples(count, seed), spec, sizes, evaluation=held_out, mask="mask"
+        examples(count, seed, name), spec, sizes, evaluation=held_out, mask="mask"
     )
 
 
@@ -107,7 +107,7 @@ def no_dropout(batch, is_training, axis_name=None):
 
 def own(batch, is_training, axis_name=None):
     """A model with a loss of its own, which takes labels from the batch."""
-    logits = no_dropout(batch, is_training)
+    logits = no_dropout(batch | {"x": batch["inputs"]}, is_training)
     return classification(logits, {"labels": batch["label"]})["loss"]
 
 
@@ -118,7 +118,8 @@ def test_losses_parameters_and_metrics_are_those_of_training_through_the_trunk(
 ):
     options = {"model": forward if tuning is AT_TRUNK else no_dropout}
     if tuning is ADAPTED:
-        options = {"model": own, "task": own_loss}
+        # One part of a batch of its own has the name that others have for all of it.
+        options = {"model": own, "task": own_loss, "data": texts(name="inputs")}
     through = made(devices, tmp_path, tuning, ema_decay=0.9, **options)
     trainer = with_features(through)
     results = []

@@ -221,8 +221,45 @@ def test_a_model_that_fails_with_a_whole_batch_is_told_that_it_got_one(one_devic
         )
     assert "given whole batches: image, kind" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="to unpack") as caught:
-        experiment(whole, tree={"inputs": X, "targets": Y}).trainer(one_device)
-    assert "given inputs alone, of: inputs, targets" in caught.value.__notes__[0]
+        experiment(whole, tree={"inputs": X, "labels": Y}).trainer(one_device)
+    assert "given inputs alone, of: inputs, labels" in caught.value.__notes__[0]
+
+
+PARTS = {"inputs": X, "targets": Y}
+
+
+@pytest.mark.slow(but="one device")
+def test_a_part_of_a_batch_may_be_named_inputs(devices):
+    """As GraphCast, TAPIR and Perceiver name one of several."""
+    expected = fitted(devices, experiment(each, 37))
+    found = fitted(devices, experiment(each, 37, tree=PARTS))
+    assert found[:2] == expected[:2]
+    trainers = [experiment(each, 37, tree=x).trainer(devices) for x in (PARTS, (X, Y))]
+    a, b = (list(x.predict(x.init())) for x in trainers)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"inputs": X}, "inputs alone, of: inputs"),
+        ({"inputs": X, "labels": Y, "mask": Y}, "inputs alone, of: inputs, labels"),
+        ({"inputs": X, "mask": Y}, "whole batches: inputs, mask"),
+    ],
+)
+def test_what_a_model_with_its_own_loss_gets_is_said(one_device, tree, words):
+    with pytest.raises(ZeroDivisionError) as caught:
+        experiment(lambda batch: 1 / 0, tree=tree).trainer(one_device)
+    assert words in caught.value.__notes__[0]
+
+
+def test_without_a_loss_of_its_own_a_model_gets_inputs_alone(one_device):
+    def task(outputs, batch):
+        return {"loss": jnp.square(outputs - batch["targets"])[:, 0]}
+
+    parts = {"task": task, "tree": PARTS}
+    losses, *_ = fitted(one_device, experiment(lambda x: hk.Linear(1)(x), **parts))
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
