@@ -3,10 +3,12 @@
     python -m haiku_template.export --workdir=runs/digits --format=stablehlo \
         --output=exported/digits
 
-safetensors: parameters, in Hugging Face's names where the model has them. stablehlo:
-the forward pass with its parameters, for a batch of any size, which JAX runs without
-Haiku. adapters: trainable parameters, and the hash of the frozen ones; evaluate,
-generate and export take this folder as a workdir. The output folder must not exist.
+safetensors: parameters, in Hugging Face's names where the model has them. npz: one
+file, in the names of config.init_from and the form that --names says, for the
+publisher's own loader. stablehlo: the forward pass with its parameters, which JAX runs
+without Haiku, for a batch of any size, or of --batch_size. adapters: trainable
+parameters, and the hash of the frozen ones; evaluate, generate and export take this
+folder as a workdir. The output must not exist.
 
 Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 the
 checkpoint or the folder cannot be read or written.
@@ -17,25 +19,38 @@ from pathlib import Path
 from absl import flags
 
 from haiku_template import cli
+from haiku_template.errors import ConfigError
 
-FORMATS = ["safetensors", "stablehlo", "adapters"]
+FORMATS = ["safetensors", "npz", "stablehlo", "adapters"]
+NAMES = ["haiku", "alphafold", "graphcast"]
 flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
-flags.DEFINE_string("output", None, "The new folder to write.", required=True)
+flags.DEFINE_string("output", None, "The new folder, or .npz, to write.", required=True)
+words = "Of npz: MODULE/NAME, MODULE//NAME or params:MODULE:NAME; by default haiku."
+flags.DEFINE_enum("names", None, NAMES, words)
+words = "Of stablehlo: examples in a batch; by default any number."
+flags.DEFINE_integer("batch_size", None, words, lower_bound=1)
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
     """Restores the checkpoint and writes it."""
-    run, output = cli.open_run(), Path(flags.FLAGS.output)
+    values = flags.FLAGS
+    more = {"npz": "names", "stablehlo": "batch_size"}
+    given = {name: values[name].value for name in more.values()}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given.keys() - {more.get(values.format)}:
+        raise ConfigError(f"--{name} is not for --format={values.format}")
+    run, output = cli.open_run(), Path(values.output)
     from haiku_template import runs
 
     write = {
         "safetensors": runs.export_safetensors,
+        "npz": runs.export_npz,
         "stablehlo": runs.export_stablehlo,
         "adapters": runs.export_adapters,
-    }[flags.FLAGS.format]
-    print(f"{output}: step {write(run, output)} of {run.workdir}")
+    }[values.format]
+    print(f"{output}: step {write(run, output, **given)} of {run.workdir}")
 
 
 if __name__ == "__main__":

@@ -206,8 +206,27 @@ def test_a_model_of_one_batch_size_is_refused():
     def forward(inputs):
         return inputs.reshape(3, -1)
 
-    with pytest.raises(ConfigError, match="a batch of any size, on cpu and"):
+    words = "a batch of any size, on cpu and.*; --batch_size=1 is for a model of one"
+    with pytest.raises(ConfigError, match=words):
         export_forward(forward, np.zeros((3, 5), np.float32))
+
+
+def test_a_model_of_one_batch_size_is_exported_for_it():
+    pytest.importorskip("flatbuffers")
+
+    def forward(inputs):  # As a model that calls int() on the number of examples.
+        return inputs.reshape(int(len(inputs)), -1) * 2
+
+    inputs = {"given": np.ones((3, 5), np.float32)}
+    exported, serialized = export_forward(lambda x: forward(x["given"]), inputs, 2)
+    assert exported.out_avals[0].shape == (2, 5)
+    one = {"given": inputs["given"][:2]}
+    found = jax.export.deserialize(bytearray(serialized)).call(one)
+    np.testing.assert_array_equal(found, np.full((2, 5), 2))
+    with pytest.raises(
+        ConfigError, match="a batch of 2, on cpu and cuda: (?!.*size=1)"
+    ):
+        export_forward(lambda x: forward(x["given"][:, 7:]).sum(axis=9), inputs, 2)
 
 
 def test_models_of_hugging_faces_families_get_its_names(tmp_path, one_device, shared):

@@ -1,5 +1,6 @@
 """Pretrained parameters in files of others: safetensors in Hugging Face's names."""
 
+from haiku_template.pretrained.archive import export_npz as export_npz
 from haiku_template.pretrained.converting import convert as convert
 from haiku_template.pretrained.folder import CONFIG as CONFIG
 from haiku_template.pretrained.folder import Description as Description

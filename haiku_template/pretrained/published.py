@@ -107,6 +107,22 @@ def read_published(
     return leaves, None if state is None else read_state
 
 
+def names_of_file(
+    source: Any, params: hk.Params
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Maps a model's paths to those of the file that it was read from.
+
+    Returns these, and the tensors of the file by its paths; neither if `source` is
+    not a `functools.partial` of `read_published`, or of Hugging Face's names.
+    """
+    if getattr(source, "func", None) is not read_published or source.keywords["rules"]:
+        return {}, {}
+    file, names = source.args[0], source.keywords["names"]
+    listed = source.keywords.get("list_tensors", list_tensors)(file)
+    tensors = _by_path(file, listed, params)
+    return _rename(tensors, names), tensors
+
+
 def _by_path(
     source: Path, found: Iterable[Tensor], shapes: hk.Params
 ) -> dict[str, Tensor]:

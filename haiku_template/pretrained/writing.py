@@ -62,7 +62,7 @@ def export_like(
     new, rounded = dict(leaves), Counter()
     for name, tensor in headers.items():
         rule, path = find(rules, name)
-        make = functools.partial(_whole, tensor)
+        make = functools.partial(whole, tensor)
         if path in leaves:
             leaf, dtype = leaves[path], tensor.numpy_dtype
             make = functools.partial(_tensor, path, leaf, rule, dtype, devices)
@@ -169,7 +169,8 @@ def _tensor(
     return array
 
 
-def _whole(tensor: tensors.Tensor) -> np.ndarray:
+def whole(tensor: tensors.Tensor) -> np.ndarray:
+    """Reads a tensor into memory."""
     array = np.empty(tensor.shape, tensor.numpy_dtype)
     for rows, values in tensors.pieces(tensor):
         array[rows] = values

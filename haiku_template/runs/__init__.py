@@ -1,6 +1,7 @@
 """Finished runs: evaluation, predictions, export."""
 
 from haiku_template.runs.export import export_adapters as export_adapters
+from haiku_template.runs.export import export_npz as export_npz
 from haiku_template.runs.export import export_safetensors as export_safetensors
 from haiku_template.runs.predictions import write_predictions as write_predictions
 from haiku_template.runs.run import Run as Run

@@ -53,6 +53,27 @@ def export_safetensors(run: Run, output: Path) -> int:
     return run.step
 
 
+def export_npz(run: Run, output: Path, names: str = "haiku") -> int:
+    """Writes a model to a new .npz file, as its publisher's loader reads it.
+
+    Parameters and network state, averaged and merged as in evaluation, are named as in
+    the file of config.init_from, and else as in the model, in the form `names` of
+    `pretrained.archive`.
+
+    Returns and raises as `export_safetensors`, and `ConfigError` for network state that
+    these names have no place for.
+    """
+    if output.suffix != ".npz":
+        raise ConfigError(f"--output={output} does not end in .npz")
+    pretrained.check_new(output)
+    params, net_state = run.model()
+    state = {pretrained.MARK + k: x for k, x in flatten(net_state).items()}
+    source = run.trainer.experiment.init_from
+    leaves = flatten(params) | state
+    pretrained.export_npz(output, leaves, params, source, run.devices, names)
+    return run.step
+
+
 def export_adapters(run: Run, output: Path) -> int:
     """Writes trainable parameters, and the hash of the frozen ones.
 

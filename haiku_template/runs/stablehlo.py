@@ -26,14 +26,14 @@ PLATFORMS = ("cpu", "cuda")
 MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
 
 
-def export_stablehlo(run: Run, output: Path) -> int:
+def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> int:
     """Writes the forward pass with its parameters, as `jax.export` serializes it.
 
     `jax.export.deserialize(forward.stablehlo's bytes).call(inputs)` returns the
-    outputs, on a CPU or an NVIDIA GPU, for a batch of any size. forward.json describes
-    the inputs: the data set's, in their largest shape. Returns and raises as
-    `export_safetensors`, and `ConfigError` if the model is too large, or needs a batch
-    of one size.
+    outputs, on a CPU or an NVIDIA GPU, for a batch of any size, or of `batch_size`.
+    forward.json describes the inputs: the data set's, in their largest shape. Returns
+    and raises as `export_safetensors`, and `ConfigError` if the model is too large, or
+    needs a batch of one size.
     """
     check_new(output)
     run.check_outputs()
@@ -65,7 +65,7 @@ def export_stablehlo(run: Run, output: Path) -> int:
 
     program = with_axis(forward, run.devices.axis_name)
     inputs = inputs_of(each_shape(data.train)[0], recipe.task.whole_batch)
-    exported, serialized = export_forward(program, inputs)
+    exported, serialized = export_forward(program, inputs, batch_size)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
@@ -83,20 +83,25 @@ def export_stablehlo(run: Run, output: Path) -> int:
 
 
 def export_forward(
-    forward: Callable[[Any], Any], inputs: Any
+    forward: Callable[[Any], Any], inputs: Any, batch_size: int | None = None
 ) -> tuple[jax.export.Exported, bytearray]:
-    """Lowers a function of inputs [B, ...] for any B, and serializes it.
+    """Lowers a function of inputs [B, ...] and serializes it; None is for any B.
 
     Raises `ConfigError` with JAX's reason.
     """
+    specs, size = canonical_shapes(inputs, rows=batch_size), f"of {batch_size}"
+    if batch_size is None:
+        size = "of any size"
+        specs = jax.export.symbolic_args_specs(specs, "b, ...")
     try:
-        specs = jax.export.symbolic_args_specs(canonical_shapes(inputs), "b, ...")
         exported = jax.export.export(jax.jit(forward), platforms=PLATFORMS)(specs)
         return exported, exported.serialize()
     except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
-            "the model cannot be exported for a batch of any size, on "
+            f"the model cannot be exported for a batch {size}, on "
             f"{' and '.join(PLATFORMS)}: {str(error).splitlines()[0]}"
+            + "; --batch_size=1 is for a model of one size"
+            * (batch_size is None)
         ) from error
 
 
