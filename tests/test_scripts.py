@@ -1,5 +1,6 @@
 """A script's run is evaluated, predicted, exported and generated from as a config's."""
 
+import dataclasses
 import json
 import os
 
@@ -8,6 +9,7 @@ import optax
 import pytest
 import safetensors.numpy
 
+from haiku_template.config import default_config, to_dict
 from haiku_template.data import (
     ArrayDataset,
     BatchSpec,
@@ -161,3 +163,53 @@ def test_a_run_without_a_model_has_no_outputs_to_predict(tmp_path, one_device):
     for write in (write_predictions, export_stablehlo):
         with pytest.raises(ConfigError, match="no model, and so no outputs"):
             write(run, tmp_path / "outputs.npz")
+
+
+def described(**changes):
+    """A config of a user's script, which names the parts of this module."""
+    config = default_config()
+    config.num_steps, config.batch_size = 4, 16
+    config.model = {"name": "mlp", "width": 4}
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_a_script_of_a_config_keeps_it_for_the_commands(tmp_path, one_device, command):
+    made = Experiment.from_config(described(), one_device)
+    options = {"num_steps": 2, "best_metric": "eval/accuracy", "best_mode": "max"}
+    train(made.trainer(one_device), workdir=tmp_path / "run", **options)
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert kept["model"] == {"name": "mlp", "width": 4} and kept["num_steps"] == 4
+    assert kept["best_metric"] == "eval/accuracy" and kept["best_mode"] == "max"
+    done = command("evaluate", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert "another" not in done.stderr and "edited" not in done.stderr
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    found = json.loads(done.stdout)
+    assert found["eval/loss"] == pytest.approx(rows[-1]["eval/loss"], abs=1e-6)
+    # The same script resumes; one of another config does not.
+    train(made.trainer(one_device), workdir=tmp_path / "run", **options)
+    other = Experiment.from_config(described(**{"model.width": 5}), one_device)
+    with pytest.raises(ConfigError, match="model.width: 4 there, 5 now"):
+        train(other.trainer(one_device), workdir=tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize("name", ["model", "task", "optimizer", "data", "seed"])
+def test_a_part_that_the_script_replaced_is_not_what_the_config_says(one_device, name):
+    made = Experiment.from_config(described(), one_device)
+    parts = {"model": mlp(10, width=7), "task": lambda outputs, batch: {}, "seed": 5}
+    parts |= {"optimizer": optax.sgd(0.1), "data": made.data._replace(num_outputs=11)}
+    assert made.config == to_dict(described())
+    assert dataclasses.replace(made, placement="device").config == made.config
+    assert dataclasses.replace(made, **{name: parts[name]}).config == {}
+    again = dataclasses.replace(made, **{name: getattr(made, name)})
+    assert again.config == made.config
+
+
+def test_a_run_that_began_without_a_config_goes_on_without(tmp_path, one_device):
+    """As a version before this one left it."""
+    made, workdir = Experiment.from_config(described(), one_device), tmp_path / "run"
+    train(made.trainer(one_device), workdir=workdir, num_steps=1, config={})
+    assert json.loads((workdir / "config.json").read_text()) == {}
+    train(made.trainer(one_device), workdir=workdir, num_steps=2)
+    assert json.loads((workdir / "config.json").read_text()) == {}

@@ -119,6 +119,17 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
+def of_script(
+    workdir: Path, config: dict[str, Any], ranks: dict[str, str]
+) -> dict[str, Any]:
+    """The config of a script's run: with `ranks` if its experiment has one, or {}.
+
+    A run that has none, of an earlier version or another script, goes on without it.
+    """
+    kept = (workdir / CONFIG).exists() and not read_json(workdir / CONFIG)
+    return config | ranks if config and not kept else {}
+
+
 def has_checkpoints(workdir: Path) -> bool:
     """True if a run has saved anything here."""
     return any(path.name.isdecimal() for path in (workdir / CHECKPOINTS).glob("*"))

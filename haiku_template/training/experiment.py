@@ -35,6 +35,9 @@ from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
 from haiku_template.trust import check_definition
 
+# Fields that do not change what an experiment computes.
+PLACED = {"placement", "why_on_host", "described"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -84,6 +87,8 @@ class Experiment:
     steps: ModuleType = step  # The module; the field `step` below hides its name.
     init: Callable[..., Any] | None = None
     step: Callable[..., Any] | None = None
+    # Of `from_config`: the saved config, and the experiment that it describes.
+    described: tuple[dict[str, Any], "Experiment"] | None = None
 
     def __post_init__(self) -> None:
         needs = {"model", "task", "optimizer"} if self.step is None else set()
@@ -148,8 +153,19 @@ class Experiment:
             init_from=source,
             steps=module("step", config.step, step, "forward", "make_train_step"),
         )
+        experiment = dataclasses.replace(
+            experiment, described=(to_dict(config), experiment)
+        )
         placement = config.data.get("placement", "host")
         return place_data(experiment, devices, placement, memory_limit)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config that describes all parts; {} if a script made one of them."""
+        config, original = self.described or ({}, self)
+        names = {field.name for field in dataclasses.fields(self)} - PLACED
+        same = all(getattr(self, x) is getattr(original, x) for x in names)
+        return config if same else {}
 
     def trainer(self, devices: DeviceManager) -> Trainer:
         """Makes the trainer, which compiles the experiment for these devices."""

@@ -70,7 +70,8 @@ def train(
     Args:
       num_steps: updates in all, also when resuming.
       workdir: folder of metrics, checkpoints and the report.
-      config: saved as config.json; on resume only config.py's `MAY_CHANGE` may differ.
+      config: saved as config.json; by default that of `Experiment.from_config`. On
+        resume only config.py's `MAY_CHANGE` may differ.
       memory_limit: bytes on each device; None asks JAX.
       profile: traces the steps after the first number, up to the second.
       writers: each maps (workdir, first step) to a function of (step, metrics), whose
@@ -88,7 +89,10 @@ def train(
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
       Interrupted: SIGTERM or SIGINT came; the state is saved.
     """
-    directory, devices, config = workdirs.own(workdir), trainer.devices, config or {}
+    directory, devices = workdirs.own(workdir), trainer.devices
+    if config is None:
+        ranks = {"best_metric": best_metric, "best_mode": best_mode}
+        config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = with_features(trainer)
     starts = not workdirs.has_checkpoints(directory)
