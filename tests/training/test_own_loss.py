@@ -253,6 +253,40 @@ def test_what_a_model_with_its_own_loss_gets_is_said(one_device, tree, words):
     assert words in caught.value.__notes__[0]
 
 
+TOKENS = RNG.normal(size=(48, 16, 3)).astype(np.float32)
+MASK = np.arange(16) < RNG.integers(1, 17, 48)[:, None]
+
+
+def of_tokens(batch, weighs=True):
+    """A mean over tokens, of each example with their number, or of a whole batch."""
+    tokens, mask = batch
+    wrong = jnp.square(hk.Linear(1)(tokens)[..., 0] - tokens.sum(axis=2)) * mask
+    count = mask.sum(axis=1)
+    if weighs:
+        return wrong.sum(axis=1) / count, {"example_weight": count}
+    return wrong.sum() / count.sum()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_mean_over_tokens_with_their_number_is_that_of_one_device(
+    one_device, four_devices, parts
+):
+    tree = {"tree": (TOKENS, MASK)}
+    expected, metrics, params = fitted(one_device, experiment(of_tokens, **tree))
+    made = experiment(of_tokens, accumulate_steps=parts, **tree)
+    losses, found, _ = fitted(four_devices, made)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert found["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-6)
+    # Of all tokens of the set, whatever the batches.
+    apply = hk.without_apply_rng(hk.transform(lambda x: of_tokens(x, False))).apply
+    assert found["eval/loss"] == pytest.approx(
+        float(apply(params, (TOKENS, MASK))), rel=1e-5
+    )
+    alone = lambda batch: of_tokens(batch, weighs=False)  # noqa: E731
+    losses, *_ = fitted(four_devices, experiment(alone, **tree))
+    assert abs(losses[0] / expected[0] - 1) > 2e-3
+
+
 def test_without_a_loss_of_its_own_a_model_gets_inputs_alone(one_device):
     def task(outputs, batch):
         return {"loss": jnp.square(outputs - batch["targets"])[:, 0]}
