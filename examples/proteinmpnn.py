@@ -7,10 +7,7 @@ Shapes: B structures in a batch, L residues, 4 atoms (N, CA, C, O) with 3 coordi
 angstroms.
 """
 
-import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import haiku as hk
 import jax
@@ -18,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from haiku_template import published
 from haiku_template.data import BatchSpec, Data, bucketed
 from haiku_template.errors import ConfigError
 from haiku_template.training import Task
@@ -47,7 +45,12 @@ def model(
       dropout: share of dropped units in training.
     """
     del num_outputs, axis_name
-    modules = imported("colabdesign.mpnn.modules", code)
+    if not Path(code).is_dir():
+        raise ConfigError(
+            f"config.model.code={code} is no folder; try `make published`"
+        )
+    # Its packages import AlphaFold, and names that JAX removed.
+    modules = published.import_module("colabdesign.mpnn.modules", code)
 
     def forward(structure: dict[str, jax.Array], is_training: bool) -> jax.Array:
         inputs = {k: v for k, v in structure.items() if k != "draw"}
@@ -69,23 +72,6 @@ def model(
         return net.score(inputs)["logits"]
 
     return hk.transform(forward)
-
-
-def imported(module: str, code: str) -> ModuleType:
-    """Imports a module of a wheel without its packages' __init__.
-
-    Theirs import other models, and names that JAX removed: empty packages with the same
-    path stand in for them.
-    """
-    if not Path(code).is_dir():
-        raise ConfigError(
-            f"config.model.code={code} is no folder; try `make published`"
-        )
-    packages = module.split(".")[:-1]
-    for name in (".".join(packages[:n]) for n in range(1, len(packages) + 1)):
-        stand_in = sys.modules.setdefault(name, ModuleType(name))
-        stand_in.__path__ = [str(Path(code, *name.split(".")))]
-    return importlib.import_module(module)
 
 
 def data(

@@ -162,9 +162,9 @@ def _join() -> None:
             logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
 
 
-def run_flags() -> None:
+def run_flags(required: bool = True) -> None:
     """Defines --workdir, --checkpoint, --experiment, --trust: for `open_run`."""
-    flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
+    flags.DEFINE_string("workdir", None, "The directory of the run.", required=required)
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
     words = "For a script's run: MODULE:FUNCTION, maps devices to the Experiment."
     flags.DEFINE_string("experiment", None, words)

@@ -19,6 +19,7 @@ LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
     "doctor": set(),
     "compat": {"doctor"},
+    "published": {"errors"},
     "cluster": {"errors"},
     "errors": set(),
     "params": set(),
@@ -267,6 +268,7 @@ def test_importing_starts_no_backend_and_needs_no_annex(files):
 
 NO_JAX = ["", ".config", ".cli", ".doctor", ".prepare", ".train", ".predict"]
 NO_JAX += [".evaluate", ".export", ".generate", ".registry", ".convert"]
+NO_JAX += [".verify", ".published"]
 NO_JAX += [".conversion.files", ".compat", ".doctor.code"]
 
 

@@ -1,4 +1,4 @@
-"""Finished runs: evaluation, predictions, export."""
+"""Finished runs: evaluation, predictions, export, verification."""
 
 from haiku_template.runs.export import export_adapters as export_adapters
 from haiku_template.runs.export import export_npz as export_npz
@@ -7,3 +7,4 @@ from haiku_template.runs.predictions import write_predictions as write_predictio
 from haiku_template.runs.run import Run as Run
 from haiku_template.runs.stablehlo import export_forward as export_forward
 from haiku_template.runs.stablehlo import export_stablehlo as export_stablehlo
+from haiku_template.runs.verification import verify as verify

@@ -17,6 +17,7 @@ from examples import proteinmpnn
 from haiku_template import config as configs
 from haiku_template.data import BatchSpec
 from haiku_template.devices import DeviceManager
+from haiku_template.published import import_module
 from haiku_template.storage import metrics
 from haiku_template.training import Experiment, train
 from haiku_template.training.memory import memory_budget
@@ -84,7 +85,7 @@ def test_half_of_each_sequence_is_recovered(published, chain):
 @pytest.mark.parametrize("chain", ["1A2K:A", "1HE8:A", "3CPH:B"])
 def test_scores_are_those_of_its_own_score(published, chain):
     """Which gets one structure without padding, and knows nothing of the template."""
-    modules = proteinmpnn.imported("colabdesign.mpnn.modules", str(FILES))
+    modules = import_module("colabdesign.mpnn.modules", FILES)
     structure = proteinmpnn.read(str(FILES / "PRODIGYdataset"), chain)
     order, letters = structure.pop("draw").argsort(), structure["S"]
     inputs = structure | {"mask": np.ones(len(order)), "decoding_order": order}

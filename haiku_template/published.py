@@ -1,0 +1,135 @@
+"""Published code that is imported as it is, where what it imports is not here.
+
+    from haiku_template import published
+
+    with published.stand_ins("apache_beam", "tensorflow"):
+        from searchless_chess.src import transformer
+
+    modules = published.import_module("colabdesign.mpnn.modules", "build/published")
+
+Repositories import packages for data and plots next to their models. Imports no JAX.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from haiku_template.errors import ConfigError
+
+
+class StandIn:
+    """A stand-in for anything of a package that is not here: a name without a value.
+
+    Its attributes, calls and subscripts are stand-ins; as a base class or a decorator
+    it changes nothing. Where a value of it is asked for, Python raises a TypeError that
+    names it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> "StandIn":
+        if name.startswith("__") or name == "_name":  # Of a copy that is being made.
+            raise AttributeError(f"{self!r} has no {name}")
+        return StandIn(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for a result; leaves a function or class that it decorates."""
+        decorates = len(args) == 1 and not kwargs and hasattr(args[0], "__qualname__")
+        return args[0] if decorates else StandIn(f"{self._name}()")
+
+    def __getitem__(self, key: Any) -> "StandIn":
+        return StandIn(f"{self._name}[]")
+
+    def __or__(self, other: Any) -> "StandIn":  # In annotations.
+        return self
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return ()
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return False
+
+    __subclasscheck__ = __instancecheck__
+
+    def __repr__(self) -> str:
+        return f"<a stand-in for {self._name}, which is not installed>"
+
+    def _refuse(self, *args: Any) -> Any:
+        raise TypeError(f"a value is needed, and this is {self!r}")
+
+    __bool__ = __iter__ = __len__ = __contains__ = _refuse
+    __int__ = __float__ = __index__ = __array__ = _refuse
+
+
+class _Module(ModuleType):
+    """A module of stand-ins."""
+
+    def __getattr__(self, name: str) -> StandIn:
+        return getattr(StandIn(self.__name__), name)
+
+
+class _Finder:
+    """Finds the modules of packages that are stood in for; a loader, too."""
+
+    def __init__(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        self.given = given
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if any(f"{name}.".startswith(f"{key}.") for key in self.given):
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self.given.get(module.__name__, {}))
+
+
+@contextlib.contextmanager
+def stand_ins(*packages: str, **attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which packages that are not installed can be imported.
+
+    What is installed is imported as ever. Behind the context they are gone again, so
+    that nobody else takes them for real; who has imported them keeps their names.
+
+    Args:
+      packages: names, such as `tensorflow`, or `alphafold.model.tf`; what is in them
+        is there, too.
+      attributes: of a package, what it must really have: `tree={"map_structure": f}`.
+    """
+    finder = _Finder(dict.fromkeys(packages, {}) | attributes)
+    sys.meta_path.append(finder)  # The last to be asked.
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, x in sys.modules.items() if type(x) is _Module]:
+            if finder.find_spec(name):
+                del sys.modules[name]
+
+
+def import_module(name: str, folder: str | Path) -> ModuleType:
+    """Imports a module of an unpacked wheel, or a clone, without its packages' init.
+
+    These import other models, and what JAX removed: empty packages with the same path
+    take their place, for what the module imports, too. Raises `ConfigError` if there is
+    no such module.
+    """
+    parts = name.split(".")
+    file = Path(folder, *parts)
+    if not file.with_suffix(".py").is_file() and not file.is_dir():
+        raise ConfigError(f"{folder} holds no {'/'.join(parts)}.py to import {name} of")
+    for n in range(1, len(parts)):
+        package = ".".join(parts[:n])
+        module = sys.modules.setdefault(package, ModuleType(package))
+        module.__path__ = [str(Path(folder, *parts[:n]))]
+    return importlib.import_module(name)

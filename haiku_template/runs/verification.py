@@ -1,0 +1,92 @@
+"""Verification: the first loss or outputs of a run beside a function of others."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+from haiku_template.training import Trainer
+from haiku_template.training.state import TrainState
+
+
+class Comparison(NamedTuple):
+    """A leaf of both, where they are furthest apart."""
+
+    name: str
+    here: float
+    there: float
+    place: tuple[int, ...]
+    difference: float
+    largest: float  # Of the values there.
+
+    def __str__(self) -> str:
+        place = f" at {[*map(int, self.place)]}" * bool(self.place)
+        return (
+            f"{self.name}: {self.here:.8g} here and {self.there:.8g} there, a "
+            f"difference of {self.difference:.2g}, the largest{place}; values go up to "
+            f"{self.largest:.4g}"
+        )
+
+
+def verify(
+    trainer: Trainer,
+    state: TrainState,
+    function: Callable[[Any, Any, Any], Any],
+    tolerance: float = 1e-5,
+) -> Iterator[Comparison]:
+    """Compares a model with `function(params, net_state, batch)`, without training.
+
+    Both get the parameters of `state` and the first batch of the training data, as the
+    data have it; the model computes as in evaluation, without dropout. Where the
+    function returns one number, [], it is compared with the loss, else with the
+    outputs, leaf by leaf.
+
+    Yields each comparison. Raises `ConfigError` at the end for a difference of more
+    than `tolerance` times the largest value there; or for other names or shapes.
+    """
+    if trainer.experiment.model is None:
+        raise ConfigError("the experiment has no model, and nothing to compare")
+    batch = trainer.experiment.data.train.batch(0)
+    params, net_state = trainer.devices.fetch(trainer.merged(state))
+    there = jax.tree.map(np.asarray, function(params, net_state, batch))
+    one = SimpleNamespace(num_batches=1, batch=lambda index: batch)
+    if isinstance(there, np.ndarray) and there.shape == ():
+        there = {"loss": there}
+        here = {"loss": trainer.evaluate(state, one)["eval/loss"]}
+    else:
+        (here,) = trainer.predict(state, one)
+    found = list(_compare(flatten(here), flatten(there)))
+    yield from found
+    wrong = [x for x in found if not x.difference <= tolerance * (x.largest or 1)]
+    if wrong:
+        worst = max(wrong, key=lambda x: x.difference / (x.largest or 1))
+        raise ConfigError(
+            f"{len(wrong)} of {len(found)} differ by more than {tolerance:g} of their "
+            f"largest value; most of all {worst}"
+        )
+
+
+def _compare(here: dict[str, Any], there: dict[str, Any]) -> Iterator[Comparison]:
+    shapes = [{k: np.shape(x) for k, x in tree.items()} for tree in (here, there)]
+    if shapes[0] != shapes[1]:
+        ours, theirs = (
+            ", ".join(f"{k or 'outputs'} {[*shape]}" for k, shape in each.items())
+            for each in shapes
+        )
+        raise ConfigError(
+            f"the model returns {ours}, and the function {theirs}; possible are the "
+            "same names and shapes, or one number, the loss of the batch"
+        )
+    for name, ours in here.items():
+        a, b = (np.asarray(x, np.float64) for x in (ours, there[name]))
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        with np.errstate(invalid="ignore"):
+            apart = np.where(same, 0, np.nan_to_num(np.abs(a - b), nan=np.inf))
+        place = np.unravel_index(np.argmax(apart), apart.shape)
+        values = float(a[place]), float(b[place])
+        largest = np.abs(b[np.isfinite(b)]).max(initial=0)
+        yield Comparison(name or "outputs", *values, place, apart[place], largest)

@@ -1,0 +1,148 @@
+"""Published code, imported as it is without the packages that it names."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from haiku_template import published
+from haiku_template.errors import ConfigError
+
+# As searchless_chess, alphagenome_research and others use what their models do not.
+CODE = """
+from __future__ import annotations
+import abc
+import apache_not_here as beam
+import flow_not_here.compat.v1 as tf
+from apache_not_here import coders
+from flow_not_here.data import experimental
+from typing import Optional, Union
+import numpy as np
+
+CODERS = {"fen": coders.StrUtf8Coder(), "pair": coders.TupleCoder((coders.Float(),))}
+Array = Union[np.ndarray, tf.Tensor]
+Either: tf.Tensor | None = None
+Other = tf.Tensor | None
+Float = tf.Float[tf.Tensor, "b t"]
+
+
+class Reader(beam.DoFn):
+    def process(self, element):
+        return [element]
+
+
+class Both(tf.Module, abc.ABC):
+    pass
+
+
+@tf.function
+def model(x: Optional[tf.Tensor]):
+    return x + 1 if not isinstance(x, tf.Tensor) else None
+
+
+@experimental.checked(typechecker=beam.typed)
+def other(x):
+    return x
+
+
+def later():
+    import flow_not_here
+    return flow_not_here
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of code, and the modules of the process as they were, afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = dict(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+
+
+def test_code_is_imported_and_its_own_functions_work(folder):
+    (folder / "their_code.py").write_text(CODE)
+    with published.stand_ins("apache_not_here", "flow_not_here"):
+        import their_code
+    assert their_code.model(1) == 2 and their_code.other(3) == 3
+    assert their_code.Reader().process(4) == [4] and their_code.Both()
+    assert not any("not_here" in name for name in sys.modules)
+    for name in ("apache_not_here", "flow_not_here.data"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+    with pytest.raises(ModuleNotFoundError):
+        their_code.later()
+    with pytest.raises(ModuleNotFoundError), published.stand_ins("apache_not_here"):
+        importlib.import_module("flow_not_here")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        bool,
+        iter,
+        len,
+        int,
+        float,
+        list,
+        np.asarray,
+        lambda x: x + 1,
+        lambda x: 1 * x,
+        lambda x: x < 1,
+        lambda x: 3 in x,
+        lambda x: [1, 2][x],
+        lambda x: jax.numpy.sum(x),
+        lambda x: jax.jit(lambda y: y)(x),
+        lambda x: np.zeros(3) + x,
+    ],
+)
+def test_a_stand_in_never_becomes_a_value(folder, use):
+    with published.stand_ins("flow_not_here"):
+        import flow_not_here
+    with pytest.raises((TypeError, ValueError), match="[sS]tand.?[iI]n"):
+        use(flow_not_here.a.constant(2))
+
+
+def test_what_is_installed_is_never_stood_in_for():
+    import json as real
+
+    with published.stand_ins("json", "numpy"):
+        import json
+
+        import numpy
+    assert json is real and numpy is np
+
+
+def test_what_must_work_is_given(folder):
+    (folder / "their_tree.py").write_text(
+        "import tree_not_here as tree\nx = tree.map_structure(lambda x: x + 1, [1])\n"
+    )
+    with published.stand_ins(tree_not_here={"map_structure": jax.tree.map}):
+        import their_tree
+    assert their_tree.x == [2]
+
+
+def test_an_error_in_their_code_leaves_nothing(folder):
+    (folder / "broken.py").write_text("import flow_not_here\n1 / 0\n")
+    finders = list(sys.meta_path)
+    with pytest.raises(ZeroDivisionError), published.stand_ins("flow_not_here"):
+        importlib.import_module("broken")
+    assert sys.meta_path == finders and "flow_not_here" not in sys.modules
+
+
+def test_a_module_is_imported_without_the_init_of_its_packages(folder):
+    inner = folder / "theirs_whole" / "model"
+    inner.mkdir(parents=True)
+    for package in (inner, inner.parent):
+        (package / "__init__.py").write_text("raise ImportError('another model')\n")
+    (inner / "net.py").write_text("from theirs_whole.model import sizes\nx = sizes.n\n")
+    (inner / "sizes.py").write_text("n = 7\n")
+    net = published.import_module("theirs_whole.model.net", folder)
+    assert net.x == 7 and Path(net.__file__) == inner / "net.py"
+    for name, where in (("theirs_whole.model.no", folder), ("a.b", folder / "no")):
+        with pytest.raises(ConfigError, match=f"holds no {name.replace('.', '/')}.py"):
+            published.import_module(name, where)
