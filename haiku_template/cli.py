@@ -157,7 +157,8 @@ def _join() -> None:
             )
     processes = _processes()
     if processes is not None:
-        cluster.join(*processes, seconds=FLAGS.join_seconds)
+        workdir = FLAGS["workdir"].value if "workdir" in FLAGS else None
+        cluster.join(*processes, seconds=FLAGS.join_seconds, workdir=workdir)
         if processes[2]:
             logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
 

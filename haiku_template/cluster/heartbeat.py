@@ -15,9 +15,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
 from haiku_template.errors import (
     ConfigError,
@@ -31,7 +32,9 @@ LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to 
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
 FINISHED_SECONDS = 10.0  # In a collective, after another process has finished.
-LONGEST = 400  # Characters of another process's error.
+LONGEST = 400  # Characters of a process's own error.
+LONGEST_FAULT = 2_000  # Characters of what is said of another.
+STALL = "--stall_seconds={:g}"
 # Exit codes of errors that would come again: the others end with them, too, since Slurm
 # goes by the highest of all.
 LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
@@ -46,6 +49,7 @@ class Heartbeat:
       fault_code: exit code for that fault: 69, or the other's if it is in `LASTING`.
       waited: gives the seconds for which this process has waited in a collective.
       stall_seconds: limit of that; others may compile or save meanwhile.
+      limit: words for it.
       resumes: True if the run has a checkpoint to resume from.
     """
 
@@ -53,7 +57,7 @@ class Heartbeat:
         self.peers, self.index, self.fault, self.exit_code = peers, index, "", 0
         self.fault_code = DeviceError.exit_code
         self.waited: Callable[[], float] = lambda: 0.0
-        self.stall_seconds = 1800.0
+        self.stall_seconds, self.limit = 1800.0, STALL
         self.resumes: Callable[[], bool] = lambda: True
         self._stalled: dict[str, float] = {}  # Names, and when each first said so.
         self._finished: dict[str, float] = {}  # Names, and when each left in order.
@@ -65,15 +69,26 @@ class Heartbeat:
             peer.link.settimeout(SILENT_SECONDS)
         # A child would keep the connections of a process that was killed.
         os.register_at_fork(after_in_child=self._close)
-        _run(self._beat)
+        identity.run(self._beat)
         for peer in peers:
-            _run(self._listen, peer)
+            identity.run(self._listen, peer)
 
     def leave(self, error: str = "") -> None:
         """Tells the others, once, that this process ends: in order, or by an error."""
         if self._left.acquire(blocking=False):
             words = " ".join(error.split())[:LONGEST]
             self._send({"left": words, "code": self.exit_code})
+
+    @contextlib.contextmanager
+    def waiting(self, seconds: float, limit: str) -> Iterator[None]:
+        """Context in which this process waits for the others, for so long at most."""
+        before, begun = (self.waited, self.stall_seconds, self.limit), time.monotonic()
+        self.stall_seconds, self.limit = seconds, limit
+        self.waited = lambda: time.monotonic() - begun
+        try:
+            yield
+        finally:
+            self.waited, self.stall_seconds, self.limit = before
 
     def part(self) -> None:
         """Ends the watch, once all have left and JAX's runtime is shut down."""
@@ -91,7 +106,7 @@ class Heartbeat:
             if self.index == 0:
                 self._note("process 0", stalled)
             if self._finished and self.waited() > FINISHED_SECONDS:
-                _run(self._lose, self._finish())
+                identity.run(self._lose, self._finish())
             time.sleep(BEAT_SECONDS)
         os._exit(self.exit_code or self.fault_code)
 
@@ -102,13 +117,14 @@ class Heartbeat:
             return
         first = self._stalled.setdefault(name, time.monotonic())
         if time.monotonic() - first > GATHER_SECONDS and not self._found.is_set():
-            _run(self._lose, self._stall())
+            identity.run(self._lose, self._stall())
 
     def _stall(self) -> str:
         """Sentence for a stalled run: names the processes that do not wait."""
         names = ["process 0", *(peer.name for peer in self.peers)]
         busy = [name for name in names if name not in self._stalled]
         since = _clock(time.time() - self.stall_seconds)
+        limit = self.limit.format(self.stall_seconds)
         if not busy:
             return (
                 f"all processes have waited for each other since {since}: the network "
@@ -116,8 +132,7 @@ class Heartbeat:
             )
         return (
             f"{', '.join(busy)} did not go on, and the others have waited since "
-            f"{since}: a main thread hangs, or takes more than --stall_seconds="
-            f"{self.stall_seconds:g}"
+            f"{since}: a main thread hangs, or takes more than {limit}"
         )
 
     def _finish(self) -> str:
@@ -136,29 +151,50 @@ class Heartbeat:
 
     def _listen(self, peer: Peer) -> None:
         """Waits for the end of another process, or a word on the end of a third."""
-        heard = time.time()
+        heard, text, lost, code = time.time(), b"", "", None
         try:
-            with contextlib.suppress(ConnectionError):
-                for line in peer.link.makefile("rb"):
-                    heard = time.time()
-                    message = json.loads(line) if line.endswith(b"}\n") else {}
-                    if self.index == 0:
-                        self._note(peer.name, "stalled" in message)
-                    code = message.get("code")
-                    if "lost" in message:
-                        return self._lose(message["lost"], code)
-                    if error := message.get("left"):
-                        words = f"{peer.name} ended at {_clock(heard)}: {error}"
-                        return self._lose(words, code)
-                    if "left" in message:  # It waits in JAX's shutdown for all.
-                        self._finished[peer.name] = heard
-            words = f"{peer.name} was killed at {_clock(time.time())}"
+            while not lost and (piece := peer.link.recv(identity.LONGEST)):
+                heard = time.time()
+                *lines, text = (text + piece).split(b"\n")
+                text = text.lstrip(b" ")  # Beats of its helper.
+                if len(text) > identity.LONGEST:
+                    raise ValueError("a line without an end")
+                for line in lines:
+                    if not lost:
+                        lost, code = self._heed(peer, line)
+            lost = lost or f"{peer.name} was killed at {_clock(time.time())}"
+        except ConnectionError:
+            lost = f"{peer.name} was killed at {_clock(time.time())}"
         except OSError:
-            words = (
+            lost = (
                 f"nothing was heard of {peer.name} since {_clock(heard)}: it is "
                 "stopped, or its machine or the network failed"
             )
-        return self._lose(words)
+        except Exception as error:  # Nothing that it sends may end the watch.
+            lost = (
+                f"{peer.name} sent what is no heartbeat's at {_clock(heard)} ({error}):"
+                " another program, or the network, has written into its connection"
+            )
+        self._lose(lost, code)
+
+    def _heed(self, peer: Peer, line: bytes) -> tuple[str, int | None]:
+        """Words of a line on a process that was lost, and its exit code; "" for none.
+
+        Raises any exception for a line that no process writes.
+        """
+        message = json.loads(line) if line.strip() else {}
+        if self.index == 0:
+            self._note(peer.name, "stalled" in message)
+        code = message.get("code")
+        if not isinstance(code, int | None):
+            raise TypeError(f"an exit code of {str(code)[:20]}")
+        if lost := message.get("lost"):
+            return str(lost), code
+        if error := message.get("left"):
+            return f"{peer.name} ended at {_clock(time.time())}: {error}", code
+        if "left" in message:  # It waits in JAX's shutdown for all.
+            self._finished[peer.name] = time.time()
+        return "", None
 
     def _lose(self, words: str, code: int | None = None) -> None:
         """Ends this process, after some seconds in which it may end by itself.
@@ -167,7 +203,7 @@ class Heartbeat:
         """
         if not self._first.acquire(blocking=False):
             return
-        self.fault = words
+        self.fault = words = identity.printable(words)[:LONGEST_FAULT]
         if code in LASTING:
             self.fault_code = code
         # Process 0 to all; to process 0 it is no news.
@@ -194,10 +230,6 @@ class Heartbeat:
         for peer in self.peers:
             if (number := peer.link.detach()) >= 0:  # A child's child has none.
                 os.close(number)
-
-
-def _run(work: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=work, args=args, name="heartbeat", daemon=True).start()
 
 
 def _clock(seconds: float) -> str:

@@ -8,12 +8,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from haiku_template.cluster import relay
 from haiku_template.cluster.detection import Started, detect
-from haiku_template.cluster.heartbeat import Heartbeat
-from haiku_template.cluster.rendezvous import SECONDS, meet, parsed
+from haiku_template.cluster.heartbeat import BEAT_SECONDS, Heartbeat
+from haiku_template.cluster.rendezvous import SECONDS, meet
 from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
@@ -24,7 +25,7 @@ PATIENCE_SECONDS = 3600
 RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
 COLLECTIVES = ("Gloo", "NCCL")
 PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
-NO_PROXY = ("no_grpc_proxy", "no_proxy")  # gRPC reads the first of them.
+START_SECONDS = 600.0  # From the first process that has imported JAX to the last.
 _HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
 
@@ -69,11 +70,16 @@ def join(
     index: int,
     local_device_ids: Sequence[int] | None = None,
     seconds: float = SECONDS,
+    workdir: str | Path | None = None,
 ) -> None:
     """Makes this process number `index` of a run of `count`, and starts no backend.
 
+    Args:
+      workdir: of the run, by which its processes know each other; without, they do by
+        the variable HAIKU_TEMPLATE_RUN, if it is set.
+
     Raises:
-      ConfigError: there are not so many processes.
+      ConfigError: there are not so many processes, or they do not share the workdir.
       DeviceError: not all come to `address`, HOST:PORT of process 0, or they have
         different packages.
     """
@@ -86,15 +92,14 @@ def join(
         return
     facts = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts["the version of Python"] = platform.python_version()
-    _HEARTBEATS.append(Heartbeat(meet(address, count, index, facts, seconds), index))
-    host, port = parsed(address)
-    here = port if index == 0 else relay.start(host, port)
-    # Of this machine; JAX's client would ask a proxy for that.
-    names = [os.environ.get(name) for name in NO_PROXY]
-    os.environ[NO_PROXY[0]] = ",".join(["127.0.0.1", *filter(None, names)])
+    meeting = meet(address, count, index, facts, seconds, workdir)
+    heartbeat = Heartbeat(meeting.peers, index)
+    _HEARTBEATS.append(heartbeat)
+    service = relay.start(meeting, address, index, BEAT_SECONDS)
     import jax
 
-    jax.config.update("jax_check_proxy_envs", False)  # It would warn of that.
+    # It would warn of proxies: the service is a file of this host.
+    jax.config.update("jax_check_proxy_envs", False)
     # For CPUs; GPUs have NCCL.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Orbax asks too, at each save, and tells.
@@ -102,15 +107,17 @@ def join(
     quiet.addFilter(lambda record: "preemption sync point" not in record.getMessage())
     # Its handler of SIGTERM makes all processes stop after the same step.
     jax.config.update("jax_enable_preemption_service", True)
-    jax.distributed.initialize(
-        f"127.0.0.1:{here}",
-        count,
-        index,
-        cluster_detection_method="deactivate",
-        initialization_timeout=PATIENCE_SECONDS,
-        shutdown_timeout_seconds=PATIENCE_SECONDS,
-        local_device_ids=local_device_ids,
-    )
+    with heartbeat.waiting(START_SECONDS, "{:g} s to start JAX"):
+        jax.distributed.initialize(
+            service,
+            count,
+            index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=PATIENCE_SECONDS,
+            shutdown_timeout_seconds=PATIENCE_SECONDS,
+            coordinator_bind_address=service,
+            local_device_ids=local_device_ids,
+        )
     atexit.register(_leave_at_exit)  # Called before JAX's, which waits for all.
 
 

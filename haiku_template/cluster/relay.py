@@ -1,82 +1,199 @@
-"""Relay to JAX's coordination service, which keeps its client's connection open.
+"""Helper process: keeps JAX's connection open, and beats while Python is busy.
 
-When process 0 is gone, the client ends its process from C++, with no sentence. Behind
-the relay it waits, and the heartbeat ends the process. It is a process of its own,
-since JAX may keep the interpreter's lock while it waits for an answer. This file is a
-program, too, of the standard library alone.
+JAX's service and its clients listen in a private folder of each host alone. Process 0's
+helper listens at the coordinator's address for the others' helpers, which have the key
+of the start; whoever else connects there reaches nothing. When process 0 is gone, JAX's
+client would end its process from C++, with no sentence: behind its helper it waits, and
+the heartbeat ends the process.
+
+It is a process of its own, since JAX, and whatever reads a large file, may keep the
+interpreter's lock. It imports the standard library and files of this room.
 """
 
+import contextlib
+import functools
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-RETRY_SECONDS, PATIENCE_SECONDS = 0.2, 60.0
+from haiku_template.cluster import identity
+from haiku_template.cluster.rendezvous import Meeting, parsed
+from haiku_template.errors import DeviceError
+
+RETRY_SECONDS, PATIENCE_SECONDS, START_SECONDS = 0.2, 60.0, 3600.0
+LONGEST_FOLDER = 80  # Letters: a Unix socket's name has at most 107.
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ROOT = str(Path(__file__).parents[2])
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {ROOT!r})
+from haiku_template.cluster import relay
+relay.main()
+"""
 _RELAYS: list[subprocess.Popen] = []  # Each ends when its pipe closes.
+_KEPT: list[tuple[socket.socket, ...]] = []  # Connections that must not close.
 
 
-def start(host: str, port: int) -> int:
-    """Starts a relay that lives as long as this process; returns its port here."""
-    command = [sys.executable, "-I", __file__, host, str(port)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    relay = subprocess.Popen(command, start_new_session=True, **pipes)
+def start(meeting: Meeting, address: str, index: int, beat_seconds: float) -> str:
+    """Starts a helper that lives as long as this process.
+
+    Returns gRPC's address of JAX's service: where process 0 starts it, and where the
+    others' clients find it.
+    """
+    folder = tempfile.mkdtemp(prefix="haiku-")
+    if len(folder) > LONGEST_FOLDER:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="haiku-", dir="/tmp")
+    links = [peer.link.fileno() for peer in meeting.peers]
+    servers = [meeting.server.fileno()] if meeting.server else []
+    task = {"id": meeting.start.id, "key": meeting.start.key.hex(), "index": index}
+    task |= {"where": parsed(address), "folder": folder, "links": links}
+    task |= {"servers": servers, "process": os.getpid(), "seconds": beat_seconds}
+    relay = subprocess.Popen(
+        [sys.executable, "-I", "-c", PROGRAM],
+        start_new_session=True,
+        pass_fds=[*links, *servers],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     _RELAYS.append(relay)
-    # A child would keep the relay of a process that was killed.
+    # A child would keep the helper of a process that was killed.
     os.register_at_fork(after_in_child=relay.stdin.close)
-    return int(relay.stdout.readline())
+    relay.stdin.write(json.dumps(task).encode() + b"\n")
+    relay.stdin.flush()
+    if not relay.stdout.readline():
+        raise DeviceError(f"process {index}'s helper, {__file__}, did not start")
+    if meeting.server:
+        meeting.server.close()
+    return f"unix:{folder}/jax"
 
 
-def main(host: str, port: int) -> None:
-    """Relays what comes to a port of this machine, and prints that port."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Meant for who started it.
+def main() -> None:
+    """Does what the first line of standard input says, until the input ends."""
+    for number in IGNORED:  # Meant for who started it.
         signal.signal(number, signal.SIG_IGN)
-    server = socket.create_server(("127.0.0.1", 0))
-    print(server.getsockname()[1], flush=True)
-    run(accept, server, host, port)
+    task = json.loads(sys.stdin.buffer.readline())
+    key = identity.Start(task["id"], bytes.fromhex(task["key"]))
+    links = [socket.socket(fileno=number) for number in task["links"]]
+    identity.run(beat, links, task["process"], task["seconds"])
+    path = f"{task['folder']}/jax"
+    if task["servers"]:
+        server = socket.socket(fileno=task["servers"][0])
+        welcome = functools.partial(serve, path, key)
+        work = functools.partial(identity.admit, server, key, welcome)
+    else:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        hello = {"index": task["index"], "jax": True}
+        work = functools.partial(accept, server, tuple(task["where"]), key, hello)
+    identity.run(repeat, work)
+    print("ready", flush=True)
     sys.stdin.buffer.read()
+    shutil.rmtree(task["folder"], ignore_errors=True)
     os._exit(0)
 
 
-def run(work: object, *args: object) -> None:
-    """Starts a thread."""
-    threading.Thread(target=work, args=args, daemon=True).start()
-
-
-def accept(server: socket.socket, host: str, port: int) -> None:
-    """Connects each client."""
+def repeat(work: Callable[[], None]) -> None:
+    """Works until the process ends."""
     while True:
-        client, _ = server.accept()
-        run(connect, client, host, port)
+        work()
 
 
-def connect(client: socket.socket, host: str, port: int) -> None:
-    """Connects a client to the service, once that listens."""
+def beat(links: list[socket.socket], process: int, seconds: float) -> None:
+    """Tells the others that a process lives, whose threads may wait for Python's lock.
+
+    A space is no line, and harms none that the process itself is sending.
+    """
+    while True:
+        for link in [] if is_stopped(process) else links:
+            with contextlib.suppress(OSError):
+                link.send(b" ", socket.MSG_DONTWAIT)
+        time.sleep(seconds)
+
+
+def is_stopped(process: int) -> bool:
+    """True for a process that SIGSTOP stopped, and where that cannot be known."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "tT"
+
+
+def serve(
+    path: str,
+    start: identity.Start,
+    link: socket.socket,
+    hello: dict[str, Any],
+    is_known: bool,
+) -> None:
+    """Connects the helper of another process to JAX's service, once that listens."""
+    if not is_known or "jax" not in hello:
+        return link.close()
+    service = socket.socket(socket.AF_UNIX)
+    while service.connect_ex(path):
+        time.sleep(RETRY_SECONDS)
+    with contextlib.suppress(OSError):
+        identity.send(link, identity.sealed({}, start.key, hello["nonce"]))
+        link.settimeout(None)
+        identity.run(copy, link, service, True)
+        copy(service, link, True)
+
+
+def accept(
+    server: socket.socket,
+    where: tuple[str, int],
+    start: identity.Start,
+    hello: dict[str, Any],
+) -> None:
+    """Connects JAX's client here to process 0's helper, in a thread."""
+    client, _ = server.accept()
+    identity.run(connect, client, where, start, hello)
+
+
+def connect(
+    client: socket.socket,
+    where: tuple[str, int],
+    start: identity.Start,
+    hello: dict[str, Any],
+) -> None:
+    """Connects a client, which is hung up on after `PATIENCE_SECONDS` without."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            service = socket.create_connection((host, port), timeout=PATIENCE_SECONDS)
-        except OSError:
+            link = socket.create_connection(where, timeout=left)
+            # Process 0 may be long in importing JAX; the heartbeat knows if it lives.
+            identity.present(link, hello, lambda _: start, START_SECONDS)
+        except (OSError, ValueError):
             time.sleep(RETRY_SECONDS)
             continue
-        service.settimeout(None)
-        run(copy, client, service)
-        run(copy, service, client)
-        return
+        link.settimeout(None)
+        identity.run(copy, client, link, False)
+        return copy(link, client, False)
+    client.close()
 
 
-def copy(source: socket.socket, target: socket.socket) -> None:
-    """Copies until one of them ends, and keeps the other open."""
+def copy(source: socket.socket, target: socket.socket, ends: bool) -> None:
+    """Copies until one of them ends, and then ends the other, or keeps it open."""
     for each in (source, target):
-        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
+        if each.family != socket.AF_UNIX:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
         while data := source.recv(65_536):
             target.sendall(data)
-    except OSError:
-        pass
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    if ends:
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+    else:
+        _KEPT.append((source, target))

@@ -1,22 +1,37 @@
 """Rendezvous: all processes of a run are there before JAX's runtime waits for them.
 
 JAX ends a process from C++ when a peer is missing, and does not say which. So the peers
-first meet at the same address by a line of JSON each; JAX's service takes it over, and
+first meet at the coordinator's address by a line of JSON each, which only processes of
+this start can write (`identity`). Process 0 goes on listening there, for its relay, and
 the connections stay for the heartbeat.
 """
 
 import contextlib
-import json
+import errno
+import functools
+import ipaddress
+import math
+import os
+import queue
 import socket
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.errors import DeviceError
+from haiku_template.cluster import identity
+from haiku_template.errors import ConfigError, DeviceError
 
 SECONDS = 300.0
 RETRY_SECONDS = 0.2
-HELLO_SECONDS = 5.0  # For the line of whoever connects: it may be a stranger.
-LONGEST = 65_536  # Bytes of a line.
+SHARED_SECONDS = 60.0  # Until a file is seen: NFS may remember its folder so long.
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+ANYWHERE = ("", "0.0.0.0", "::")
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+BACKLOG = 1024
+SHARED = (
+    "a workdir must be on a disk that all processes share, and each run needs a port "
+    "of its own"
+)
 
 
 class Peer(NamedTuple):
@@ -26,180 +41,237 @@ class Peer(NamedTuple):
     link: socket.socket
 
 
+class Meeting(NamedTuple):
+    """What a process has once all have met.
+
+    Attributes:
+      peers: all others for process 0, and process 0 for each of them.
+      server: listens for them at the coordinator's address; None but in process 0.
+    """
+
+    peers: list[Peer]
+    start: identity.Start
+    server: socket.socket | None = None
+
+
 def meet(
     address: str,
     count: int,
     index: int,
     facts: dict[str, Any],
     seconds: float = SECONDS,
-) -> list[Peer]:
-    """Returns when `count` processes are at `address` with equal facts.
-
-    Process 0 gets connections to all others, and each of them the one to process 0.
+    workdir: str | Path | None = None,
+) -> Meeting:
+    """Returns when `count` processes of one start are at `address` with equal facts.
 
     Args:
       address: HOST:PORT of process 0, as the others reach it.
       index: number of this process, below `count`.
       facts: values by name, which JSON can hold, such as versions.
+      workdir: of the run, on a disk that all share; None where it is not known yet.
 
     Raises:
       DeviceError: the same in all processes that came: one is missing, came twice, or
         has other facts; or process 0 cannot be reached.
+      ConfigError: the workdir is not shared, or cannot be written to.
     """
     hello = {"index": index, "count": count, "facts": facts}
     hello["host"] = socket.gethostname()
     with contextlib.ExitStack() as links:
         come_together = _visit if index else _receive
-        peers, fault = come_together(address, hello, seconds, links)
-        if fault:
-            raise DeviceError(fault)
+        meeting = come_together(address, hello, seconds, links, workdir)
         links.pop_all()
-    return peers
+    return meeting
 
 
-def parsed(address: str) -> tuple[str, int]:
+def parsed(address: str, name: str = "--coordinator_address") -> tuple[str, int]:
     """Splits HOST:PORT. Raises `DeviceError`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise DeviceError(
-            f"--coordinator_address={address} is not understood; it is HOST:PORT of "
-            "process 0, such as node1:12355"
+            f"{name}={address} is not understood; it is HOST:PORT of process 0, such "
+            "as node1:12355"
         )
     return host.strip("[]"), int(port)
 
 
 def _receive(
-    address: str, own: dict[str, Any], seconds: float, links: contextlib.ExitStack
-) -> tuple[list[Peer], str]:
-    """Waits for the others at process 0, and tells them the fault, "" for none."""
-    (_, port), deadline = parsed(address), time.monotonic() + seconds
-    count, came, fault = own["count"], {0: own}, ""
-    peers: list[Peer] = []
-    try:
-        server = _listen(port)
-    except OSError as error:
-        return [], (
-            f"process 0 cannot listen at port {port} of "
-            f"--coordinator_address={address}: {error.strerror}; another run may "
-            "use it: choose another port"
-        )
-    with server:
-        while len(came) < count and not fault:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                if time.monotonic() > deadline:  # Strangers may come for ever.
-                    raise TimeoutError
-                peer, _ = server.accept()
-            except TimeoutError:
-                missing = sorted(set(range(count)) - came.keys())
-                fault = (
-                    f"{len(came)} of {count} processes joined at {address} within "
-                    f"{seconds:.0f} s; missing: process {', '.join(map(str, missing))}"
-                )
+    address: str,
+    own: dict[str, Any],
+    seconds: float,
+    links: contextlib.ExitStack,
+    workdir: str | Path | None,
+) -> Meeting:
+    """Waits for the others at process 0, and tells them the error if there is one."""
+    server, deadline = links.enter_context(_listen(address)), time.monotonic() + seconds
+    came, unseen, error = {0: own}, set(), None
+    peers: list[tuple[Peer, str]] = []
+    hellos: queue.SimpleQueue = queue.SimpleQueue()
+
+    def welcome(link: socket.socket, hello: dict[str, Any], is_known: bool) -> None:
+        if is_known and _is_hello(hello):
+            return hellos.put((link, hello))
+        unseen.update(_claimed(hello, own["count"]))
+        link.close()  # It is told nothing, and ends nothing here.
+
+    with identity.announced(workdir) as start:
+        while len(came) < own["count"] and error is None:
+            if time.monotonic() > deadline:
+                error = _missing(address, own["count"], seconds, came, unseen)
                 break
-            links.enter_context(peer)
-            hello = _read(peer)
-            if hello is None:
-                peer.close()
-                continue  # A stranger.
-            peers.append(Peer(_name(hello), peer))
-            fault = _odd(came, hello)
-            came[hello["index"]] = hello
-    # The port is free before the others go on to JAX's service there.
-    answer = {"fault": fault, "name": _name(own)}
-    for peer in peers:
+            identity.admit(server, start, welcome)
+            while not hellos.empty():
+                link, hello = hellos.get()
+                peer = Peer(_name(hello), links.enter_context(link))
+                peers.append((peer, hello["nonce"]))
+                error = error or _odd(came, hello)
+                came[hello["index"]] = hello
+    answer = {"fault": str(error or ""), "name": _name(own)}
+    for peer, nonce in peers:
         with contextlib.suppress(OSError):
-            peer.link.sendall(json.dumps(answer).encode() + b"\n")
-    return peers, fault
+            identity.send(peer.link, identity.sealed(answer, start.key, nonce))
+    if error:
+        raise error
+    return Meeting([peer for peer, _ in peers], start, server)
+
+
+def _missing(
+    address: str, count: int, seconds: float, came: dict[int, Any], unseen: set[int]
+) -> ConfigError | DeviceError:
+    """Error for who did not come; `unseen` did, and did not see the workdir."""
+    absent = sorted(set(range(count)) - came.keys())
+    words = (
+        f"{len(came)} of {count} processes joined at {address} within "
+        f"{seconds:.0f} s; missing: process {', '.join(map(str, absent))}"
+    )
+    if not unseen & set(absent):
+        return DeviceError(words)
+    numbers = ", ".join(map(str, sorted(unseen & set(absent))))
+    return ConfigError(
+        f"{words}; process {numbers} came and did not find this start in its --workdir:"
+        f" {SHARED}"
+    )
+
+
+def _claimed(message: dict[str, Any], count: int) -> set[int]:
+    """Number of a process that does not see the workdir, or of a stranger's words."""
+    number = message.get("unseen")
+    return {number} if isinstance(number, int) and 0 < number < count else set()
 
 
 def _name(hello: dict[str, Any]) -> str:
-    return f"process {hello['index']} on {hello['host']}"
+    return f"process {hello['index']} on {identity.printable(hello['host'][:255])}"
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(address: str) -> socket.socket:
+    """Listens where JAX is told to, or at the address alone if it is this host's."""
+    told = os.environ.get(BIND)
+    host, port = parsed(told, BIND) if told else parsed(address)
+    try:
+        for family, place in _places(host, port):
+            try:
+                return socket.create_server(place, family=family, backlog=BACKLOG)
+            except OSError as error:
+                if told or error.errno not in NOT_HERE:
+                    raise
+        return _listen_everywhere(port)
+    except OSError as error:
+        at = f"{BIND}={told}" if told else f"--coordinator_address={address}"
+        raise DeviceError(
+            f"process 0 cannot listen at port {port} of {at}: {error.strerror}; "
+            "another run may use it, or another process have --process_id=0: choose "
+            "another port"
+        ) from error
+
+
+def _places(host: str, port: int) -> list[tuple[int, tuple]]:
+    """Addresses to listen at; none for all interfaces.
+
+    A host's own table may have a loopback for its name, where no other reaches it.
+    """
+    if host in ANYWHERE:
+        return []
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:  # As the others may know it, and this host not.
+        return []
+    return [
+        (family, place)
+        for family, _, _, _, place in infos
+        if host in ("localhost", place[0])
+        or not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
+    ]
+
+
+def _listen_everywhere(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
         )
-    return socket.create_server(("", port))
+    return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def _odd(came: dict[int, dict[str, Any]], hello: dict[str, Any]) -> str:
-    """Fault of a process that came, "" for none."""
+def _is_hello(hello: dict[str, Any]) -> bool:
+    kinds = {"index": int, "count": int, "facts": dict, "host": str, "nonce": str}
+    known = all(isinstance(hello.get(name), kind) for name, kind in kinds.items())
+    return known and 0 < hello["index"] < hello["count"]
+
+
+def _odd(came: dict[int, dict[str, Any]], hello: dict[str, Any]) -> DeviceError | None:
+    """Error for a process that came; None if it is as it should be."""
     own, index = came[0], hello["index"]
     if hello["count"] != own["count"]:
-        return (
+        return DeviceError(
             f"process {index} was started with --num_processes={hello['count']} and "
             f"process 0 with {own['count']}"
         )
     if index in came:
-        return f"two processes were started with --process_id={index}; each has its own"
+        return DeviceError(
+            f"two processes were started with --process_id={index}; each has its own"
+        )
     for name, value in own["facts"].items():
         theirs = hello["facts"].get(name)
         if theirs != value:
-            return (
+            return DeviceError(
                 f"the processes of a run differ in {name}: {value} in process 0 and "
-                f"{theirs} in process {index}"
+                f"{identity.printable(str(theirs))} in process {index}"
             )
-    return ""
+    return None
 
 
 def _visit(
-    address: str, hello: dict[str, Any], seconds: float, links: contextlib.ExitStack
-) -> tuple[list[Peer], str]:
-    """Tells process 0 that this one is here; returns the fault that it found."""
+    address: str,
+    hello: dict[str, Any],
+    seconds: float,
+    links: contextlib.ExitStack,
+    workdir: str | Path | None,
+) -> Meeting:
+    """Tells process 0 that this one is here; raises the fault that it found."""
     where, deadline = parsed(address), time.monotonic() + seconds
-    reason = OSError("no answer")
-    while (left := deadline - time.monotonic()) > 0:
+    reason, latest = OSError("no answer"), math.inf
+    while (left := deadline - time.monotonic()) > 0 and time.monotonic() < latest:
         try:
-            server, answer = _ask(where, hello, left, seconds)
-            links.enter_context(server)
-            return [Peer(answer["name"], server)], answer["fault"]
-        except (OSError, ValueError) as error:
+            link = links.enter_context(socket.create_connection(where, timeout=left))
+            # Process 0 has its own deadline, and says who is missing.
+            limit = seconds + identity.HELLO_SECONDS
+            found = functools.partial(identity.find, workdir)
+            answer, start = identity.present(link, hello, found, limit)
+            if answer["fault"]:
+                raise DeviceError(identity.printable(answer["fault"]))
+            return Meeting([Peer(identity.printable(answer["name"]), link)], start)
+        except identity.UnseenError as error:
+            latest = min(latest, time.monotonic() + SHARED_SECONDS)
             reason = error
+        except (OSError, ValueError, KeyError) as error:
+            reason = error
+        links.close()
         time.sleep(RETRY_SECONDS)
-    return [], (
+    if isinstance(reason, identity.UnseenError):
+        raise ConfigError(
+            f"process {hello['index']} came to process 0 at {address}, whose start is "
+            f"not to be seen in --workdir={workdir} here: {SHARED}"
+        )
+    raise DeviceError(
         f"process {hello['index']} could not reach process 0 at {address} within "
         f"{seconds:.0f} s ({reason}); it must run, and the port be open, there"
     )
-
-
-def _ask(
-    where: tuple[str, int], hello: dict[str, Any], left: float, seconds: float
-) -> tuple[socket.socket, dict[str, Any]]:
-    """Connection to process 0, and its answer. Raises `OSError` or `ValueError`."""
-    with contextlib.ExitStack() as link:
-        server = link.enter_context(socket.create_connection(where, timeout=left))
-        server.sendall(json.dumps(hello).encode() + b"\n")
-        # Process 0 has its own deadline, and says who is missing.
-        answer = _line(server, seconds + HELLO_SECONDS)
-        if answer is None or "fault" not in answer:
-            raise ValueError("what answers there is no process 0")
-        link.pop_all()
-    return server, answer
-
-
-def _read(peer: socket.socket) -> dict[str, Any] | None:
-    """Line of a process that connected; None for a stranger's."""
-    try:
-        hello = _line(peer, HELLO_SECONDS)
-    except (OSError, ValueError, RecursionError):
-        return None
-    kinds = {"index": int, "count": int, "facts": dict, "host": str}
-    known = isinstance(hello, dict) and all(
-        isinstance(hello.get(name), kind) for name, kind in kinds.items()
-    )
-    return hello if known and 0 <= hello["index"] < hello["count"] else None
-
-
-def _line(peer: socket.socket, seconds: float) -> Any:
-    """JSON of a line; None if it does not end in time. Raises `ValueError`."""
-    text, deadline = b"", time.monotonic() + seconds
-    while not text.endswith(b"\n") and len(text) < LONGEST:
-        peer.settimeout(max(deadline - time.monotonic(), 0.001))
-        piece = peer.recv(LONGEST)
-        if not piece:
-            return None
-        text += piece
-    return json.loads(text)

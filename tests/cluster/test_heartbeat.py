@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,13 @@ from tests.runs import ROOT
 
 # A process of a run, whose link is its standard input; it waits as in a collective.
 PROGRAM = """
-import socket, sys, time
+import os, socket, sys, time
 from haiku_template.cluster import heartbeat
 from haiku_template.cluster.rendezvous import Peer
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.1, 1.0
 heartbeat.LEAVE_SECONDS, heartbeat.GATHER_SECONDS = 0.2, 0.5
-link, index = socket.socket(fileno=0), {index}
+link, index = socket.socket(fileno=os.dup(0)), {index}
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # A child has a standard input of its own.
 heart = heartbeat.Heartbeat([Peer(f"process {{1 - index}} on here", link)], index)
 print("ready", flush=True)
 {ending}
@@ -125,6 +127,113 @@ def test_one_that_finished_is_lost_to_one_that_waits_for_it(other):
     assert code == 69
     words = r"error: process 0 on here finished at [\d:]{8}, and process 1 waits for it"
     assert re.match(words, errors) and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"xx}\n",
+        b"[" * 60_000 + b"\n",
+        b"[1]\n",
+        b"\xff\n",
+        b'{"left": "x", "code": []}\n',
+        b'{"lost": "x", "code": "69"}\n',
+        b"x" * 10_000_000,
+        b" " * 200_000 + b"x" * 200_000,
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_line_that_is_no_heartbeats_counts_as_a_lost_process(other, line, index):
+    process, link = other(index=index)
+    link.settimeout(10)
+    with contextlib.suppress(OSError):  # It ends.
+        link.sendall(line)
+    code, errors = ended(process)
+    assert code == 69
+    assert "sent what is no heartbeat's at" in errors and errors.count("\n") == 1
+    assert len(errors) < 3_000
+
+
+def test_a_line_without_an_end_takes_no_memory(other):
+    process, link = other("time.sleep(60)")
+    before = resident(process)
+    heartbeats = [b"x" * 1_000_000] * 200
+    with contextlib.suppress(OSError):
+        for piece in heartbeats:
+            link.sendall(piece)
+            assert resident(process) < before + 10_000_000
+    assert ended(process)[0] == 69
+
+
+def resident(process):
+    """Bytes of memory that a process has had at most."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return 1024 * int(found[1]) if found else 0
+
+
+def test_words_of_another_process_command_no_terminal(other):
+    process, link = other()
+    link.sendall(json.dumps({"left": "\x1b[2J\x07\n\rerror: done"}).encode() + b"\n")
+    _, errors = ended(process)
+    assert errors.count("\n") == 1 and errors[:-1].isprintable()
+
+
+HELPED = """
+import ctypes
+from haiku_template.cluster import relay
+from haiku_template.cluster.identity import Start
+from haiku_template.cluster.rendezvous import Meeting
+start = Start("0" * 32, b"key")
+relay.start(Meeting(heart.peers, start), "127.0.0.1:1", index, 0.1)
+{ending}
+"""
+# A function of C that keeps Python's lock.
+LOCKED = "ctypes.PyDLL(None).usleep(1_500_000); heart.leave('is back')"
+
+
+def wait_for_helper(link, words=b" "):
+    heard = b""
+    while words not in heard:
+        piece = link.recv(99)
+        assert piece, "it ended"
+        heard += piece
+    return heard
+
+
+def test_a_process_beats_while_pythons_lock_is_held(other):
+    process, link = other(HELPED.format(ending=LOCKED))
+    link.settimeout(0.8)  # It is silent for no longer.
+    heard = wait_for_helper(link, b"is back")
+    assert b" " * 10 in heard
+
+
+def test_a_process_that_is_stopped_is_silent_and_heard_again(other):
+    process, link = other(HELPED.format(ending="time.sleep(60)"))
+    link.settimeout(10)
+    wait_for_helper(link)
+    os.kill(process.pid, signal.SIGSTOP)
+    link.settimeout(0.6)
+    with pytest.raises(TimeoutError):
+        for _ in range(20):
+            link.recv(99)
+    os.kill(process.pid, signal.SIGCONT)
+    assert link.recv(1)
+
+
+def test_a_helper_ends_with_its_process(other):
+    process, link = other(HELPED.format(ending="time.sleep(60)"))
+    link.settimeout(10)
+    wait_for_helper(link)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    process.kill()
+    with contextlib.suppress(ConnectionError):
+        while link.recv(99):
+            pass
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{number}").exists() for number in children.split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_one_that_left_in_order_is_not_missed(other):
