@@ -110,10 +110,10 @@ def test_idle_connections_hold_no_start(tmp_path, address):
 def test_the_key_is_the_users_alone_and_is_gone_after(tmp_path, address):
     workdir = tmp_path / "runs" / "new"
     with waiting(address, 2, workdir) as first:
-        (file,) = workdir.iterdir()
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
         with connect(address) as stranger:
             greeting = identity.read(stranger, 5)
+        (file,) = workdir.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert file.name == f".start-{greeting['start']}"
         assert file.read_bytes().hex() not in json.dumps(greeting)
         assert come(address, 2, 1, workdir) is None
