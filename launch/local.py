@@ -20,6 +20,7 @@ import ctypes
 import itertools
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -99,12 +100,14 @@ def start(
 ) -> None:
     """Fills `running` with a process for each card; None stands for all there are."""
     address = f"--coordinator_address=127.0.0.1:{free_port()}"
+    # By which processes of a script know each other; commands do by the workdir.
+    run = {"HAIKU_TEMPLATE_RUN": secrets.token_hex(16)}
     running.clear()
     tie = tied(os.getpid())
     for index, card in enumerate(cards):
         own = [address, f"--num_processes={len(cards)}", f"--process_id={index}"]
         more = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        whole, environ = [*command, *own], os.environ | more
+        whole, environ = [*command, *own], os.environ | run | more
         running.append(subprocess.Popen(whole, env=environ, preexec_fn=tie))
 
 

@@ -161,6 +161,13 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
             write_json(workdir / RUN, {"id": uuid.uuid4().hex})
+            if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+                logger.warning(
+                    "this job was queued again (SLURM_RESTART_COUNT=%s), and %s has no "
+                    "checkpoint: the run starts at step 0; if it had saved any, %s is "
+                    "on another node's own disk, and must be on one that all share",
+                    *(os.environ["SLURM_RESTART_COUNT"], workdir, workdir),
+                )
     file, env = workdir / ENV, environment(devices)
     with dispensable(file):
         try:

@@ -134,6 +134,23 @@ def test_a_run_that_was_killed_before_its_first_save_starts_anew(tmp_path):
     assert [r["step"] for r in read(killed / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
 
 
+@pytest.mark.parametrize("count", [None, "0", "2"])
+def test_a_job_that_slurm_queued_again_starts_at_step_0_with_a_word(
+    tmp_path, caplog, monkeypatch, count
+):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if count is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    devices = DeviceManager.create("cpu", num_devices=1)
+    workdir.open_workdir(tmp_path, {}, devices)
+    words = "queued again (SLURM_RESTART_COUNT=2)"
+    assert (words in caplog.text) == (count == "2")
+    (tmp_path / workdir.CHECKPOINTS / "10").mkdir(parents=True)
+    caplog.clear()
+    workdir.open_workdir(tmp_path, {}, devices)
+    assert words not in caplog.text
+
+
 @pytest.mark.long
 def test_four_hundred_saves_leak_no_descriptor_and_no_thread(tmp_path):
     code = f"""
