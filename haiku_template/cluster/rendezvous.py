@@ -259,14 +259,13 @@ def _visit(
             if answer["fault"]:
                 raise DeviceError(identity.printable(answer["fault"]))
             return Meeting([Peer(identity.printable(answer["name"]), link)], start)
-        except identity.UnseenError as error:
+        except identity.UnseenError:
             latest = min(latest, time.monotonic() + SHARED_SECONDS)
-            reason = error
         except (OSError, ValueError, KeyError) as error:
             reason = error
         links.close()
         time.sleep(RETRY_SECONDS)
-    if isinstance(reason, identity.UnseenError):
+    if latest < math.inf:  # Process 0 may have given up since.
         raise ConfigError(
             f"process {hello['index']} came to process 0 at {address}, whose start is "
             f"not to be seen in --workdir={workdir} here: {SHARED}"

@@ -130,10 +130,14 @@ def test_keys_of_killed_processes_are_removed_in_time(tmp_path):
         assert not old.exists() and new.exists()
 
 
-def test_a_workdir_that_is_not_shared_is_said_by_both(tmp_path, address, monkeypatch):
-    monkeypatch.setattr(rendezvous, "SHARED_SECONDS", 0.5)
-    with waiting(address, 2, tmp_path / "a", 1.5) as first:
-        second = come(address, 2, 1, tmp_path / "b")
+@pytest.mark.parametrize("seconds", [0.5, 5.0])
+def test_a_workdir_that_is_not_shared_is_said_by_both(
+    tmp_path, address, monkeypatch, seconds
+):
+    """Also by one that waits longer than process 0."""
+    monkeypatch.setattr(rendezvous, "SHARED_SECONDS", seconds)
+    with waiting(address, 2, tmp_path / "a", 1.0) as first:
+        second = come(address, 2, 1, tmp_path / "b", 1.5)
         for error in (first.result(), second):
             assert isinstance(error, ConfigError)
             assert "a workdir must be on a disk that all processes share" in str(error)
