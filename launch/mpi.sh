@@ -6,7 +6,12 @@
 #
 # starts two processes on this machine, or one for all cards of each host of a file with
 # lines such as `node1 slots=1`. This machine is the first of them: process 0 is here. All
-# have the workdir, and this folder, at the same path.
+# have the workdir, and this folder, at the same path. Inside an allocation of Slurm mpirun
+# knows the nodes itself. The options are Open MPI 4's; 5 takes them by other names (PRRTE).
+
+# NCCL's own words about what fails. Where nodes have several networks, name theirs:
+# export NCCL_SOCKET_IFNAME=ib0. InfiniBand needs `ulimit -l unlimited` on each host.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
 options=(
   # Else each of two processes has one core, for the threads that read its data, too.
@@ -37,7 +42,7 @@ stop() {
   done
   kill "$run"
 }
-trap stop TERM INT
+trap stop TERM INT HUP USR1
 
 while wait "$run"; code=$?; ((code > 128)) && kill -0 "$run" 2>/dev/null; do :; done
 exit "$code"

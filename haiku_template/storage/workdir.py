@@ -12,9 +12,9 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -29,6 +29,7 @@ CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jso
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN = ".lock", "run.json"
+LOCK_SECONDS = 120.0  # More than a lease of NFS.
 PROCESSES, PROGRAM = "processes", "program.json"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
@@ -62,8 +63,7 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
         exported files; or it cannot be a directory.
     """
     with usable(workdir):
-        if is_locked(workdir):
-            raise _already_running(workdir)
+        _wait_for_lock(workdir, lambda: not is_locked(workdir))
         _check_contents(workdir, config)
 
 
@@ -213,9 +213,7 @@ def locked(workdir: Path) -> Iterator[None]:
         file = (workdir / LOCK).open("a")
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _already_running(workdir) from error
+            _wait_for_lock(workdir, lambda: _lock(file))
         except OSError as error:
             logger.warning(
                 "%s cannot be locked (%s): see to it that no other run writes there",
@@ -235,10 +233,37 @@ def is_locked(workdir: Path) -> bool:
     return False
 
 
-def _already_running(workdir: Path) -> ConfigError:
-    return ConfigError(
-        f"another run is writing to {workdir}; wait for it, or use another --workdir"
-    )
+def _lock(file: IO) -> bool:
+    """Takes the lock, or returns False if another run has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(workdir: Path, is_free: Callable[[], bool]) -> None:
+    """Returns once the lock is free; raises `ConfigError` if another run keeps it.
+
+    A lost process of several may keep it for a while after all others ended: a stopped
+    one, or one of a node that is cut off.
+    """
+    if is_free():
+        return
+    words = f"another run is writing to {workdir}"
+    if jax.process_count() == 1:
+        raise ConfigError(f"{words}; wait for it, or use another --workdir")
+    logger.warning("%s; waiting up to %.0f s for its end", words, LOCK_SECONDS)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while not is_free():
+        if time.monotonic() > deadline:
+            error = ConfigError(
+                f"{words}, also after {LOCK_SECONDS:.0f} s: end what is left of it, or "
+                "use another --workdir; the same command resumes the run then"
+            )
+            error.exit_code = 75  # It need not come again.
+            raise error
+        time.sleep(LOCK_SECONDS / 120)
 
 
 @contextlib.contextmanager

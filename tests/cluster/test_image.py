@@ -43,7 +43,8 @@ def test_what_the_package_asks_for_is_pinned(asked):
 
 
 def test_the_image_has_what_the_lock_was_made_for():
-    (python,) = re.findall(r"^FROM python:([\d.]+)-slim$", IMAGE, re.M)
+    (python,) = re.findall(r"^ARG BASE=python:([\d.]+)-slim-\w+$", IMAGE, re.M)
+    assert re.search(r"^FROM \$BASE$", IMAGE, re.M) and "BASE=python@sha256:" in IMAGE
     assert f"--python-version {python} " in LOCK
     assert "pip install --require-hashes --requirement launch/requirements" in IMAGE
     for line in re.findall(r"^COPY (.+) \S+$", IMAGE, re.M):
@@ -54,3 +55,20 @@ def test_the_image_runs_as_a_user_and_not_as_root():
     (user,) = re.findall(r"^USER (.*)$", IMAGE, re.M)
     assert f"--uid 1000 --create-home {user} " in IMAGE
     assert IMAGE.rstrip().endswith(f"USER {user}")
+
+
+def test_the_image_has_what_nccl_opens_for_infiniband():
+    (installed,) = re.findall(r"apt-get install (.*?) \\\n    &&", IMAGE, re.S)
+    asked = {"libibverbs1", "librdmacm1", "ibverbs-providers", "git"}
+    assert asked <= set(installed.split())
+
+
+def test_what_is_copied_is_sent_to_the_builder_and_nothing_else():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    copied = {
+        name.split("/")[0]
+        for line in re.findall(r"^COPY (.+) \S+$", IMAGE, re.M)
+        for name in line.split()
+    }
+    assert "*" in lines and sent == copied

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path, address, i
     """Without a launcher, which would pass the signal on to the other."""
     workdir = tmp_path / "run"
     long = command(workdir, 1, num_steps=100_000, eval_every=None)
-    runs = by_hand(address, long, long, stdout=subprocess.DEVNULL)
+    runs = by_hand(address, long, long, stdout=DEVNULL)
     wait_for((workdir / "checkpoints" / "10").is_dir)
     runs[index].send_signal(signal.SIGTERM)
     errors = [run.communicate(timeout=20)[1] for run in runs]
@@ -195,6 +196,25 @@ def test_a_process_waits_so_long_for_the_others_as_it_is_told(tmp_path, address)
     assert [run.returncode for run in runs] == [69, 69]
     assert "1 of 2 processes joined" in runs[0].stderr
     assert all("within 2 s" in run.stderr for run in runs)
+
+
+@pytest.mark.cluster
+def test_a_run_waits_for_the_lock_of_its_stopped_process(tmp_path, address):
+    workdir, port = tmp_path / "run", int(address.split(":")[1])
+    long = command(workdir, 1, num_steps=100_000, eval_every=None)
+    old = by_hand(address, long, long, stdout=DEVNULL, stderr=DEVNULL)
+    wait_for((workdir / "checkpoints" / "10").is_dir)
+    old[0].send_signal(signal.SIGSTOP)
+    old[1].kill()
+    steps = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
+    short = command(workdir, 1, num_steps=steps + 100, eval_every=None)
+    with (tmp_path / "errors").open("w") as errors:
+        runs = by_hand(f"127.0.0.1:{port + 1}", short, short, stderr=errors)
+    try:
+        wait_for(lambda: "waiting up to 120 s" in (tmp_path / "errors").read_text())
+    finally:
+        old[0].kill()
+    assert [run.wait(timeout=100) for run in runs] == [0, 0]
 
 
 @pytest.mark.cluster

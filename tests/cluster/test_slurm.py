@@ -93,6 +93,7 @@ def test_a_cancelled_job_saves_and_is_resumed(tmp_path, environ):
 def submit(environ, output, *command):
     """Submits launch/slurm.sbatch as users do, for nodes that have no cards."""
     options = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={output}"]
+    environ = environ | {"JAX_COMPILATION_CACHE_DIR": str(output.parent / "compiled")}
     done = subprocess.run(
         ["sbatch", "--parsable", *options, str(ROOT / "launch/slurm.sbatch"), *command],
         env=environ,
@@ -138,7 +139,7 @@ def test_a_preempted_job_is_queued_again_and_ends_its_run(tmp_path, environ):
     wait_for_job(environ, number, output, seconds=250, **done)
     printed = output.read_text()
     (step,) = set(re.findall(r"step (\d+) is saved", printed))
-    assert f"job {number} ended with 75: restart 1 of 50" in printed
+    assert f"job {number} ended with 75: restart 1" in printed
     assert f"resumed at step {step}" in printed and int(step) < 2000
     assert (workdir / "checkpoints" / "2000").is_dir()
 
@@ -162,7 +163,7 @@ def test_a_job_that_lost_a_process_is_queued_again(
     output = tmp_path / "out"
     number = submit(environ, output, "bash", "-c", ONCE + script)
     wait_for_job(environ, number, output, JobState="COMPLETED", Restarts="1")
-    assert f"job {number} ended with {code}: restart 1 of 50" in output.read_text()
+    assert f"job {number} ended with {code}: restart 1" in output.read_text()
     assert f"Exited with exit code {shown}" in output.read_text()
 
 
@@ -171,7 +172,11 @@ def test_a_job_that_lost_a_process_is_queued_again(
     [
         ({}, 64, "64\n"),
         ({}, 70, "70\n"),
-        ({"MOST_RESTARTS": "0"}, 75, "75 after 0 of 0 restarts\n"),
+        (
+            {"MOST_FRUITLESS": "1"},
+            69,
+            "69, and is not queued again: 1 starts in a row saved nothing new\n",
+        ),
     ],
 )
 def test_a_job_that_would_end_the_same_way_ends(
@@ -181,6 +186,23 @@ def test_a_job_that_would_end_the_same_way_ends(
     number = submit(environ | variables, output, "bash", "-c", f"exit {code}")
     wait_for_job(environ, number, output, JobState="FAILED", ExitCode=f"{code}:0")
     assert output.read_text().endswith(f"job {number} ended with {words}")
+
+
+def test_starts_that_save_nothing_new_end_the_job_and_preempted_ones_do_not(
+    tmp_path, environ
+):
+    """The first is preempted, the second saves, and the third and fourth do nothing."""
+    output, workdir = tmp_path / "out", tmp_path / "run"
+    script = "case $SLURM_RESTART_COUNT in '') exit 75;; 1) mkdir -p $1; esac; exit 69"
+    words = ["bash", "-c", script, "run", str(workdir / "checkpoints/10")]
+    variables = environ | {"MOST_FRUITLESS": "2"}
+    number = submit(variables, output, *words, f"--workdir={workdir}")
+    ends = {"JobState": "FAILED", "Restarts": "3"}
+    wait_for_job(environ, number, output, seconds=200, **ends)
+    printed = output.read_text()
+    assert [x in printed for x in ("restart 1", "restart 2", "restart 3")] == [True] * 3
+    assert "69, and is not queued again: 2 starts in a row saved nothing new" in printed
+    assert not [*workdir.glob(".fruitless*")]
 
 
 def test_a_job_that_a_user_cancels_saves_and_stays_away(tmp_path, environ):

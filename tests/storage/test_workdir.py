@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -304,6 +305,30 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog,
     assert int(run(tmp_path).state.step) == 4
     assert "cannot be locked" in caplog.text
     assert not workdir.is_locked(tmp_path)
+
+
+def enter(path):
+    with workdir.locked(path):
+        return
+
+
+@pytest.mark.parametrize("start", [enter, lambda path: workdir.check(path, {})])
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_processes_wait_for_the_lock_of_a_run_that_is_not_quite_gone(
+    tmp_path, monkeypatch, start, count
+):
+    monkeypatch.setattr(workdir, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(workdir.jax, "process_count", lambda: count)
+    with contextlib.ExitStack() as other:
+        other.enter_context(workdir.locked(tmp_path))
+        with pytest.raises(ConfigError, match="another run is writing") as caught:
+            start(tmp_path)
+        # Where it need not come again, launchers start the run again.
+        assert caught.value.exit_code == (75 if count == 2 else 64)
+        if count == 2:
+            monkeypatch.setattr(workdir, "LOCK_SECONDS", 20.0)
+            threading.Timer(0.3, other.close).start()
+            start(tmp_path)
 
 
 def test_brackets_in_what_is_shown_are_shown_as_they_are(tmp_path, capsys):
