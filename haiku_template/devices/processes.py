@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 import threading
 import time
 from collections import Counter
@@ -13,6 +15,13 @@ import numpy as np
 
 from haiku_template.errors import ConfigError, DeviceError
 
+# Variables beside JAX's options that change what a program computes.
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Options in which processes may differ: what is written where, and seen of it.
+OWN = re.compile(
+    "cache|captured|dump|log|traceback|tracer|debug|pprint|profil|pgle|address|visible|"
+    "mtls|timeout|source|guard|default_device|explain|garbage|platform|num_cpu"
+)
 _SINCE: dict[int, float] = {}  # When each thread that waits began to.
 
 
@@ -88,10 +97,21 @@ def of(devices: list[jax.Device]) -> Processes:
     by_id = {d.id: d for d in jax.devices(devices[0].platform)}
     # Known to each before any of them can compute with the others.
     _check_alike(Counter(d.process_index for d in by_id.values()))
+    this = Processes(jax.process_index(), jax.process_count())
+    this.agree(options(), advice="start all with the same environment and flags")
     chosen = gather([d.id for d in devices])
     _check_alike(dict(enumerate(map(len, chosen))))
     everyone = tuple(by_id[number] for each in chosen for number in each)
-    return Processes(jax.process_index(), jax.process_count(), everyone)
+    return this._replace(devices=everyone)
+
+
+def options() -> dict[str, str]:
+    """Options of JAX, and variables of XLA, that all processes must share."""
+    found = {k: str(x) for k, x in jax.config.values.items() if not OWN.search(k)}
+    for name in VARIABLES:
+        flags = os.environ.get(name, "").split()
+        found[name] = " ".join(sorted(x for x in flags if not OWN.search(x)))
+    return found
 
 
 def _check_alike(counts: dict[int, int]) -> None:
@@ -112,7 +132,8 @@ def gather(value: Any) -> list[Any]:
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with jax.transfer_guard("allow"), _waiting():
-        sizes = multihost_utils.process_allgather(np.array(len(data)))
+        # Not an int64, which others may not have.
+        sizes = multihost_utils.process_allgather(np.array(len(data), np.int32))
         padded = np.zeros(sizes.max(), np.uint8)
         padded[: len(data)] = data
         rows = multihost_utils.process_allgather(padded)

@@ -250,7 +250,7 @@ def run(
     """
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
-    devices.processes.agree(flatten(saved, "config."))
+    devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
     trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
     if dry_run:
         return print_budget(trainer, memory_limit)

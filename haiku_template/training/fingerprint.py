@@ -2,6 +2,7 @@
 
 It digests the jaxprs of the steps, traced as on one device, and the first batches.
 Names, the order of independent operations and addresses in memory do not change it.
+Processes of one run compare theirs.
 """
 
 import dataclasses
@@ -10,26 +11,38 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
 import numpy as np
 
+from haiku_template.config import LATER, completed, default_config
+from haiku_template.data import Data
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
 from haiku_template.storage import workdir as workdirs
+from haiku_template.training import step
 from haiku_template.training.evaluation import num_rows
+from haiku_template.training.optimizers import make_optimization
+from haiku_template.training.tasks import facts_of
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 FILE = "program.json"
 NAMED = ("model", "data", "task")
-FIRST_BATCH = "first batch of the training data"  # Unless processes have shares of it.
+FIRST_BATCH = "first batch of the training data"
+OVER_DEVICES = "steps over devices"  # Of code that is told the axis.
+MAYBE = {FIRST_BATCH, OVER_DEVICES}  # Not in every fingerprint.
+NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
+VERSIONS = ("jax", "python")
+CALLBACKS = {"pure_callback", "io_callback"}
 # The identity on one device.
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
 # Calls of an inner jaxpr with the same arguments.
@@ -52,64 +65,129 @@ def of(trainer: Trainer) -> dict[str, str]:
     data, functions = trainer.experiment.data, trainer.functions()
     abstract = canonical_shapes(trainer.abstract)
     state, frozen = abstract.without_frozen(), abstract.frozen
-    batch = data.train.batch(0)
-    several = trainer.devices.processes.count > 1  # Each may read its share alone.
+    batch = _whole(data.train).batch(0)
+    several = trainer.devices.processes.count > 1  # A set may give a share alone.
     rows = trainer.batch_size if several else num_rows(batch)
     shapes = canonical_shapes(batch, rows=rows)
     padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
+    training, evaluating = (state, frozen, shapes), (state.variables(), frozen, padded)
     found = {
         "jax": importlib.metadata.version("jax"),
+        "python": ".".join(platform.python_version_tuple()[:2]),
         "platform": trainer.devices.platform,
-        "train step": _traced(functions.step, state, frozen, shapes),
-        "first parameters": _traced(functools.partial(functions.init, {})),
+        "train step": traced(functions.step, *training),
+        "first parameters": traced(functools.partial(functions.init, {})),
     }
     if num_rows(batch) == rows:
         found[FIRST_BATCH] = _digest(_value(batch))
     if data.evaluation is not None:
-        given = state.variables(), frozen, padded
-        found["evaluation step"] = _traced(functions.eval_step, *given)
+        found["evaluation step"] = traced(functions.eval_step, *evaluating)
         first = data.evaluation.batch(0)
         found["first batch of the evaluation data"] = _digest(
             data.evaluation.num_batches, _value(first)
         )
+    if _told_the_axis(trainer):
+        functions = trainer.functions(AXIS_NAME)
+        over = [traced(functions.step, *training)]
+        if data.evaluation is not None:
+            over.append(traced(functions.eval_step, *evaluating))
+        found[OVER_DEVICES] = _digest(*over)
     return found
 
 
-def keep(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
+def _told_the_axis(trainer: Trainer) -> bool:
+    """Tests if code of the user's may compute something else where there is an axis."""
+    experiment = trainer.experiment
+    own = experiment.step is not None or experiment.steps is not step
+    return own or "axis_name" in facts_of(trainer.task.values)
+
+
+def _whole(train: Any) -> Any:
+    """The training set, reading whole batches also in one of several processes."""
+    spec = getattr(train, "spec", None)
+    if getattr(spec, "process_count", 1) == 1 or not dataclasses.is_dataclass(train):
+        return train
+    spec = spec._replace(process_index=0, process_count=1)
+    return dataclasses.replace(train, spec=spec)
+
+
+def _ends(data: Data) -> dict[str, str]:
+    """Digests the first and the last rows of the data, where these are arrays."""
+    found = {}
+    if hasattr(data.train, "staged"):
+        ends = [(x[:1], x[-1:]) for x in jax.tree.leaves(data.train.staged())]
+        found["first and last rows of the training data"] = _digest(_value(ends))
+    sets = {"": data.evaluation} if data.evaluation is not None else {}
+    for name, each in (sets | dict(data.evaluations)).items():
+        last = each.batch(each.num_batches - 1)
+        found[f"last batch of the evaluation data {name}".rstrip()] = _value(last)
+    return found
+
+
+def _sizes(data: Data) -> dict[str, Any]:
+    train, evaluation = data.train, data.evaluation
+    batches = None if evaluation is None else evaluation.num_batches
+    size = getattr(train, "staged_size", None) or len(getattr(train, "inputs", ()))
+    return {"training": size, "evaluation batches": batches}
+
+
+def keep(
+    workdir: Path, trainer: Trainer, config: dict[str, Any], num_steps: int
+) -> None:
     """Saves the fingerprint of a new run; asserts that a resumed run has the same.
 
+    Processes of one run must have the same, also where a config says it all.
+
     Raises:
-      ConfigError: the mathematics or the data changed; names the parts.
+      ConfigError: the mathematics or the data changed, or differ between processes;
+        names the parts.
     """
+    processes, file = trainer.devices.processes, workdir / FILE
+    if not needed(config) and processes.count == 1:
+        return
+    found = of(trainer)
+    if processes.count > 1:
+        data = trainer.experiment.data  # Features are of one process alone.
+        parts = (found | _ends(data)).items()
+        parts = {f"the fingerprint of the {k}": x for k, x in parts}
+        processes.agree({"the size of the data": _sizes(data)} | parts)
     if not needed(config):
         return
-    file, found = workdir / FILE, of(trainer)
-    shared = {k: x for k, x in found.items() if k != FIRST_BATCH}
-    trainer.devices.processes.agree(shared)
     if workdirs.has_checkpoints(workdir) and file.exists():
-        advice = "Nothing was changed there: use another --workdir or restore what was "
-        advice += f"edited; to resume all the same, remove {file}"
-        _check(workdir, found, f". {advice}")
+        advice = ". Nothing was changed there: use another --workdir or restore what "
+        advice += f"was edited; to resume all the same, remove {file}"
+        _check(workdir, trainer, config, num_steps, found, advice)
     else:
         with workdirs.usable(workdir):
-            workdirs.write_json(file, found)
+            workdirs.write_json(file, found | {NUM_STEPS: num_steps})
 
 
-def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
+def warn_of_changes(workdir: Path, trainer: Trainer, config: dict[str, Any]) -> None:
     """Warns if a finished run's experiment is not the one that it was trained with."""
     if (workdir / FILE).exists():
         try:
-            _check(workdir, of(trainer))
+            _check(workdir, trainer, config, config.get(NUM_STEPS), of(trainer))
         except ConfigError as error:
             logger.warning("%s", error)
 
 
-def _check(workdir: Path, found: dict[str, str], advice: str = "") -> None:
+def _check(
+    workdir: Path,
+    trainer: Trainer,
+    config: dict[str, Any],
+    num_steps: int | None,
+    found: dict[str, str],
+    advice: str = "",
+) -> None:
+    """Asserts that this is the fingerprint of the run, whose `num_steps` may differ."""
     kept = workdirs.read_json(workdir / FILE)
-    names = [k for k in kept.keys() | found.keys() if kept.get(k) != found.get(k)]
-    if not (FIRST_BATCH in kept and FIRST_BATCH in found):
-        names = [name for name in names if name != FIRST_BATCH]
-    changed = ", ".join(sorted(set(names) - {"jax", "platform"}))
+    saved = workdirs.read_json(workdir / workdirs.CONFIG)
+    began = kept.get(NUM_STEPS) or saved.get(NUM_STEPS) or num_steps
+    names = _differences(kept, found)
+    if names - {*VERSIONS} and began != num_steps and _is_complete(config):
+        found = of(_as_it_began(trainer, config, began))
+        names = _differences(kept, found)
+    changed = ", ".join(sorted(names - {"platform", *VERSIONS}))
     if not changed:
         return
     if "platform" in names:
@@ -120,17 +198,47 @@ def _check(workdir: Path, found: dict[str, str], advice: str = "") -> None:
         )
         return
     reason = "its code or its data was edited since"
-    if "jax" in names:
-        reason = (
-            f"that is the change from jax {kept.get('jax')} to {found['jax']}, or its "
-            "code or its data was edited since"
-        )
+    for name in VERSIONS:
+        if name in names:
+            change = f"from {name} {kept.get(name)} to {found[name]}"
+            reason = f"that is the change {change}, or {reason}"
+    if None not in (began, num_steps) and began != num_steps and not config:
+        reason += f", or {NUM_STEPS}, which was {began} and is {num_steps}, is in its "
+        reason += "schedule"
     raise ConfigError(
         f"the run in {workdir} computed something else ({changed}): {reason}{advice}"
     )
 
 
-def _traced(function: Callable[..., Any], *args: Any) -> str:
+def _differences(kept: dict[str, str], found: dict[str, str]) -> set[str]:
+    """Names the parts that differ; some are not in every fingerprint."""
+    optional = {name for name in MAYBE if name not in kept or name not in found}
+    if "python" not in kept:  # Of an earlier version.
+        optional.add("python")
+    keys = (kept.keys() | found.keys()) - {NUM_STEPS, *optional}
+    return {key for key in keys if kept.get(key) != found.get(key)}
+
+
+def _is_complete(config: dict[str, Any]) -> bool:
+    """Tests if this is a config of the template's, and not a script's own record."""
+    return {*default_config()} - {*LATER} <= config.keys()
+
+
+def _as_it_began(trainer: Trainer, config: dict[str, Any], num_steps: int) -> Trainer:
+    """The trainer with the schedule of a run that began with so many steps.
+
+    The schedule's end is a number in the step; that it moves is not an edit.
+    """
+    whole, _ = trainer.through or (trainer, None)
+    keys = completed(config)["optimizer"]
+    keys["warmup_steps"] = min(keys["warmup_steps"], num_steps - 1)  # Was said then.
+    optimizer, schedule = make_optimization(num_steps, **keys)
+    parts = {"optimizer": optimizer, "schedule": schedule}
+    experiment = dataclasses.replace(whole.experiment, **parts)
+    return experiment.trainer(whole.devices)
+
+
+def traced(function: Callable[..., Any], *args: Any) -> str:
     """Digests the jaxpr of a function of these shapes."""
     # Models may average over the axis, as they do on several devices.
     return _jaxpr(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
@@ -177,9 +285,46 @@ def _equation(equation: Any, given: list[str]) -> list[str]:
     if name in CALLS:
         return _results(next(params[key] for key in BODIES if key in params), given)
     shown = [f"{k}={_value(params[k])}" for k in sorted(params) if not PLACED.search(k)]
+    if name in CALLBACKS:
+        function = params["callback"]
+        shown.append(_code(getattr(function, "callback_func", function)))
     shapes = [variable.aval.str_short() for variable in equation.outvars]
     whole = _digest(name, *shown, *shapes, *given)
     return [_digest(whole, i) for i in range(len(equation.outvars))]
+
+
+def _code(function: Any, callers: tuple[Any, ...] = ()) -> str:
+    """Digests a Python function with what it refers to, and its module's functions."""
+    if isinstance(function, functools.partial):
+        bound = _value(function.args), _value(function.keywords)
+        return _digest(_code(function.func, callers), *bound)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        function = type(function).__call__  # Of an object.
+    if not isinstance(function, FunctionType) or function in callers:
+        return _value(function)
+
+    def digest(value: Any) -> str:
+        own = getattr(value, "__module__", "") == function.__module__
+        is_code = own and isinstance(value, FunctionType)
+        return _code(value, (*callers, function)) if is_code else _value(value)
+
+    code, names = function.__code__, function.__globals__
+    references = [names[name] for name in _references(code) if name in names]
+    references += [cell.cell_contents for cell in function.__closure__ or ()]
+    references += [function.__defaults__, function.__kwdefaults__]
+    return _digest(_bytecode(code), *map(digest, references))
+
+
+def _references(code: CodeType) -> list[str]:
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return sorted({*code.co_names, *(name for x in inner for name in _references(x))})
+
+
+def _bytecode(code: CodeType) -> str:
+    values = code.co_consts
+    inner = [_bytecode(x) if isinstance(x, CodeType) else _value(x) for x in values]
+    return _digest(code.co_code.hex(), code.co_names, code.co_varnames, *inner)
 
 
 def _value(value: Any) -> str:

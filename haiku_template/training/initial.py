@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from haiku_template.data import Data, each_shape
+from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen, from_features
@@ -149,7 +149,6 @@ def restored_or_first(
         {
             "the newest checkpoint": start,
             "num_steps": num_steps,
-            "the size of the data": _sizes(trainer.experiment.data),
             "the placement of the data": trainer.placement,
         }
     )
@@ -168,13 +167,6 @@ def restored_or_first(
     if whole.experiment.init_from is not None:
         check_same_frozen(trainer.devices, state.frozen, workdir, base)
     return start, state
-
-
-def _sizes(data: Data) -> dict[str, Any]:
-    train, evaluation = data.train, data.evaluation
-    batches = None if evaluation is None else evaluation.num_batches
-    size = getattr(train, "staged_size", None) or len(getattr(train, "inputs", ()))
-    return {"training": size, "evaluation batches": batches}
 
 
 def with_features(trainer: "Trainer") -> "Trainer":

@@ -99,7 +99,7 @@ def train(
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
-        fingerprint.keep(directory, trainer, config)
+        fingerprint.keep(directory, trainer, config, num_steps)
         workdirs.open_workdir(directory, config, devices)
         shown = {"num_steps": num_steps, "batch_size": trainer.batch_size}
         report = Report(directory, devices, work=trainer.work, **shown)

@@ -1,10 +1,14 @@
-"""Digits, of which process 1 has one example less, or a batch that it cannot read."""
+"""Digits, of which process 1 has one example less, other contents, or another order.
+
+Or a batch that it cannot read.
+"""
 
 import dataclasses
 
 import jax
+import numpy as np
 
-from haiku_template.data import ArrayDataset
+from haiku_template.data import ArrayDataset, from_iterator
 from haiku_template.data.datasets import digits
 from haiku_template.errors import ConfigError
 
@@ -22,6 +26,36 @@ def augmented(spec):
     found = data(spec)
     train = dataclasses.replace(found.train, augment=lambda inputs, _: inputs)
     return found._replace(train=train)
+
+
+def contents(spec):
+    """The training set whose last example is another one in process 1."""
+    found = digits(spec)
+    inputs = found.train.inputs.copy()
+    inputs[-1] += jax.process_index()
+    return found._replace(train=dataclasses.replace(found.train, inputs=inputs))
+
+
+def evaluation(spec):
+    """Digits whose last example to evaluate on is another one in process 1."""
+    found = digits(spec)
+    labels = found.evaluation.labels.copy()
+    labels[-1] = jax.process_index()
+    evaluation = dataclasses.replace(found.evaluation, labels=labels)
+    return found._replace(evaluation=evaluation)
+
+
+def shuffled(spec):
+    """Batches of a loader whose order has no seed."""
+    found = digits(spec._replace(process_index=0, process_count=1))
+
+    def batches():
+        rng = np.random.default_rng()
+        while True:
+            rows = rng.permutation(len(found.train.inputs))[: spec.batch_size]
+            yield found.train.gather(found.train.staged(), rows)
+
+    return found._replace(train=from_iterator(batches))
 
 
 class Unreadable(ArrayDataset):

@@ -117,6 +117,58 @@ def test_an_edit_of_the_mathematics_or_the_data_changes_the_fingerprint(edit, un
     assert of(**EDITS[edit]) != unedited
 
 
+def of_axis(factor, num_devices=1):
+    def task(outputs, batch, axis_name):
+        loss = classification(outputs, batch)["loss"]
+        return {"loss": loss if axis_name is None else factor * loss}
+
+    return of(num_devices, task=task)
+
+
+def test_what_a_task_does_where_there_is_an_axis_is_in_the_fingerprint(unedited):
+    one, other = of_axis(1), of_axis(4)
+    assert of_axis(1, num_devices=4) == one
+    changed = {k for k in one if other[k] != one[k]}
+    assert changed == {"steps over devices"} and not changed & unedited.keys()
+
+
+FACTOR = 2.0
+
+
+def doubled(x):
+    return FACTOR * x
+
+
+def of_callback(function):
+    def call(x):
+        return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return fingerprint.traced(call, TABLE)
+
+
+def scaled(factor, names=("a", "b", "c")):
+    return lambda x: factor * x * (x.dtype.kind in {"f", "V", *names})
+
+
+def test_the_code_of_a_callback_is_in_the_fingerprint(monkeypatch):
+    """Its instructions and constants, what it closes over, and its module's names."""
+    calls = {
+        "lambda": lambda x: x + 1,
+        "another operation": lambda x: x - 1,
+        "another number": lambda x: x + 2,
+        "closed over": scaled(2.0),
+        "another closed over": scaled(3.0),
+        "bound": functools.partial(np.multiply, 2.0),
+        "another bound": functools.partial(np.multiply, 3.0),
+        "global": lambda x: doubled(x),
+    }
+    found = {name: of_callback(call) for name, call in calls.items()}
+    assert len({*found.values()}) == len(calls)
+    assert of_callback(scaled(2.0)) == found["closed over"]
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
+    assert of_callback(calls["global"]) != found["global"]
+
+
 def test_the_fingerprint_is_that_of_any_number_of_devices(unedited):
     def batch_norm(num_devices):
         images = INPUTS.reshape(-1, 8, 1, 1)
