@@ -8,8 +8,9 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ class Checkpoints:
     the next `save`, or leaving the context, waits for the last to be on disk.
 
     The newest `keep_last` stay, and of those saved with metrics the `keep_best` whose
-    `best_metric` is lowest (`best_mode` is `min`) or highest (`max`). `cleanup` removes
+    `best_metric` is lowest (`best_mode` is `min`) or highest (`max`); of equals the
+    earlier, whatever else is kept. `cleanup` removes
     what a killed save left; only for the one process that saves. Checkpoints of another
     `run` than this id are refused; None compares the step alone.
 
@@ -64,11 +66,12 @@ class Checkpoints:
         # Otherwise the first save compiles a slice for each device and shape.
         context.array.saving.use_replica_parallel = False
         kept = ocp.training.preservation_policies
-        best = kept.BestN(
-            get_metric_fn=self._rank,
-            n=keep_best,
-            keep_checkpoints_without_metrics=False,
+        best = SimpleNamespace(
+            should_preserve=lambda found, context: [
+                x.step in self.best_first(found)[:keep_best] for x in found
+            ]
         )
+        self.policies = [kept.LatestN(keep_last), best]
         try:
             # Orbax's own cleanup is a thread that a start which fails would outrun.
             cleanup = cleanup and self._saves
@@ -82,9 +85,7 @@ class Checkpoints:
                 checkpoint_manager.utils.reached_preemption = lambda _: False
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
-                preservation_policy=kept.AnyPreservationPolicy(
-                    [kept.LatestN(keep_last), best]
-                ),
+                preservation_policy=kept.AnyPreservationPolicy(self.policies),
                 context=context,
             )
         except (OSError, ValueError) as error:
@@ -93,11 +94,14 @@ class Checkpoints:
                 f"{self.directory} cannot be used: {error}{words}"
             ) from error
 
-    def _rank(self, metrics: dict[str, float]) -> float:
-        """Rank that Orbax sorts by, upwards: the last are the best."""
-        value = metrics.get(self._metric, math.nan)
-        rank = value if self._highest else -value
-        return rank if math.isfinite(rank) else -math.inf
+    def best_first(self, found: Sequence[Any]) -> list[int]:
+        """Steps whose metric is a number, the best first and of equals the earlier."""
+        sign = -1 if self._highest else 1
+        known = [
+            (x.metrics.get(self._metric, math.nan), x.step) for x in found if x.metrics
+        ]
+        ranks = [(sign * value, step) for value, step in known if math.isfinite(value)]
+        return [step for _, step in sorted(ranks)]
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -127,10 +131,7 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """Best step by the metric; None when none was evaluated."""
-        found = [(x.step, x.metrics) for x in self._checkpointer.checkpoints]
-        ranks = {step: self._rank(metrics) for step, metrics in found if metrics}
-        step = max(ranks, key=ranks.__getitem__, default=None)
-        return None if ranks.get(step, -math.inf) == -math.inf else step
+        return next(iter(self.best_first(self._checkpointer.checkpoints)), None)
 
     def check_metric(self, metrics: dict[str, float]) -> None:
         """Raises `StorageError` unless `best_metric` is among the metrics."""

@@ -1,4 +1,6 @@
 import functools
+import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +93,50 @@ def test_the_last_and_the_best_stay(tmp_path):
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         assert checkpoints.steps == [2, 5, 6]
         assert (checkpoints.latest, checkpoints.best) == (6, 2)
+
+
+def left(values, keep_last, keep_best, best_mode, folder):
+    """Steps that stay of saves with these metrics, as Orbax asks, and the best."""
+    options = {"keep_last": keep_last, "keep_best": keep_best, "best_mode": best_mode}
+    with Checkpoints(folder, **options) as checkpoints:
+        policies = checkpoints.policies
+        kept = []
+        for step, value in enumerate(values, 1):
+            metrics = None if value is None else {"eval/loss": value}
+            kept.append(SimpleNamespace(step=step, metrics=metrics))
+            flags = [x.should_preserve(kept, context=None) for x in policies]
+            kept = [x for x, *keep in zip(kept, *flags, strict=True) if any(keep)]
+        return [x.step for x in kept], next(iter(checkpoints.best_first(kept)), None)
+
+
+@pytest.mark.parametrize("best_mode", ["min", "max"])
+def test_of_equals_the_earliest_is_the_best_whatever_is_kept(tmp_path, best_mode):
+    """All runs of five evaluations with two values, one of which may be missing."""
+    better = min if best_mode == "min" else max
+    for values in itertools.product(
+        [0.5, 1.0], [0.5, 1.0], *[[0.5, 1.0, np.nan, None]] * 3
+    ):
+        known = [x for x in values if x in (0.5, 1.0)]
+        first = 1 + values.index(better(known))
+        order = sorted(set(known), reverse=best_mode == "max")
+        ranked = [i + 1 for x in order for i, y in enumerate(values) if y == x]
+        for keep_last, keep_best in itertools.product((1, 2, 3), (1, 2, 3)):
+            steps, best = left(values, keep_last, keep_best, best_mode, tmp_path)
+            assert best == first
+            latest = range(6 - keep_last, 6)
+            assert steps == sorted({*latest, *ranked[:keep_best]})
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_of_equals_the_earliest_stays_on_disk(tmp_path, keep_last):
+    state = {"step": jnp.ones(())}
+    for steps in (range(1, 4), range(4, 6)):
+        with Checkpoints(tmp_path, keep_last=keep_last, keep_best=1) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, state, {"eval/loss": 0.5})
+    with Checkpoints(tmp_path, keep_last=keep_last, keep_best=1) as checkpoints:
+        assert (checkpoints.best, checkpoints.steps[0]) == (1, 1)
+        assert len(checkpoints.steps) == 1 + keep_last
 
 
 def test_best_can_be_the_highest(tmp_path):
