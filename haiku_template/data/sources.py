@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -78,25 +79,36 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
 
 
 class _Forward:
+    once = True  # To read a batch again, all before it must be.
+
     def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
-        self._make = make
-        self._batches, self._next = self._endless(), 0  # And the step of its next one.
+        self._make, self._lock = make, threading.Lock()
+        # One goes on with the run, the other has earlier batches that are asked for.
+        self._batches = [self._endless(), self._endless()]
+        self._next = [0, 0]  # The step of the next batch of each.
         self._first: Batch = {}  # Asked for again and again, before a run starts.
 
     def batch(self, step: int) -> Batch:
-        """Reads on to the batch of `step`, from the beginning if it was before."""
+        """Reads on to the batch of `step`, from the beginning if it was before.
+
+        Two threads may ask: that of a run for the batch of a NaN, while the next ones
+        are read.
+        """
         if step == 0 and self._first:
             return _copy(self._first)
-        if step < self._next:
-            self._batches, self._next = self._endless(), 0
-        if count := step - self._next:
-            logger.warning("reading past %d batches, to that of step %d", count, step)
-        while self._next <= step:
-            batch = next(self._batches)
-            self._next += 1
-        if step == 0:
-            self._first = _copy(batch)
-        return _copy(batch)
+        with self._lock:
+            which = int(step < self._next[0])
+            if step < self._next[which]:
+                self._batches[which], self._next[which] = self._endless(), 0
+            if count := step - self._next[which]:
+                words = "reading past %d batches, to that of step %d"
+                logger.warning(words, count, step)
+            while self._next[which] <= step:
+                batch = next(self._batches[which])
+                self._next[which] += 1
+            if step == 0:
+                self._first = _copy(batch)
+            return _copy(batch)
 
     def _endless(self) -> Iterator[Batch]:
         while True:

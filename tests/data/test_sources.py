@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from typing import NamedTuple
 
 import grain
@@ -78,6 +79,26 @@ def test_resuming_reads_past_the_batches_before_it_and_says_so(caplog):
             assert [batch["labels"][0] for batch in batches] == [2, 3, 4, 0]
         assert data.batch(3)["labels"][0] == 3
     assert make.read == [5, 5, 5, 1, 4]
+
+
+def test_two_threads_may_ask_for_batches_and_the_one_ahead_is_not_set_back(caplog):
+    """The run's, while the prefetcher reads on, for a batch with a NaN, say."""
+    buffer = np.zeros((4, 2))  # Which a generator may share between its passes.
+
+    def make():
+        for i in range(40):
+            buffer[:] = i
+            time.sleep(0.0005)
+            yield {"inputs": buffer}
+
+    data = from_iterator(make)
+    data.batch(0)
+    with logged(caplog, 3, 2, 4), Prefetcher(data.batch, 1, 40) as batches:
+        for step, batch in enumerate(batches, 1):
+            assert set(batch["inputs"].flat) == {step}
+            again = {10: 3, 11: 6, 12: 4}.get(step, step)
+            if again != step:
+                assert set(data.batch(again)["inputs"].flat) == {again}
 
 
 def test_arrays_of_other_libraries_become_numpy_arrays_of_their_own():
