@@ -22,7 +22,6 @@ from haiku_template.devices import (
     canonical_shapes,
     check_processes,
     check_replicas,
-    device_name,
 )
 from haiku_template.errors import (
     ConfigError,
@@ -35,13 +34,12 @@ from haiku_template.params import leaves_by_path
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import pad, summarize
 from haiku_template.training.memory import Budget, check_budget
+from haiku_template.training.outliers import GradientNorms, blame
 from haiku_template.training.state import split_seed
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-# Beyond it a square, as in Adam's second moment, overflows float32.
-LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 SHOWN = 3  # Leaves in a message.
 UNCHECKED = 1000  # Steps whose scalars are kept until one of them is checked.
 EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
@@ -67,28 +65,6 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
         for name, (is_nan, is_infinite) in zip(leaves, faults.tolist(), strict=True)
         if is_nan or is_infinite
     }
-
-
-def blame(devices: DeviceManager, train: Any, step: int) -> str:
-    """Describes a non-finite or too large value in a step's batch; "" without one.
-
-    Steps count from 1; the message names the device that has the row.
-    """
-    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
-    for path, leaf in leaves_by_path(batch).items():
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
-        flat = np.abs(np.asarray(leaf, np.float64)).reshape(len(leaf), -1)
-        rows = np.flatnonzero(~(flat <= LARGEST).all(axis=1))
-        if len(rows):
-            row = int(rows[0])
-            value = flat[row][~(flat[row] <= LARGEST)][0]
-            device = devices.devices[row * len(devices.devices) // len(leaf)]
-            return (
-                f"the batch of step {step} has a value of magnitude {value:.3g} in its "
-                f"{path}, row {row}, which is on {device_name(device)}"
-            )
-    return ""
 
 
 def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteError:
@@ -120,6 +96,7 @@ class Guards:
         self._devices, self._train, self._latest = devices, train, latest
         self._from_start = faulty_leaves(devices, state)
         self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
+        self._norms = GradientNorms(devices, train)
         self._agreed = False
         # After such an error of one process, others may be elsewhere: nothing is saved.
         self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
@@ -127,6 +104,7 @@ class Guards:
     def note(self, step: int, scalars: Any) -> None:
         """Keeps a step's scalars on their devices, unchecked."""
         self._unchecked.append((step, scalars))
+        self._norms.note(step, scalars)
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
@@ -141,6 +119,7 @@ class Guards:
             step = next(self._faulty_steps("loss"), step)
             what = f"the loss of step {step} is infinite or NaN"
             raise non_finite(what, self._latest(), self._blame())
+        self._norms.look()
         return values
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:

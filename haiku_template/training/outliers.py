@@ -1,0 +1,125 @@
+"""Outliers: gradients far beyond the usual, and the values that cause them."""
+
+import logging
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from haiku_template.devices import DeviceManager, device_name
+from haiku_template.params import leaves_by_path
+
+logger = logging.getLogger(__name__)
+
+# Beyond it a square, as in Adam's second moment, overflows float32.
+LARGEST = float(np.sqrt(np.finfo(np.float32).max))
+FACTOR = 100.0  # Of a usual norm, or a usual value.
+GROUP = 16  # Steps of which a median is taken.
+PENDING = 256  # Norms that stay on their devices, unread.
+
+
+def blame(
+    devices: DeviceManager,
+    train: Any,
+    step: int,
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Describes a non-finite or too large value in a step's batch; "" without one.
+
+    Steps count from 1; the message names the device that has the row. `limits` are by
+    the path of a leaf; without one it is `LARGEST`.
+    """
+    for path, sizes in _magnitudes(train, step).items():
+        limit = limits.get(path, LARGEST)
+        rows = np.flatnonzero(~(sizes <= limit).all(axis=1))
+        if len(rows):
+            row = int(rows[0])
+            value = sizes[row][~(sizes[row] <= limit)][0]
+            device = devices.devices[row * len(devices.devices) // len(sizes)]
+            return (
+                f"the batch of step {step} has a value of magnitude {value:.3g} in its "
+                f"{path}, row {row}, which is on {device_name(device)}"
+            )
+    return ""
+
+
+def _magnitudes(train: Any, step: int) -> dict[str, np.ndarray]:
+    """Magnitudes [rows, values] in each leaf of real numbers of a step's batch."""
+    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
+    arrays = {path: np.asarray(x) for path, x in leaves_by_path(batch).items()}
+    return {
+        path: np.abs(x.astype(np.float64)).reshape(len(x), -1)
+        for path, x in arrays.items()
+        if x.dtype.kind not in "biu" and x.size
+    }
+
+
+class GradientNorms:
+    """Watches over the norms of all steps' gradients, also between two logs.
+
+    They stay on their devices until `look`, or `PENDING` later ones: no step waits.
+    The first that is more than `FACTOR` times a usual norm is a warning, the only one.
+    Usual is the largest median of `GROUP` steps before, so that a model which has
+    learned its data may still meet a hard example.
+    """
+
+    def __init__(self, devices: DeviceManager, train: Any) -> None:
+        self._devices, self._train = devices, train
+        self.pending: list[tuple[int, Any]] = []
+        self._usual, self._warned = 0.0, False
+        self._group: list[tuple[int, float]] = []
+        self._scaled = False  # Then steps of infinite gradients are skipped.
+
+    def note(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Keeps the norm of a step, unread."""
+        if "grad_norm" in scalars and not self._warned:
+            self.pending.append((step, scalars["grad_norm"]))
+            self._scaled = "loss_scale" in scalars
+            if len(self.pending) >= 2 * PENDING:
+                self.look(PENDING)
+
+    def look(self, count: int | None = None) -> None:
+        """Reads the first `count` norms, or all; warns of an outlier."""
+        count = len(self.pending) if count is None else count
+        read, self.pending = self.pending[:count], self.pending[count:]
+        norms = self._devices.fetch([norm for _, norm in read])
+        for (step, _), norm in zip(read, map(float, norms), strict=True):
+            self._group.append((step, norm))
+            new, full = self._group[-1:], len(self._group) == GROUP
+            finite = [x for _, x in self._group if math.isfinite(x)] if full else []
+            median = float(np.median(finite or [0.0]))
+            if not self._usual:  # The first group is measured by itself.
+                self._usual, new = median, self._group
+            self._check(new)
+            if full:
+                self._usual, self._group = max(self._usual, median), []
+
+    def _check(self, norms: list[tuple[int, float]]) -> None:
+        for step, norm in norms:
+            skipped = self._scaled and math.isinf(norm)
+            if norm > FACTOR * self._usual > 0 and not (skipped or self._warned):
+                self._warn(step, norm)
+
+    def _warn(self, step: int, norm: float) -> None:
+        self._warned, self.pending = True, []
+        logger.warning(
+            "the gradient of step %d has norm %.3g, and %.3g is usual: %s; such a step "
+            "may spoil a model, and clip_norm bounds what it does. Further ones are "
+            "not named",
+            *(step, norm, self._usual, self._cause(step)),
+        )
+
+    def _cause(self, step: int) -> str:
+        if getattr(self._train, "once", False):
+            return "its batch cannot be read again"
+        usual: dict[str, float] = {}
+        for number in {step, max(step - 1, 1)}:
+            for path, sizes in _magnitudes(self._train, number).items():
+                median = float(np.median(sizes.max(axis=1)))
+                usual[path] = min(usual.get(path, np.inf), median)
+        limits = {path: FACTOR * x or LARGEST for path, x in usual.items()}
+        found = blame(self._devices, self._train, step, limits)
+        where = self._devices.processes.name
+        return found or f"no value of its batch{where} stands out"

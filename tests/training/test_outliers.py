@@ -1,0 +1,170 @@
+"""A gradient far beyond the usual is one warning that names step, row and value."""
+
+import logging
+import re
+
+import haiku as hk
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import Data, from_iterator
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import NonFiniteError
+from haiku_template.training import Experiment, train
+from haiku_template.training.outliers import PENDING, GradientNorms
+
+INPUTS = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+LABELS = (INPUTS.sum(1) > 0).astype(np.int32)
+
+
+class Set:
+    """One batch for ever, but for some steps, which count from 1."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def batch(self, step):
+        inputs = self.batches.get(step + 1, INPUTS)
+        return {"inputs": inputs.copy(), "labels": LABELS.copy()}
+
+
+def with_value(value, row=3):
+    inputs = INPUTS.copy()
+    inputs[row, 1] = value
+    return inputs
+
+
+def squares(outputs, batch):
+    return {"loss": (outputs[:, 0] - batch["labels"]) ** 2}
+
+
+def trainer(train_set, num_devices=1, optimizer=None):
+    return Experiment(
+        model=hk.transform(lambda x: hk.Linear(2)(x)),
+        task=squares,
+        data=Data(train_set, None, 2),
+        optimizer=optimizer or optax.sgd(0.0),
+    ).trainer(DeviceManager.create("cpu", num_devices=num_devices))
+
+
+def warnings(caplog):
+    return [x for x in caplog.messages if "the gradient of step" in x]
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "num_devices", "log_every", "num_steps"),
+    [
+        (58, 1e8, 1, 50, 120),
+        (58, 1e15, 2, 50, 120),
+        (2, 1e5, 1, 50, 120),
+        (120, 1e8, 1, None, 120),
+        (300, 1e8, 1, None, 600),  # Before the first line of all.
+    ],
+)
+@pytest.mark.slow(but="58")
+def test_one_pixel_is_named_between_the_logs(
+    tmp_path, caplog, step, value, num_devices, log_every, num_steps
+):
+    data = Set({step: with_value(value), step + 1: with_value(value)})
+    train(
+        trainer(data, num_devices),
+        num_steps=num_steps,
+        workdir=tmp_path,
+        log_every=log_every,
+    )
+    (said,) = warnings(caplog)
+    device = f"cpu:{3 * num_devices // 8}"
+    magnitude = re.escape(f"{value:.3g}")
+    words = (
+        f"of step {step} has norm .* {magnitude} in its .*inputs.*, row 3,.*{device}"
+    )
+    assert re.search(words, said)
+
+
+def test_a_whole_batch_and_one_without_an_odd_value_are_told_apart(tmp_path, caplog):
+    data = Set({58: INPUTS * np.float32(1e6)})
+    train(trainer(data), num_steps=80, workdir=tmp_path / "a", log_every=50)
+    assert "row 0" in warnings(caplog)[0]
+    caplog.clear()
+
+    class Labels(Set):
+        def batch(self, step):
+            labels = LABELS * (10**6 if step == 57 else 1)
+            return super().batch(step) | {"labels": labels}
+
+    train(trainer(Labels({})), num_steps=80, workdir=tmp_path / "b", log_every=50)
+    assert "of step 58" in warnings(caplog)[0]
+    assert "no value of its batch stands out" in warnings(caplog)[0]
+
+
+def test_data_that_go_only_forward_are_not_read_again_for_a_warning(tmp_path, caplog):
+    def make():
+        for step in range(1, 201):
+            yield Set({58: with_value(1e8)}).batch(step - 1)
+
+    train(trainer(from_iterator(make)), num_steps=80, workdir=tmp_path, log_every=50)
+    assert "cannot be read again" in warnings(caplog)[0]
+    assert "reading past" not in caplog.text
+
+
+@pytest.mark.slow
+def test_the_batch_of_a_nan_is_found_in_data_that_go_only_forward(tmp_path):
+    def make():
+        for step in range(1, 201):
+            yield Set({8: with_value(np.nan)}).batch(step - 1)
+
+    words = "loss of step 8 .*batch of step 8 .*nan in its .*, row 3,"
+    for i in range(3):
+        with pytest.raises(NonFiniteError, match=words):
+            train(
+                trainer(from_iterator(make), optimizer=optax.sgd(0.1)),
+                num_steps=100,
+                workdir=tmp_path / str(i),
+                log_every=9,
+            )
+
+
+def said(norms, caplog, look_every=50, **scalars):
+    """Steps that are warned of when these norms are those of steps 1, 2, ..."""
+    caplog.clear()
+    devices = DeviceManager.create("cpu", num_devices=1)
+    watch = GradientNorms(devices, Set({}))
+    with caplog.at_level(logging.WARNING):
+        for step, norm in enumerate(norms, 1):
+            watch.note(step, {"grad_norm": np.float32(norm)} | scalars)
+            if look_every and step % look_every == 0:
+                watch.look()
+        assert len(watch.pending) <= 2 * PENDING
+        watch.look()
+    return [int(re.search(r"step (\d+)", x)[1]) for x in warnings(caplog)]
+
+
+@pytest.mark.parametrize("look_every", [1, 7, 50, None])
+def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_every):
+    rng = np.random.default_rng(0)
+    noise = rng.lognormal(0, 0.5, 1000)
+    decay = np.exp(-np.arange(1000) / 50)
+    late = np.arange(1000) >= 40
+    cases = [
+        (noise, []),
+        (noise * decay, []),  # A model that learns all by heart ...
+        (np.where(np.arange(1000) == 900, 1.0, noise * decay), []),  # ... but one.
+        (np.where(late, noise * 1e6, noise), [41]),  # Ruined from here on.
+        (np.where(np.arange(1000) % 100 == 58, 1e4, noise), [59]),
+        (np.zeros(100), []),
+        ([*noise[:40], np.nan, np.inf, *noise[:40]], [42]),
+        (noise[:3], []),
+    ]
+    for norms, steps in cases:
+        assert said(norms, caplog, look_every) == steps
+    skipped = [*noise[:40], np.inf, *noise[:40]]
+    assert said(skipped, caplog, look_every, loss_scale=1.0) == []
+
+
+def test_a_step_of_ones_own_may_report_no_norm(caplog):
+    watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
+    for step in range(100):
+        watch.note(step, {"loss": np.float32(1)})
+    watch.look()
+    assert not watch.pending and not caplog.messages
