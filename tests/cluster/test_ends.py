@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.cluster.test_several import ENVIRONMENT, command, refused
+from tests.cluster.test_several import ENVIRONMENT
 
 pytestmark = pytest.mark.cluster
 SCRIPT = """
@@ -86,15 +86,6 @@ def test_one_that_leaves_ends_the_other_in_a_sentence(tmp_path, address, ending)
 def test_all_that_leave_have_their_own_code(tmp_path, address, code):
     codes, errors = runs(tmp_path, address, f"sys.exit({code})", who="(0, 1)")
     assert codes == [code, code], errors
-
-
-def test_one_that_was_only_to_say_what_it_needs_ends_both(tmp_path, address):
-    whole = command(tmp_path / "run", 1)
-    codes, errors = refused(address, whole, [*whole, "--dry_run"])
-    assert codes == [69, 69], errors
-    for error in errors:
-        assert re.search(EARLY + ".*as --dry_run\n", error), errors
-        assert "the same command" not in error  # There is no checkpoint yet.
 
 
 NCCL = "INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled system error"
