@@ -24,6 +24,7 @@ from haiku_template import cli
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.devices.targets import CARDS, target_devices
+from haiku_template.doctor import children
 from haiku_template.errors import PlacementError
 from haiku_template.models.attention import attend
 from haiku_template.storage import Checkpoints
@@ -86,6 +87,16 @@ def _refusal(platform: str) -> Figures:
         "a sentence": lines[-1].startswith("error: "),
         "stderr_tail": "\n".join(lines[-3:])[-600:],
     }
+
+
+def operations(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
+    """The doctor's operations, those that some cards got wrong among them."""
+    found = children.probe_jax(60, os.environ, devices.platform, (0,))
+    for stage in found.stages:
+        figures[stage.operation] = stage.problem or "right"
+    if not found.works():
+        figures["end"] = f"in {found.unfinished or 'none'}: {found.child.last_words()}"
+    return found.works()
 
 
 def attention(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:

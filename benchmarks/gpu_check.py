@@ -38,16 +38,17 @@ DRIVER = Path("/proc/driver/nvidia/version")
 # Seconds for each; what one leaves, the next may use. Together less than ten minutes.
 CHECKS: dict[Callable[..., bool | None], float] = {
     behaviour.device_choice: 60,
+    behaviour.operations: 30,
     speed.digits_training: 90,
     behaviour.losses_on_cpu: 20,
     behaviour.transfer_guard: 20,
     behaviour.attention: 20,
     speed.bandwidth: 20,
     speed.loop_overhead: 35,
-    behaviour.checkpoints: 75,
+    behaviour.checkpoints: 60,
     speed.throughput: 120,
     speed.memory: 20,
-    behaviour.prediction: 110,
+    behaviour.prediction: 95,
 }
 
 

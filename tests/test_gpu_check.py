@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CHECKS = (
     "device_choice",
+    "operations",
     "digits_training",
     "losses_on_cpu",
     "transfer_guard",

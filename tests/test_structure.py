@@ -18,6 +18,7 @@ GROUND = {"errors", "params", "registry"}
 LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
     "doctor": set(),
+    "xla_flags": set(),
     "compat": {"doctor"},
     "published": {"errors"},
     "cluster": {"errors"},

@@ -82,7 +82,10 @@ def walk(machine: Machine, facts: Facts, timeout: float) -> tuple[Facts, Checks]
         if table.has_error(table.diagnose(machine, facts)):
             return facts, checks
     jax = children.probe_jax(timeout, machine.environ, facts.platform, facts.indices)
-    return facts._replace(jax=jax), checks + _jax_words(jax)
+    facts, checks = facts._replace(jax=jax), checks + _jax_words(jax)
+    if jax.default == "cpu" and jax.works():
+        facts = facts._replace(sums=children.probe_sums(timeout, machine.environ))
+    return facts, checks
 
 
 def _variables(machine: Machine) -> str:

@@ -16,81 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from haiku_template.doctor.programs import ASK_JAX, ASK_SUMS, OPTION
+
 ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
 # A process in the kernel's hands cannot be killed; it is then left behind.
 SECONDS_TO_DIE = 2.0
-# A child runs this text; this process never imports JAX. Each line that it writes is
-# JSON: what JAX shows, then, before and after each operation, what is computed.
-ASK_JAX = """
-import json, sys
-import jax
-from jax.extend import backend
-
-def say(*words):
-    print(json.dumps(words), flush=True)
-
-shown = []
-for name, client in backend.backends().items():
-    for device in client.local_devices():
-        stats = device.memory_stats() or {}
-        shown.append([name, device.platform, device.id, device.device_kind,
-                      stats.get("bytes_in_use"), stats.get("bytes_limit")])
-say("shown", shown, jax.default_backend())
-platform, chosen = sys.argv[1], [int(i) for i in sys.argv[2].split(",") if i]
-try:
-    devices = jax.local_devices(backend=None if platform == "auto" else platform)
-except RuntimeError:
-    sys.exit()  # It is not there, as was just said.
-if chosen and max(chosen) >= len(devices):
-    sys.exit()
-devices = [devices[i] for i in chosen] or devices
-
-import numpy as np
-import jax.numpy as jnp
-
-def check(got, wanted):
-    got = np.asarray(got)
-    if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=1e-2):
-        found, true = got.ravel()[:4], wanted.ravel()[:4]
-        raise ValueError(f"wrong values: {found} and not {true}")
-
-def attempt(operation, device, function):
-    say("start", operation)
-    try:
-        function()
-        say("end", operation, str(device), "")
-    except Exception as error:
-        say("end", operation, str(device), str(error) or type(error).__name__)
-
-# Whole numbers that float32, bfloat16 and TF32 hold exactly.
-left = (np.arange(64 * 64) % 7).reshape(64, 64).astype(np.float32)
-right = (np.arange(64 * 64) % 5).reshape(64, 64).astype(np.float32)
-image, kernel = left.reshape(1, 1, 64, 64), np.ones((1, 1, 3, 3), np.float32)
-padded = np.pad(left, 1)
-sums = sum(padded[i:i + 64, j:j + 64] for i in range(3) for j in range(3))
-
-convolve = jax.jit(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"))
-say("devices", len(devices))
-for device in devices:
-    put = lambda x: jax.device_put(x, device)
-    attempt("round trip", device, lambda: check(jax.device_get(put(left)), left))
-    attempt("matmul", device,
-            lambda: check(jax.jit(jnp.matmul)(put(left), put(right)), left @ right))
-    attempt("convolution", device,
-            lambda: check(convolve(put(image), put(kernel))[0, 0], sums))
-first = devices[0]
-for device in devices[1:]:
-    def there_and_back():
-        far = jax.device_put(jax.device_put(left, first), device)
-        check(jax.device_get(far), left)
-        check(jax.device_get(jax.device_put(far + 1, first)), left + 1)
-    attempt("between devices", device, there_and_back)
-if len(devices) > 1:
-    parts = np.arange(len(devices) * 4, dtype=np.float32).reshape(len(devices), 4)
-    add = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i", devices=devices)
-    attempt("psum", f"{len(devices)} devices",
-            lambda: check(add(parts)[0], parts.sum(0)))
-"""
 
 
 class Child(NamedTuple):
@@ -259,8 +189,8 @@ def probe_jax(
 ) -> JaxResult:
     """Imports JAX in a child, asks for all its devices, and computes on those chosen.
 
-    A round trip, a matrix product and a convolution on each device; with several,
-    copies between them and one sum over all. Every value is compared.
+    A round trip and the operations of `programs` on each device; with several, copies
+    between them and one sum over all. Every value is compared.
     """
     # The card may be in use: take what is needed, not three quarters of it.
     environ = {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -268,7 +198,18 @@ def probe_jax(
         # As the commands do, so that a broken card does not keep a run off the CPU.
         environ["JAX_PLATFORMS"] = "cpu"
     chosen = ",".join(str(index) for index in indices)
-    child = run_child(["-c", ASK_JAX, platform, chosen], timeout, environ)
+    return _read(run_child(["-c", ASK_JAX, platform, chosen], timeout, environ))
+
+
+def probe_sums(timeout: float, environ: Mapping[str, str]) -> JaxResult:
+    """Computes the sums that jaxlib gets wrong on CPUs, without the flag against it."""
+    flags = re.sub(rf"{OPTION}\S*", "", environ.get("XLA_FLAGS", ""))
+    environ = {**environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return _read(run_child(["-c", ASK_SUMS], timeout, environ))
+
+
+def _read(child: Child) -> JaxResult:
+    """Findings of a child, from the lines that it wrote."""
     result = JaxResult(child)
     for kind, *words in _said(child, list):
         if kind == "shown":

@@ -92,16 +92,11 @@ def _python(machine: Machine, facts: Facts) -> Words:
 
 @cause("A19", fix="pip install -U dm-haiku", asked="all")
 def _old_haiku(machine: Machine, facts: Facts) -> Words:
-    """The installed dm-haiku or jaxline is older than JAX."""
+    """The installed dm-haiku is older than JAX."""
     haiku = machine.distributions.get("dm-haiku", "")
     jax = machine.distributions.get("jax", "")
-    if numbers(jax) < (0, 6):
-        return
-    if haiku and numbers(haiku) < (0, 0, 14):
+    if haiku and numbers(haiku) < (0, 0, 14) and numbers(jax) >= (0, 6):
         yield f"dm-haiku {haiku} uses jax.core.JaxprEqn, which jax {jax} lacks"
-    if "jaxline" in machine.distributions:
-        words = f"jaxline calls jax.tree_map, which jax {jax} lacks"
-        yield Found(words, "pip uninstall -y jaxline, if nothing needs it", "warning")
 
 
 @cause(

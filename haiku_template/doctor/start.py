@@ -6,9 +6,10 @@ together with how the child ended and with what the machine showed.
 
 import re
 
-from haiku_template.doctor.children import Child
+from haiku_template.doctor.children import Child, JaxResult, Stage
 from haiku_template.doctor.libraries import with_wheels
-from haiku_template.doctor.machine import Machine
+from haiku_template.doctor.machine import Machine, numbers
+from haiku_template.doctor.programs import OPERATIONS, OPTION, SUMS
 from haiku_template.doctor.table import OTHERWISE, Facts, Found, Words, step
 
 cause = step("JAX and its devices")
@@ -68,6 +69,50 @@ def _poisoned(machine: Machine, facts: Facts) -> Words:
         yield f"an operation ended in {word}"
 
 
+@cause("A120", fix=f"export XLA_FLAGS={OPTION}=-reduce", asked="all")
+def _wrong_sums(machine: Machine, facts: Facts) -> Words:
+    """This jaxlib miscomputes sums on CPUs, for which haiku_template sets a flag."""
+    jaxlib = f"jaxlib {machine.distributions.get('jaxlib', '')}"
+    if wrong := _wrong(facts.jax):
+        has_flag = f"{OPTION}=-reduce" in machine.environ.get("XLA_FLAGS", "")
+        fix = "pip install another version of jaxlib" if has_flag else ""
+        yield Found(f"{jaxlib} is wrong in {wrong}", fix)
+    if wrong := _wrong(facts.sums):
+        words = f"without this flag {jaxlib} is wrong in {wrong}"
+        yield Found(words, "", "warning")
+
+
+def _wrong(jax: JaxResult | None) -> str:
+    """Names the sums whose values were wrong, or in which a child crashed."""
+    if jax is None:
+        return ""
+    end = "a crash" if jax.child.returncode is not None else "without an end"
+    ended = [*jax.failures(), Stage(jax.unfinished, "", end)]
+    wrong = [stage for stage in ended if stage.operation in SUMS]
+    return "; ".join(f"{stage.operation} ({stage.problem})" for stage in wrong)
+
+
+@cause(
+    "A121",
+    fix='pip install another version of JAX, such as "jax[cuda13]==0.10.2"; jax issues '
+    "40633 and 39486",
+)
+def _wrong_values(machine: Machine, facts: Facts) -> Words:
+    """This jaxlib miscomputes on this GPU."""
+    for stage in facts.jax.failures() if facts.problems() and facts.on_gpu() else ():
+        if stage.operation in OPERATIONS and stage.problem.startswith("wrong values"):
+            yield f"{stage.operation} on {stage.device}: {stage.problem}"
+
+
+@cause("A19", fix="config.compat = True puts it back", severity="warning", asked="all")
+def _jaxline(machine: Machine, facts: Facts) -> Words:
+    """The installed jaxline calls a function that JAX removed."""
+    jax = machine.distributions.get("jax", "")
+    # Said by the doctor alone: commands do not ask JAX, and may need no jaxline.
+    if facts.jax and "jaxline" in machine.distributions and numbers(jax) >= (0, 6):
+        yield f"jaxline calls jax.tree_map, which jax {jax} lacks"
+
+
 @cause(
     "A90",
     fix="export NCCL_P2P_DISABLE=1; in the BIOS switch ACS off, or boot with iommu=pt",
@@ -78,7 +123,8 @@ def _broken_copies(machine: Machine, facts: Facts) -> Words:
     if not facts.problems() or not facts.on_gpu():
         return
     for stage in jax.failures():
-        if stage.problem.startswith("wrong values"):
+        copies = stage.operation not in OPERATIONS
+        if copies and stage.problem.startswith("wrong values"):
             yield f"{stage.operation} on {stage.device}: {stage.problem}"
     if jax.unfinished in CROSSING and jax.child.returncode is None:
         yield f"{jax.unfinished} did not end within {jax.child.seconds:.0f} s"

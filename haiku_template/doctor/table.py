@@ -9,9 +9,10 @@
             yield "what was found; the first counts"
 
 Ids are those of the project's list of device failures; its own are A38, A39 and A59
-(codes of the driver), A58 (a misspelled variable) and A00 (whatever no other cause
-explains). Not here, because only the program itself can see them: A46 and A53
-(`devices.selection`), A54 and A55 (the verdicts of `devices.checks`).
+(codes of the driver), A58 (a misspelled variable), A120 and A121 (a jaxlib that
+miscomputes) and A00 (whatever no other cause explains). Not here, because only the
+program itself can see them: A46 and A53 (`devices.selection`), A54 and A55 (the
+verdicts of `devices.checks`).
 """
 
 import re
@@ -29,6 +30,7 @@ class Facts(NamedTuple):
     asked: str = "gpu"  # Or `auto`, `cpu`, `tpu`, or chosen devices as in `gpu:0,2`.
     driver: DriverResult | None = None
     jax: JaxResult | None = None
+    sums: JaxResult | None = None  # On the CPU, without the flag against wrong ones.
 
     @property
     def platform(self) -> str:

@@ -31,20 +31,18 @@ class Precision(NamedTuple):
 
     Attributes:
       scales_loss: True for float16.
-      keeps_norms_apart: True if the compiler may not fuse normalization layers.
       reduce_dtype: dtype of the gradients' all-reduce; None for their own.
+      keeps_norms_apart: True if the compiler may not fuse normalization layers.
     """
 
     policy: jmp.Policy
     scales_loss: bool
-    keeps_norms_apart: bool
     reduce_dtype: str | None = None
+    keeps_norms_apart: bool = False
 
     @classmethod
-    def create(
-        cls, name: str, platform: str = "cpu", reduce_dtype: str | None = None
-    ) -> "Precision":
-        """Makes `float32`, `bfloat16` or `float16` for `cpu`, `gpu` or `tpu`.
+    def create(cls, name: str, reduce_dtype: str | None = None) -> "Precision":
+        """Makes `float32`, `bfloat16` or `float16`.
 
         Raises `ConfigError` for another name, or another `reduce_dtype` than these.
         """
@@ -57,10 +55,7 @@ class Precision(NamedTuple):
                 f"config.reduce_dtype={reduce_dtype!r}; possible is None, or "
                 f"{' or '.join(REDUCED)}"
             )
-        # The CPU compiler of jax 0.12.0.1 gives NaN for a bfloat16 convolution, a
-        # normalization in float32 and a cast back, where it fuses them.
-        policy = jmp.get_policy(POLICIES[name])
-        return cls(policy, name == "float16", platform == "cpu", reduce_dtype)
+        return cls(jmp.get_policy(POLICIES[name]), name == "float16", reduce_dtype)
 
     def initial_loss_scale(self) -> tuple[jax.Array, ...]:
         """Leaves of the loss scale at step 0; none without loss scaling."""

@@ -51,9 +51,11 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
+    precision = Precision.create(experiment.precision)
     recipe = run.trainer.recipe._replace(
         model=for_devices(with_state(experiment.model), None),
-        precision=Precision.create(experiment.precision),
+        # Who runs the file may not have the flag of `xla_flags`.
+        precision=precision._replace(keeps_norms_apart=True),
         plan=make_plan(Finetuning(), {}),  # All is merged.
     )
 

@@ -374,7 +374,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
     facts_of(task.values)  # Raises for those that it cannot have.
-    dtypes = experiment.precision, devices.platform, experiment.reduce_dtype
+    dtypes = experiment.precision, experiment.reduce_dtype
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
         optimizer = optax.chain(optimizer, tuning.scale_updates(multipliers))

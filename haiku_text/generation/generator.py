@@ -77,7 +77,7 @@ def load(run: Run) -> LanguageModel:
         model, name = run.trainer.experiment.model, run.trainer.experiment.precision
     else:
         model, name = experiment.make_model(config, vocabulary), config.precision
-    precision = Precision.create(name, devices.platform)
+    precision = Precision.create(name)
     params = devices.init(precision.policy.cast_to_compute, params)
     return LanguageModel(step, params, model, precision, vocabulary, context)
 

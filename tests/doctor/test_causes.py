@@ -5,6 +5,7 @@ from machines import HEALTHY, jax_result
 
 from haiku_template.doctor import STEPS, Facts, check_environment, children, diagnose
 from haiku_template.doctor.children import DriverResult, Stage
+from haiku_template.doctor.programs import OPTION
 
 JETSON = ((5, 3),)
 
@@ -79,6 +80,13 @@ def ran(*problems, returncode=0, unfinished="", errors=""):
     return {"driver": HEALTHY, "jax": jax}
 
 
+def sums(problem="", **how):
+    stage = Stage("a sum in bfloat16", "cpu:0", problem)
+    return jax_result("cpu", stages=(stage,), **how)
+
+
+WRONG_SUM = sums("wrong values: [nan] and not [6.]")
+CRASHED_SUM = sums(returncode=-11, unfinished="a sum of seven axes")
 DNN = "FAILED_PRECONDITION: DNN library initialization failed."
 BARE, CARD = "plain", "gpu"
 # id, machine, what is wrong with it, and what the children reported.
@@ -185,6 +193,9 @@ ERRORS = [
     ("A63", CARD, None, ran(("convolution", DNN), errors="Memory usage: 1048576 bytes "
                             "free, 85899345920 bytes total.")),
     ("A90", CARD, None, ran(("round trip", "wrong values: [0. 0.] and not [1. 2.]"))),
+    ("A120", BARE, None, {"jax": WRONG_SUM, "asked": "cpu"}),
+    ("A120", BARE, None, {"jax": CRASHED_SUM, "asked": "auto"}),
+    ("A121", CARD, None, ran(("square root", "wrong values: [0.] and not [22.627]"))),
     ("A00", CARD, None, {"driver": HEALTHY, "jax": jax_result("cpu")}),
 ]  # fmt: skip
 WARNINGS = [
@@ -195,7 +206,7 @@ WARNINGS = [
     ("A16", CARD, maps, {}),
     ("A17", CARD, dist(nvidia_cuda_nvcc=None), {}),
     ("A17", CARD, lambda m: m.fields.update(ptxas="12.4"), {}),
-    ("A19", CARD, dist(jaxline="0.0.8"), {}),
+    ("A19", CARD, dist(jaxline="0.0.8"), ran(("matmul", ""))),
     ("A21", CARD, lambda m: m.remove("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), {}),
     ("A24", CARD, both(lambda m: m.file("/usr/local/cuda/compat/libcuda.so.1"),
                        env(LD_LIBRARY_PATH="/usr/local/cuda/compat")), {}),
@@ -209,6 +220,7 @@ WARNINGS = [
     ("A58", CARD, env(JAX_PLATFORM="cuda"), {}),
     ("A108", CARD, both(lambda m: m.file("/dev/nvidia1"), dist(nvidia_nccl_cu13=None)),
      {}),
+    ("A120", BARE, None, {"jax": jax_result("cpu"), "sums": WRONG_SUM, "asked": "cpu"}),
 ]  # fmt: skip
 
 
@@ -256,6 +268,23 @@ def test_a_healthy_card_has_no_findings(gpu, asked):
 def test_a_healthy_machine_without_a_card_has_no_findings(plain, asked):
     assert check_environment(asked, plain.machine()) == []
     assert diagnose(plain.machine(), Facts(asked, jax=jax_result("cpu"))) == []
+
+
+def test_what_mends_a_wrong_sum_is_not_what_is_there_already(plain):
+    facts = Facts("cpu", jax=CRASHED_SUM)
+    (found,) = diagnose(plain.machine(), facts)
+    assert found.fix == f"export XLA_FLAGS={OPTION}=-reduce"
+    assert found.found == "jaxlib 0.12.0 is wrong in a sum of seven axes (a crash)"
+    plain.environ["XLA_FLAGS"] = f"{OPTION}=-reduce"
+    (found,) = diagnose(plain.machine(), facts)
+    assert "another version of jaxlib" in found.fix
+
+
+def test_commands_are_silent_about_jaxline_which_they_may_not_need(gpu):
+    gpu.distributions["jaxline"] = "0.0.8"
+    assert check_environment("cpu", gpu.machine()) == []
+    (found,) = diagnose(gpu.machine(), Facts("cpu", jax=jax_result("cpu")))
+    assert (found.id, found.severity) == ("A19", "warning") and "compat" in found.fix
 
 
 def test_a_local_cuda_needs_no_wheels(gpu):

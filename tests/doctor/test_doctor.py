@@ -12,6 +12,7 @@ from machines import HEALTHY, jax_result
 
 from haiku_template.doctor import Machine, children
 from haiku_template.doctor import __main__ as doctor
+from haiku_template.doctor.programs import OPTION
 
 ROOT = Path(__file__).parents[2]
 no_card = pytest.mark.skipif(
@@ -71,9 +72,22 @@ def test_the_cpu_works_and_its_devices_are_listed():
     done = run_doctor("--device=cpu", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == doctor.WORKS, done.stdout
-    assert report["works"] and report["cause"] is None and report["findings"] == []
+    assert report["works"] and report["cause"] is None
+    # Of jaxlib without the flag that the package sets.
+    assert {finding["id"] for finding in report["findings"]} <= {"A120"}
     assert [device["backend"] for device in report["devices"]] == ["cpu"]
     assert any(row["check"] == "test run" for row in report["checks"])
+
+
+def test_a_jaxlib_that_miscomputes_is_a_cause_if_nothing_is_done_against_it():
+    bare = children.probe_sums(60, os.environ)
+    if bare.works():
+        pytest.skip("here jaxlib is right without the flag")
+    wrong = bare.unfinished or bare.failures()[0].operation
+    for flags, code, kind in (("", 0, "warning"), ("=-dot", 69, "CAUSE")):
+        done = run_doctor("--device=cpu", XLA_FLAGS=f"{OPTION}{flags}" * bool(flags))
+        assert done.returncode == code and f"{kind} A120" in done.stdout, done.stdout
+        assert wrong in done.stdout and f"XLA_FLAGS={OPTION}=-reduce" in done.stdout
 
 
 def test_a_device_that_does_not_exist():
@@ -133,6 +147,7 @@ def test_a_broken_link_stops_the_walk(gpu, monkeypatch):
 
 def test_auto_beside_a_card_that_is_not_used_does_not_just_work(gpu, monkeypatch):
     monkeypatch.setattr(children, "probe_driver", lambda *args: HEALTHY)
+    monkeypatch.setattr(children, "probe_sums", lambda *args: jax_result("cpu"))
 
     def verdict(*platforms):
         shown = jax_result(*platforms)

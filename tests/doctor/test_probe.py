@@ -8,7 +8,13 @@ import pytest
 from machines import build_stub, needs_compiler
 
 from haiku_template.doctor import Facts, check_environment, diagnose
-from haiku_template.doctor.children import probe_driver, probe_jax, run_child
+from haiku_template.doctor.children import (
+    probe_driver,
+    probe_jax,
+    probe_sums,
+    run_child,
+)
+from haiku_template.doctor.programs import OPERATIONS, OPTION, SUMS
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 
@@ -135,8 +141,30 @@ def test_operations_are_checked_on_every_device(several):
     result = probe_jax(60, several, "cpu")
     assert result.works() and result.num_devices == 3, result
     done = [stage.operation for stage in result.stages]
-    each = ["round trip", "matmul", "convolution"]
-    assert done == each * 3 + ["between devices"] * 2 + ["psum"]
+    each = ["round trip", *OPERATIONS]
+    assert done == each * 3 + ["between devices"] * 2 + ["psum", *SUMS]
+
+
+def test_operations_that_are_wrong_are_told_one_by_one(several, tmp_path):
+    code = "import numpy\nnumpy.allclose = lambda *args, **kwargs: False"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    result = probe_jax(60, {**several, "PYTHONPATH": str(tmp_path)}, "cpu", (0,))
+    wrong = [stage.operation for stage in result.failures()]
+    assert wrong == ["round trip", *OPERATIONS, *SUMS] and not result.works()
+    problems = {stage.problem.partition(": ")[0] for stage in result.failures()}
+    assert problems == {"wrong values"}
+
+
+def test_sums_are_computed_without_the_flag(several):
+    flags = f"--xla_cpu_use_xnnpack=false {OPTION}=-reduce"
+    bare = probe_sums(60, {**several, "XLA_FLAGS": flags})
+    told = [stage.operation for stage in bare.stages]
+    assert [*told, *[bare.unfinished] * bool(bare.unfinished)] == list(SUMS)
+    if bare.works():
+        pytest.skip("here jaxlib is right without the flag")
+    # A crash in the last of them, or values that are wrong.
+    assert bare.child.returncode == (-11 if bare.unfinished else 0)
+    assert bare.unfinished or bare.failures()
 
 
 def test_an_unknown_flag_of_xla_is_found(plain):

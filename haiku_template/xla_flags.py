@@ -1,0 +1,70 @@
+"""The flag of XLA that right numbers on CPUs need, set when the package is imported.
+
+XLA's CPU compiler gives sums to YNNPACK, which gets some of them wrong in silence: the
+last row of many or a crash in jaxlib 0.10.2, NaN in 0.12. XLA reads its flags when a
+backend of JAX starts, and children inherit them. It ends a process for a flag that it
+does not know: each library that reads them is searched for the name first, which takes
+milliseconds.
+"""
+
+import importlib.util
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+OPTION = "--xla_cpu_experimental_ynn_fusion_type"
+FLAG = f"{OPTION}=-reduce"
+LIBRARIES = {
+    "jaxlib": "*jax_common*",
+    "jax_plugins": "*/*.so",
+    "libtpu": "libtpu.so",
+}
+
+
+def set_flag() -> None:
+    """Adds the flag to XLA_FLAGS, unless these name the option or XLA lacks it."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # Then it is the name of a file with them.
+        try:
+            flags = Path(flags).read_text(errors="replace")
+        except OSError:
+            return  # The doctor has a cause for it.
+    libraries = list(_libraries())
+    if OPTION in flags or not libraries or not all(map(_knows, libraries)):
+        return
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge and bridge.backends_are_initialized():
+        logging.getLogger(__name__).warning(
+            "JAX started before haiku_template was imported, and sums on CPUs may be "
+            "wrong; import haiku_template before the first JAX operation, or write "
+            'export XLA_FLAGS="%s"',
+            f"{FLAG} {flags}".strip(),
+        )
+        return
+    os.environ["XLA_FLAGS"] = f"{FLAG} {flags}".strip()
+
+
+def _libraries() -> Iterator[Path]:
+    """Yields the libraries that may parse XLA_FLAGS: of jaxlib, plugins and TPUs."""
+    for package, pattern in LIBRARIES.items():
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            yield from Path(folder).glob(pattern)
+    if path := os.environ.get("TPU_LIBRARY_PATH"):
+        yield Path(path)
+
+
+def _knows(library: Path) -> bool:
+    """True if a library has the option, or does not read XLA_FLAGS."""
+    try:
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            option = f"{OPTION.removeprefix('--')}\0".encode()
+            return text.find(option) >= 0 or text.find(b"XLA_FLAGS\0") < 0
+    except (OSError, ValueError):  # It cannot be read, or is empty.
+        return False
