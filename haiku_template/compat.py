@@ -4,12 +4,15 @@
 
     compat.install()  # Or config.compat = True; before importing the package.
 
-A name that JAX has is never touched, and without `install` nothing is. Each name is
-logged once, with the place that used it. Where the meaning has changed, and for what
-only words replace in `doctor.code.names`, the name stays gone. Imports no JAX.
+A name that JAX has is never touched, but for functions that lost keywords, which take
+these again; without `install` nothing is. Each name is logged once, with the place that
+used it. Where the meaning has changed, and for what only words replace in
+`doctor.code.names`, the name stays gone. Imports no JAX.
 """
 
+import functools
 import importlib
+import inspect
 import logging
 import re
 import sys
@@ -30,6 +33,7 @@ HOMES = {
     "jax.experimental.array_api": "jax.numpy",
     "jax.experimental.gda_serialization": "jax.experimental.array_serialization",
     "jax.experimental.maps": "jax.sharding",
+    "jax.experimental.optix": "optax",
     "jax.experimental.optimizers": "jax.example_libraries.optimizers",
     "jax.experimental.shard": "jax.sharding",
     "jax.experimental.stax": "jax.example_libraries.stax",
@@ -76,7 +80,26 @@ MADE: dict[str, Callable[[Any], Any]] = {
         lambda key, x, axis=0: jax.random.permutation(key, x, axis, independent=True)
     ),
 }
+# Keywords that are not just called otherwise; each gets the value.
+KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "jax.nn.log_softmax(initial)": lambda value: {},
+    "jax.nn.softmax(initial)": lambda value: {},
+    "jax.pure_callback(vectorized)": lambda value: {
+        "vmap_method": "legacy_vectorized" if value else "sequential"
+    },
+    "jax.scipy.linalg.solve(sym_pos)": lambda value: (
+        {"assume_a": "pos"} if value else {}
+    ),
+}
+FIRST = "jax.numpy.clip(a)"  # No keyword any more.
+# What stays gone, and why.
+NOT_SERVED = {
+    "jax.ShapeDtypeStruct(named_shape)": "a class, which others compare with",
+    "jax.experimental.pjit.pjit(in_axis_resources)": "None meant replicated",
+    "jax.experimental.pjit.pjit(out_axis_resources)": "None meant replicated",
+}
 _used: set[str] = set()
+_taken: set[str] = set()
 
 
 class _Module(ModuleType):
@@ -94,6 +117,8 @@ class _Module(ModuleType):
 def install() -> None:
     """Puts the names back, for this process; doing so again changes nothing."""
     parents = {path.rpartition(".")[0] for path in REMOVED if "import " not in path}
+    for path in {path.partition("(")[0] for path in REMOVED if "(" in path}:
+        _take_keywords(path)
     for name in sorted(parents | HOMES.keys()):
         try:
             importlib.import_module(name).__class__ = _Module
@@ -102,6 +127,32 @@ def install() -> None:
                 # Not as its parent's attribute: `jax.config` is another thing today.
                 sys.modules[name] = _Module(name, "A module that is gone.")
                 sys.modules[name].__spec__ = ModuleSpec(name, None)
+
+
+def _take_keywords(path: str) -> None:
+    """Makes a function take again what it no longer does."""
+    lost = {row for row in REMOVED.keys() - NOT_SERVED if row.startswith(f"{path}(")}
+    if not lost or path in _taken:
+        return
+    _taken.add(path)
+    (module, name), function = path.rpartition(".")[::2], _find(path)
+    has = inspect.signature(function).parameters
+    rows = {row[len(path) + 1 : -1]: row for row in lost}
+    rows = {word: row for word, row in rows.items() if word not in has}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for word in [word for word in rows if word in kwargs]:
+            _say(module, rows[word].removeprefix(f"{module}."))
+            value, now = kwargs.pop(word), REMOVED[rows[word]].instead
+            if rows[word] == FIRST:
+                args = (value, *args)
+            else:
+                made = KEYWORDS.get(rows[word], lambda value, now=now: {now: value})
+                kwargs |= made(value)
+        return function(*args, **kwargs)
+
+    setattr(_find(module), name, call)
 
 
 def _value(module: str, name: str) -> Any:

@@ -38,6 +38,8 @@ import jax.numpy as jnp; jnp.clip(x, a_min=0)
 > jax.numpy.clip(a_min), jax 0.10.0, min
 from jax.numpy import percentile as p; p(x, 5, interpolation="linear")
 > jax.numpy.percentile(interpolation), jax 0.8.0, method
+from jax.scipy import linalg; linalg.solve(a, b, sym_pos=True)
+> jax.scipy.linalg.solve(sym_pos), jax 0.4.21, assume_a="pos"
 import jax.lib.xla_bridge
 > jax.lib.xla_bridge, jax 0.8.0, jax.extend.backend
 import jax; f"{jax.lib.xla_bridge.get_backend().platform}"

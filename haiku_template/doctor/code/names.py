@@ -129,6 +129,7 @@ standard_naryop standard_primitive standard_unop unop unop_dtype_rule =
 0.4.31 jax.lax: pdot xeinsum = jax.numpy.einsum under jax.shard_map
 0.4.24 jax.scipy.linalg: tril triu = jax.numpy.{}
 0.4.3 jax.scipy.linalg: polar_unitary = jax.scipy.linalg.polar
+0.4.21 jax.scipy.linalg: solve(sym_pos) = assume_a="pos"
 0.10.0 jax.scipy.special: sph_harm = sph_harm_y, with its arguments in another order
 0.7.0 jax.dlpack: to_dlpack = the array itself: from_dlpack takes it
 0.8.0 jax.dlpack: SUPPORTED_DTYPES = jax.dlpack.is_supported_dtype(dtype)
