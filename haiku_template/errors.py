@@ -58,6 +58,10 @@ class Interrupted(RuntimeError):
 def near(
     name: str, names: Iterable[str], words: str = NEAREST, cutoff: float = 0.6
 ) -> str:
-    """Formats `words` with the most similar of the names; "" if none is similar."""
-    found = difflib.get_close_matches(name, [*itertools.islice(names, 1000)], 1, cutoff)
-    return words.format(found[0]) if found else ""
+    """Formats `words` with the most similar of the names; "" if none is similar.
+
+    Capitals do not count.
+    """
+    known = {known.casefold(): known for known in itertools.islice(names, 1000)}
+    found = difflib.get_close_matches(name.casefold(), known, 1, cutoff)
+    return words.format(known[found[0]]) if found else ""

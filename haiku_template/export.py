@@ -1,6 +1,6 @@
 """Exports a checkpoint of a run, for other software.
 
-    python -m haiku_template.export --workdir=runs/digits --format=stablehlo \
+    python -m haiku_template.export --workdir=runs/digits --format=stablehlo \\
         --output=exported/digits
 
 safetensors: parameters, in Hugging Face's names where the model has them. npz: one

@@ -1,6 +1,6 @@
 """Writes the outputs of a checkpoint for each example, on any devices.
 
-    python -m haiku_template.predict --workdir=runs/digits --output=digits.npz \
+    python -m haiku_template.predict --workdir=runs/digits --output=digits.npz \\
         [--checkpoint=best]
 
 The examples are the run's evaluation set, each once, in its order. `.npz` holds arrays

@@ -1,5 +1,6 @@
 """Mistakes are one sentence; defects of a user's code show where they are."""
 
+import ast
 import importlib
 import json
 import sys
@@ -11,7 +12,7 @@ import pytest
 from haiku_template import config as configs
 from haiku_template.config import default_config
 from haiku_template.data import DATASETS
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, near
 from haiku_template.models import MODELS
 from haiku_template.registry import make, resolve
 from haiku_template.training import Experiment
@@ -282,3 +283,27 @@ def test_the_file_that_a_saved_config_imports_is_told(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     configs.of_run(tmp_path / "run")
     assert f"honest:model from {tmp_path / 'honest.py'}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "table", [MODELS, DATASETS, ("adam", "adamw", "lion")], ids=len
+)
+def test_capitals_do_not_count_for_what_was_meant(table):
+    for name in table:
+        for typed in (name.upper(), name.capitalize(), name[:-1] + name[-1].upper()):
+            assert near(typed, table, "{}") == name
+
+
+COMMANDS = [
+    path
+    for folder in ("haiku_template", "benchmarks", "launch", "skeleton")
+    for path in sorted((ROOT / folder).glob("*.py"))
+]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_help_shows_each_example_as_it_is_typed(path):
+    """Help is the docstring, in which a backslash at a line's end joins two lines."""
+    node = ast.parse(path.read_text()).body[0]
+    words = node.value.value
+    assert words.count("\n") == node.end_lineno - node.lineno

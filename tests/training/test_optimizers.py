@@ -82,6 +82,8 @@ def test_clipping_bounds_the_global_norm():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: make_optimizer("adamW", None), r"'adamW'.*did you mean adamw\?"),
+        (lambda: make_optimizer("LION", None), r"'LION'.*did you mean lion\?"),
         (lambda: make_optimizer("adamv", None), "'adamv'.*did you mean adam.*muon"),
         (lambda: make_optimizer("sgd", None, b2=0.9), "sgd takes no b2.*momentum"),
         (lambda: make_optimizer("sgd", None, mu_dtype="bfloat16"), "sgd takes no mu_d"),
