@@ -20,6 +20,7 @@ from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 DEFLATE_MOST = 1032  # Bytes that a compressed one may stand for.
+PIECE = 2**22  # Bytes unpacked at a time.
 NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
 T = TypeVar("T")
@@ -158,23 +159,31 @@ def read_idx(path: Path) -> np.ndarray:
             plain.seek(0)
             most = file.stat().st_size * (DEFLATE_MOST if packed else 1)
             with gzip.open(plain) if packed else plain as data:
-                return _read_idx(data, most)
+                return _read_idx(data, most, file)
 
     return read_with(path, read)
 
 
-def _read_idx(data: BinaryIO, most: int) -> np.ndarray:
+def _read_idx(data: BinaryIO, most: int, file: Path) -> np.ndarray:
     begin = data.read(4)
     if len(begin) < 4 or begin[:2] != b"\0\0" or begin[2] not in IDX_DTYPES:
         raise ValueError("it does not begin as an idx file does")
     shape = struct.unpack(f">{begin[3]}I", data.read(4 * begin[3]))
     dtype = np.dtype(IDX_DTYPES[begin[2]])
     expected = math.prod(shape) * dtype.itemsize
-    body = data.read(expected) if expected <= most else b""
+    if expected > most:
+        _check_promise(shape, dtype, "fewer")
+    words = f"the data file {file} has {expected:,} bytes of values"
+    check_memory(expected, words, "config.data.name=npy maps files of any size")
+    array, filled = np.empty(shape, dtype), 0
+    body = array.reshape(-1).view(np.uint8)  # Filled in place: memory holds it once.
+    while count := data.readinto(body[filled : filled + PIECE]):
+        filled += count
     more = data.read(1) and "more"  # Only after it is the checksum compared.
-    _check_promise(shape, dtype, more or (len(body) if expected <= most else "fewer"))
-    array = np.frombuffer(body, dtype).reshape(shape)
-    return array.astype(dtype.newbyteorder("="))
+    _check_promise(shape, dtype, more or filled)
+    if not dtype.isnative:
+        array.byteswap(inplace=True)
+    return array.view(dtype.newbyteorder("="))
 
 
 def read_mnist(directory: Path) -> Split:

@@ -95,6 +95,25 @@ def test_idx_gives_back_what_was_written(tmp_path, write_idx, shape, dtype, name
     assert found.dtype == np.dtype(dtype)
 
 
+@pytest.mark.parametrize("dtype", ["u1", "i4"])
+@pytest.mark.parametrize("name", ["plain", "packed.gz"])
+def test_memory_holds_an_idx_file_once(tmp_path, write_idx, monkeypatch, name, dtype):
+    array = np.tile(np.arange(2**10), 2**14).astype(dtype)
+    write_idx(tmp_path / name, array)
+    tracemalloc.start()
+    try:
+        files.read_idx(tmp_path / name)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < array.nbytes + 4 * files.PIECE
+    monkeypatch.setattr(files, "host_memory", lambda: array.nbytes - 1)
+    with pytest.raises(
+        ConfigError, match=f"{array.nbytes:,} bytes of values, and this"
+    ):
+        files.read_idx(tmp_path / name)
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_mnist_gives_back_what_was_written(tmp_path, write_mnist, suffix):
     arrays = write_mnist(suffix=suffix)
