@@ -6,7 +6,6 @@ Imports no JAX, so that `--help` and a mistyped flag answer at once.
 import ast
 import os
 import re
-import signal
 import sys
 import sysconfig
 import traceback
@@ -18,7 +17,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import cluster, config, doctor, registry
+from haiku_template import cluster, config, doctor, registry, signals
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
-INTERRUPTED = 130
 # `--config.KEY=None`, which config_flags refuses for numbers, and a tuple for a key of
 # any model's, which it refuses where a config has none.
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
@@ -68,25 +66,8 @@ flags.DEFINE_float(
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 SECONDS = ("join_seconds", "stall_seconds")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
+signals.when_ended(lambda *_: doctor.end_children())
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
-
-
-def stop_on_sigterm() -> None:
-    """Makes SIGTERM end the program in a sentence until the loop takes it over."""
-
-    def stop(*_: object) -> None:
-        stopped = KeyboardInterrupt(
-            "SIGTERM received while nothing was being trained, and nothing new was "
-            "saved; the same command resumes what was"
-        )
-        stopped.exit_code = 75
-        raise stopped
-
-    signal.signal(signal.SIGTERM, stop)
-    # Workers of a data set must end when they are told to.
-    os.register_at_fork(
-        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    )
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
@@ -238,6 +219,8 @@ def run(main: Callable[[], None]) -> None:
         except SystemExit as error:
             cluster.ended(error)
             raise
+        finally:
+            signals.ignore()  # It ends by itself now.
         cluster.leave()
 
     try:
@@ -247,7 +230,9 @@ def run(main: Callable[[], None]) -> None:
     except BaseException as error:
         several = cluster.is_joined()
         error = (several and cluster.lost(error)) or error
-        interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+        interrupted = (
+            signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+        )
         code = getattr(error, "exit_code", interrupted)
         if code is None:
             cluster.leave(f"{type(error).__name__}: {error}")

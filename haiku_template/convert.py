@@ -11,6 +11,11 @@ Exit codes: 0 done, 64 bad flags, or a file that is damaged or refused, 74 the o
 cannot be written; nothing is left of it then.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from absl import flags
 
 from haiku_template import cli

@@ -7,6 +7,11 @@ matrix, confusion.png in the workdir. Exit codes: 0 done, 64 bad configuration o
 69 device not available, 74 checkpoint storage.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 import json
 
 from absl import flags

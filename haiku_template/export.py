@@ -14,6 +14,11 @@ Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 th
 checkpoint or the folder cannot be read or written.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from pathlib import Path
 
 from absl import flags

@@ -7,6 +7,11 @@ at the end, with a line of dashes between them. Exit codes: 0 done, 64 bad confi
 or prompt, 69 device not available, 74 checkpoint storage, 130 interrupted.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from absl import flags
 
 from haiku_template import cli

@@ -9,6 +9,11 @@ Nothing is overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 dev
 available, 74 the checkpoint or the file cannot be read or written.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from pathlib import Path
 
 from absl import flags

@@ -7,6 +7,11 @@ Needs the extra `text`. Memory stays bounded whatever the size of the text. Exit
 0 done, 64 bad flags, text or tokenizer, and nothing was written, 130 interrupted.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from absl import flags
 
 from haiku_template import cli

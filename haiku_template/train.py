@@ -5,8 +5,13 @@
 The same command resumes a stopped run. Keys of the config are changed after it:
 --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad configuration or data,
 69 device not available, 70 loss not finite, 71 replicas differ, 74 checkpoint storage,
-75 SIGTERM, 130 Ctrl-C; of the last two the message says what was saved.
+75 SIGTERM, SIGHUP or SIGUSR1, 130 Ctrl-C: the message says what was saved.
 """
+
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
 
 from absl import flags
 from ml_collections import config_flags
@@ -48,5 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.stop_on_sigterm()
     cli.run(main)

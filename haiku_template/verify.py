@@ -11,6 +11,11 @@ Exit codes: 0 alike, 64 they differ, or bad configuration or data, 69 device not
 available, 74 checkpoint storage.
 """
 
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
 from absl import flags
 from ml_collections import config_flags
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from haiku_template import cli
+from haiku_template import cli, signals
 from haiku_template.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,11 +112,9 @@ def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:
 
 def guarded() -> None:
     """Runs `main`; a closed pipe or Ctrl-C ends it quietly."""
+    signals.be_quiet()
     try:
         main()
     except BrokenPipeError:
         # Else Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print(flush=True)
-        sys.exit(cli.INTERRUPTED)

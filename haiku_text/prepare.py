@@ -7,6 +7,7 @@ from pathlib import Path
 
 from absl import flags
 
+from haiku_template import signals
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError
 from haiku_text.data import documents
@@ -65,6 +66,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
         for writer, files in zip(writers, parts, strict=True):
+            stack.enter_context(signals.called(writer.__exit__))
             with _progress("write", files) as report:
                 write_tokens(files, tokenizer, writer, report)
         for writer, files in zip(writers, parts, strict=True):

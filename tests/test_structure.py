@@ -14,14 +14,15 @@ TEXT = ROOT / "haiku_text"  # Language models: a package of its own, which plugs
 FILES = sorted(PACKAGE.rglob("*.py"))
 TEXT_FILES = sorted(TEXT.rglob("*.py"))
 # What each room may import of the package; commands, which live beside them, anything.
-GROUND = {"errors", "params", "registry"}
+GROUND = {"errors", "params", "registry", "signals"}
 LOW = {"devices", "data", "models"}
 MAY_IMPORT = {
-    "doctor": set(),
+    "signals": set(),
+    "doctor": {"signals"},
     "xla_flags": set(),
     "compat": {"doctor"},
     "published": {"errors"},
-    "cluster": {"errors"},
+    "cluster": {"errors", "signals"},
     "errors": set(),
     "params": set(),
     "config": {"errors", "trust"},

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from haiku_template import signals
 from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
 from haiku_template.errors import (
@@ -35,9 +36,10 @@ FINISHED_SECONDS = 10.0  # In a collective, after another process has finished.
 LONGEST = 400  # Characters of a process's own error.
 LONGEST_FAULT = 2_000  # Characters of what is said of another.
 STALL = "--stall_seconds={:g}"
-# Exit codes of errors that would come again: the others end with them, too, since Slurm
-# goes by the highest of all.
+# Exit codes of errors that would come again, and of a run that is preempted: the
+# others end with them, too, since Slurm goes by the highest of all.
 LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
+LASTING |= {signals.PREEMPTED}
 
 
 class Heartbeat:

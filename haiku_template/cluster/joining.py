@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from haiku_template import signals
 from haiku_template.cluster import relay
 from haiku_template.cluster.detection import Started, detect
 from haiku_template.cluster.heartbeat import BEAT_SECONDS, Heartbeat
@@ -95,6 +96,7 @@ def join(
     meeting = meet(address, count, index, facts, seconds, workdir)
     heartbeat = Heartbeat(meeting.peers, index)
     _HEARTBEATS.append(heartbeat)
+    signals.when_ended(leave)
     service = relay.start(meeting, address, index, BEAT_SECONDS)
     import jax
 

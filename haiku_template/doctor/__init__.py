@@ -5,6 +5,7 @@ driver.
 """
 
 from haiku_template.doctor import card, libraries, packages, start, variables
+from haiku_template.doctor.children import end_children
 from haiku_template.doctor.machine import GPU_NAMES, Machine
 from haiku_template.doctor.table import (
     STEPS,
@@ -17,4 +18,4 @@ from haiku_template.doctor.table import (
 # Each of these adds its causes to the table.
 CAUSES = (variables, packages, libraries, card, start)
 __all__ = ["CAUSES", "GPU_NAMES", "STEPS", "Facts", "Finding", "Machine"]
-__all__ += ["check_environment", "diagnose"]
+__all__ += ["check_environment", "diagnose", "end_children"]

@@ -9,6 +9,11 @@ lists the names in it that JAX removed. Exit codes: 0 the device that was asked 
 works, or no name was removed; 64 a mistyped flag; 69 it does not work, or names were.
 """
 
+if __name__ == "__main__":
+    from haiku_template import signals
+
+    signals.install()
+
 import argparse
 import json
 import os
@@ -181,4 +186,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signals.when_ended(lambda *_: children.end_children())
     sys.exit(main())

@@ -21,6 +21,7 @@ from haiku_template.doctor.programs import ASK_JAX, ASK_SUMS, OPTION
 ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
 # A process in the kernel's hands cannot be killed; it is then left behind.
 SECONDS_TO_DIE = 2.0
+_RUNNING: set[int] = set()  # Process groups of children.
 
 
 class Child(NamedTuple):
@@ -120,17 +121,26 @@ def run_child(
             env=None if environ is None else dict(environ),
             start_new_session=True,
         )
+        _RUNNING.add(child.pid)
         try:
             returncode = child.wait(timeout)
         except subprocess.TimeoutExpired:
             returncode = None
         finally:
             _kill_group(child)
+            _RUNNING.discard(child.pid)
         texts = []
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Child(returncode, *texts, seconds=time.monotonic() - start)
+
+
+def end_children() -> None:
+    """Kills the children that still run: their time limit ends with this process."""
+    for group in list(_RUNNING):
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _kill_group(child: subprocess.Popen) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from haiku_template import signals
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.pretrained.writing import new_file
 
@@ -38,18 +39,20 @@ def convert(
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output={output} must end in .safetensors")
     with new_file(output) as partial:
-        child = subprocess.run(
+        child = subprocess.Popen(
             [sys.executable, "-m", "haiku_template.conversion", source, partial]
             + [key or ""],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
-            check=False,
         )
+        with child, signals.called(lambda *_: child.kill()):
+            words, errors = child.communicate()
         try:
-            facts = json.loads(child.stdout)
+            facts = json.loads(words)
         except ValueError:
-            last = child.stderr.strip().split("\n")[-1]
+            last = errors.strip().split("\n")[-1]
             last = last or f"exit status {child.returncode}"
             facts = {"refused": f"the process that read it ended: {last}"}
         if "failed" in facts:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from haiku_template import signals
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
@@ -244,8 +246,9 @@ def new_file(file: Path) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
             partial = Path(folder) / file.name
-            yield partial
-            partial.rename(file)
+            with signals.called(lambda *_: shutil.rmtree(folder)):
+                yield partial
+                partial.rename(file)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} cannot be written: {error}") from error
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from haiku_template import signals
 from haiku_template.data import ArrayDataset, each_shape
 from haiku_template.devices import (
     DeviceManager,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 3  # Leaves in a message.
 UNCHECKED = 1000  # Steps whose scalars are kept until one of them is checked.
+OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 EVALUATION = "the state is finite, so look at the data to evaluate on and at the model"
 
 
@@ -168,28 +170,28 @@ class Guards:
         return next(filter(None, words), "")
 
 
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-
-
 def _leave_to_the_run() -> None:
     """Resets signals in a forked data worker, which saves nothing.
 
-    It ends at SIGTERM, and ignores Ctrl-C to make the batches of the run's last step.
+    It ends at SIGTERM, and ignores others to make the batches of the run's last step.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(getattr(handler, "__self__", None), StopSignals):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in signals.EXIT_CODES:
+        handler = signal.getsignal(number)
+        if isinstance(getattr(handler, "__self__", None), StopSignals):
+            ends = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_leave_to_the_run)
 
 
 class StopSignals:
-    """Context manager that notes SIGTERM and the first SIGINT, to stop after a save.
+    """Context manager that gives back the handlers of signals, taken by `listen`.
 
-    A second SIGINT raises KeyboardInterrupt at once. Outside the main thread, where
-    Python allows no handlers, it does nothing.
+    SIGTERM and SIGINT are noted, to stop after a save; SIGHUP and SIGUSR1, too, unless
+    they are ignored, as by nohup, or a script handles them. A second SIGINT is for the
+    handler from before: a command ends at once, Python raises KeyboardInterrupt.
+    Outside the main thread, where Python allows no handlers, all are left alone.
     """
 
     def __init__(self, several: bool = False) -> None:
@@ -200,18 +202,25 @@ class StopSignals:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._several else EXIT_CODES:
-                self._previous[number] = signal.signal(number, self._note)
         return self
+
+    def listen(self) -> None:
+        """Takes the signals; before, and after the context, they end a command."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signals.EXIT_CODES:
+            theirs = number == signal.SIGTERM and self._several
+            obeyed = number in OBEYED or signals.is_free(number)
+            if obeyed and not theirs:
+                self._previous[number] = signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            return _hand_on(self._previous[number], number, frame)
         self._noted = signal.Signals(number)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's runtime tells the others.
@@ -229,7 +238,14 @@ class StopSignals:
         """Makes the error to raise once `step` is saved."""
         words = f"{self.received.name} received: step {step} is saved, and the same "
         words += "command resumes it"
-        return Interrupted(words, EXIT_CODES[self.received])
+        return Interrupted(words, signals.EXIT_CODES[self.received])
+
+
+def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Calls the handler from before for a second SIGINT."""
+    if handler is signals.leave:
+        signals.leave(number, frame, signals.AGAIN)
+    (handler if callable(handler) else signal.default_int_handler)(number, frame)
 
 
 def early_stop(

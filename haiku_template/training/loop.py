@@ -87,7 +87,7 @@ def train(
       PlacementError: a part of the state is not averaged over devices.
       ReplicaError: a part of the state came to differ between devices.
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
-      Interrupted: SIGTERM or SIGINT came; the state is saved.
+      Interrupted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 came; the state is saved.
     """
     directory, devices = workdirs.own(workdir), trainer.devices
     if config is None:
@@ -98,6 +98,7 @@ def train(
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(devices.processes.count > 1))
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
         workdirs.open_workdir(directory, config, devices)
@@ -126,7 +127,7 @@ def train(
         trainer.compile()
         train_set = trainer.experiment.data.train
         guards = Guards(devices, train_set, state, lambda: checkpoints.latest)
-        signals = stack.enter_context(StopSignals(devices.processes.count > 1))
+        signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
         every = Intervals(log_every, eval_every, save_every)
         parts = trainer, directory, report, checkpoints, guards, signals

@@ -11,7 +11,7 @@ import time
 
 import jax
 
-from haiku_template import cli, train
+from haiku_template import cli, signals, train
 from haiku_template.data.dataset import ArrayDataset
 
 
@@ -23,5 +23,5 @@ def hang(*_: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, hang)
     with jax.thread_guard(True):
-        cli.stop_on_sigterm()
+        signals.install()
         cli.run(train.main)

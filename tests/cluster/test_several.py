@@ -164,6 +164,31 @@ def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path, address, i
 
 
 @pytest.mark.cluster
+def test_a_hangup_of_one_process_saves_as_sigterm_does(tmp_path, address):
+    workdir = tmp_path / "run"
+    long = command(workdir, 1, num_steps=100_000, eval_every=None)
+    runs = by_hand(address, long, long, stdout=subprocess.DEVNULL)
+    wait_for((workdir / "checkpoints" / "10").is_dir)
+    runs[1].send_signal(signal.SIGHUP)
+    errors = [run.communicate(timeout=20)[1] for run in runs]
+    assert [run.returncode for run in runs] == [75, 75], errors
+    assert "error: SIGHUP received: step" in errors[1]
+
+
+@pytest.mark.cluster
+def test_a_signal_before_the_first_step_ends_both_with_its_code(tmp_path, address):
+    workdir = tmp_path / "run"
+    long = command(workdir, 1, num_steps=100_000, eval_every=None)
+    runs = by_hand(address, long, long, stdout=subprocess.DEVNULL)
+    wait_for((workdir / "processes" / "1").is_dir)
+    runs[1].send_signal(signal.SIGHUP)
+    errors = [run.communicate(timeout=50)[1] for run in runs]
+    assert [run.returncode for run in runs] == [75, 75], errors
+    words = "SIGHUP received while nothing was being trained"
+    assert errors[1].startswith(f"error: {words}") and words in errors[0], errors
+
+
+@pytest.mark.cluster
 def test_sigterm_before_the_first_step_of_a_resumed_run_is_not_lost(tmp_path):
     workdir = tmp_path / "run"
     train(2, workdir, 1, num_steps=10)

@@ -376,7 +376,8 @@ from pathlib import Path
 import sys
 from PACKAGE.training.guards import StopSignals
 from PACKAGE.storage.workdir import locked
-with locked(Path(sys.argv[1])), StopSignals():
+with locked(Path(sys.argv[1])), StopSignals() as signals:
+    signals.listen()
     ready, told = os.pipe()
     worker = os.fork()
     if worker == 0:

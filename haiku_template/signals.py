@@ -1,0 +1,128 @@
+"""Signals that end a command, whose handlers never raise.
+
+What a handler raises is lost in `__del__` and in callbacks of weak references and of
+the garbage collector, of which JAX has one, and breaks C extensions that initialize.
+Imports the standard library alone, so that a command calls it before other imports.
+"""
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+PREEMPTED, INTERRUPTED = 75, 130
+EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
+# The second is Slurm's custom for a time limit that is near.
+EXIT_CODES |= {signal.SIGHUP: PREEMPTED, signal.SIGUSR1: PREEMPTED}
+NOTHING_SAVED = (
+    "received while nothing was being trained, and nothing new was saved; the same "
+    "command resumes what was"
+)
+AGAIN = "received again: what was not saved by then is lost; the same command resumes "
+AGAIN += "the last checkpoint"
+PRINT_SECONDS = 1.0  # Nobody may read what is printed.
+# Each is called with the sentence and the exit code, the newest first.
+_CALLED: list[Callable[[str, int], object]] = []
+_PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def install() -> None:
+    """Makes signals end this command at once, in a sentence, until the loop notes them.
+
+    What is ignored, as by nohup, or has a handler already, stays so.
+    """
+    for number in EXIT_CODES:
+        if is_free(number):
+            signal.signal(number, leave)
+    # In `end`, children that other modules forked get SIGTERM.
+    os.register_at_fork(after_in_child=_reset)
+    atexit.register(_finish)  # The first that is registered is the last to run.
+
+
+def is_free(number: int) -> bool:
+    """True if a signal has Python's handler, or a command's."""
+    return signal.getsignal(number) in (*_PYTHONS, leave)
+
+
+def leave(number: int, _: FrameType | None, words: str = NOTHING_SAVED) -> None:
+    """Handler that ends the process with a sentence."""
+    end(f"{signal.Signals(number).name} {words}", EXIT_CODES[number])
+
+
+def be_quiet() -> None:
+    """Makes Ctrl-C end a command without a word: it prints a text as it comes."""
+    if is_free(signal.SIGINT):
+        signal.signal(signal.SIGINT, _leave_quietly)
+
+
+def _leave_quietly(number: int, _: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(1, b"\n")
+    os._exit(EXIT_CODES[number])
+
+
+def end(sentence: str, code: int) -> None:
+    """Ends this process at once: says why, and calls what `called` registered."""
+    try:
+        called, _CALLED[:] = _CALLED[::-1], []  # A second signal does not wait.
+        with contextlib.suppress(OSError, ValueError):
+            if select.select([], [2], [], PRINT_SECONDS)[1]:
+                os.write(2, f"error: {sentence}\n".encode())
+        if workers := sys.modules.get("multiprocessing"):
+            called += [lambda *_: [x.terminate() for x in workers.active_children()]]
+        for call in called:
+            with contextlib.suppress(Exception):
+                call(sentence, code)
+    finally:
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def called(call: Callable[[str, int], object]) -> Iterator[None]:
+    """Context in which `call` is called if a signal ends this process: to clean up."""
+    _CALLED.append(call)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _CALLED.remove(call)
+
+
+def when_ended(call: Callable[[str, int], object]) -> None:
+    """Calls `call` if a signal ends this process: to tell other processes."""
+    _CALLED.append(call)
+
+
+def ignore() -> None:
+    """Lets a command end by itself, its work done or its error known.
+
+    Only a second SIGINT ends it before.
+    """
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is leave:
+            signal.signal(number, signal.SIG_IGN)
+            if number == signal.SIGINT:
+                signal.signal(number, _ignore_first)
+
+
+def _ignore_first(number: int, _: FrameType | None) -> None:
+    signal.signal(number, lambda *_: os._exit(EXIT_CODES[number]))
+
+
+def _finish() -> None:
+    """Ignores signals, whose handlers Python takes away before its end."""
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _reset() -> None:
+    """Gives a forked worker of a data set, which has nothing to save, Python's way."""
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is leave:
+            quiet = number == signal.SIGINT  # A terminal tells all of its group.
+            signal.signal(number, signal.SIG_IGN if quiet else signal.SIG_DFL)
