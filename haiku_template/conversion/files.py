@@ -41,7 +41,7 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
       ConfigError: it is damaged or truncated, or holds what is refused.
     """
     with path.open("rb") as file:
-        begin = file.read(8)
+        begin = file.read(len(ARRAY) + 8)
     if begin.startswith(ARRAY):
         return _load_array(path)
     if is_inside and begin.startswith((ARCHIVE, *COMPRESSED)):
@@ -56,8 +56,10 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
                 with path.open("rb") as file, open_(file) as opened:
                     _copy(opened, inflated, room)
             except DAMAGE as error:
-                raise ConfigError(f"it is truncated or damaged: {error}") from error
+                raise _damaged(error) from error
             return load(inflated, scratch, is_inside=True)
+    if not is_inside and begin[8:9] == b"{" and path.suffix == ".safetensors":
+        raise ConfigError("it is safetensors, which config.init_from reads as it is")
     for magic, words in REFUSED.items():
         if begin.startswith(magic):
             raise ConfigError(f"it is {words}, which is not read here")
@@ -72,14 +74,20 @@ def _load_archive(path: Path, scratch: Path) -> dict[str, Any]:
                 member = scratch / f"{len(tree)}.{i}.npy"
                 with archive.open(info) as opened:
                     room -= _copy(opened, member, room)
-                tree[info.filename.removesuffix(".npy")] = load(
-                    member, scratch, is_inside=True
-                )
+                name = info.filename.removesuffix(".npy")
+                if name in tree:
+                    raise ConfigError(f"it holds {name} twice")
+                tree[name] = load(member, scratch, is_inside=True)
     except ConfigError:
         raise
     except (*DAMAGE, zipfile.BadZipFile, ValueError, RuntimeError) as error:
-        raise ConfigError(f"it is truncated or damaged: {error}") from error
+        raise _damaged(error) from error
     return tree
+
+
+def _damaged(error: Exception) -> ConfigError:
+    words = str(error) or f"it ends too early ({type(error).__name__})"
+    return ConfigError(f"it is truncated or damaged: {words}")
 
 
 def _load_array(path: Path) -> Any:

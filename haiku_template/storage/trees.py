@@ -18,6 +18,7 @@ from haiku_template.storage.checkpoint import quiet
 METADATA = "_METADATA"  # Of a tree, in its folder.
 DATABASE = "manifest.ocdbt"  # Where leaves are no folders of their own.
 PIECE = 2**22  # Bytes read at a time, unless a chunk has more.
+PADDED = 2**20  # Numbers that a chunk may have beyond twice its array's.
 WHOLE = "default"  # Name of a tree that is saved alone.
 
 
@@ -62,7 +63,18 @@ def leaves(source: Path) -> list[Leaf]:
     return [leaf for name, folder in items for leaf in _leaves(name, folder)]
 
 
+def _check_files(folder: Path) -> None:
+    """Raises `ConfigError` for what may hang or never end when it is read."""
+    for path in folder.rglob("*"):
+        if not path.is_file() and not path.is_dir():
+            raise ConfigError(
+                f"the Orbax tree in {folder} is damaged: {path.relative_to(folder)} is "
+                "no plain file"
+            )
+
+
 def _leaves(item: str, folder: Path) -> list[Leaf]:
+    _check_files(folder)
     with _faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
         held = checkpointer.metadata(folder.absolute()).item_metadata
         if held is None:
@@ -98,6 +110,12 @@ def _read(
         array = tensorstore.open(kind | {"kvstore": store}, read=True).result()
         if array.shape != leaf.shape:
             raise ValueError(f"{leaf.name} has shape {list(array.shape)}")
+        # TensorStore makes room for a chunk first, and ends the process without.
+        numbers = math.prod(array.chunk_layout.write_chunk.shape or ())
+        if numbers > 2 * math.prod(leaf.shape) + PADDED:
+            raise ValueError(
+                f"{leaf.name} of shape {list(leaf.shape)} has chunks of {numbers:,}"
+            )
     if not leaf.shape:
         bounds = [()]
     else:

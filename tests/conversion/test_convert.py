@@ -10,6 +10,8 @@ import pickle
 import re
 import struct
 import subprocess
+import warnings
+import zipfile
 import zlib
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from haiku._src.data_structures import FlatMap
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from haiku_template.conversion import __main__ as child
 from haiku_template.errors import ConfigError
@@ -411,3 +413,31 @@ def test_the_command_says_what_it_took_and_left_out(tmp_path, command):
     assert second == "left out: edges"
     ran = command("convert", f"--input={source}", f"--output={output}")
     assert ran.returncode == 64 and "nothing is overwritten" in ran.stderr
+
+
+def test_a_file_that_needs_no_conversion_says_so(tmp_path):
+    save_file({"w": W}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="config.init_from reads as it is"):
+        convert(tmp_path / "a.safetensors", tmp_path / "new.safetensors")
+
+
+def test_a_name_that_an_archive_has_twice_is_refused(tmp_path):
+    with warnings.catch_warnings(), zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        warnings.simplefilter("ignore", UserWarning)  # Of the name.
+        for value in (W, W + 1):
+            buffer = io.BytesIO()
+            np.save(buffer, value)
+            file.writestr("w.npy", buffer.getvalue())
+    with pytest.raises(ConfigError, match="it holds w twice"):
+        convert(tmp_path / "a.npz", tmp_path / "new.safetensors")
+
+
+def test_a_lying_size_of_an_archive_has_a_reason(tmp_path):
+    np.savez(tmp_path / "a.npz", w=W)
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    place = content.index(b"PK\1\2")  # The directory's sizes, packed and not.
+    content[place + 20 : place + 28] = struct.pack("<2I", 2**31, 2**31)
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match="is truncated or damaged: .") as caught:
+        convert(tmp_path / "a.npz", tmp_path / "new.safetensors")
+    assert not str(caught.value).rstrip().endswith(":")
