@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 ARRAYS = (ArrayDataset, EvaluationSet)
 NO_BATCH = {"outputs", "mask", "is_training"}  # What a task may take beside it.
-ALIKE = 0.05  # Of the largest feature: more than what rounding makes in bfloat16.
+ALIKE, HALF_ALIKE = 1e-4, 0.05  # Of the largest feature: more than rounding makes.
+DIGEST = hashlib.sha256().digest_size  # Of a file of words, at its end.
 BUCKETS = (BucketedDataset, BucketedEvaluationSet)
 
 
@@ -114,11 +115,13 @@ def from_features(
     base, own = (fingerprint(devices, x) for x in (state.frozen, state.net_state))
     program = _program(probe, cut.model, inputs)
     folder = Path(tuning.features_dir)
-    whole = trainer.task.whole_batch
-    folder /= _key(ordered, whole, program, devices.platform, base, own)
+    whole, form = trainer.task.whole_batch, "digest at the end"
+    folder /= _key(ordered, whole, program, devices.platform, base, own, form)
     if not folder.is_dir():
+        half = trainer.recipe.precision.policy.compute_dtype != np.float32
         for x in ordered.values():
-            _check_alone(cut, functools.partial(probe.predict, state), x)
+            alike = HALF_ALIKE if half else ALIKE
+            _check_alone(cut, functools.partial(probe.predict, state), x, alike)
         found = {name: probe.predict(state, x) for name, x in ordered.items()}
         _write(folder, ordered, found, cut)
     words = [_map(folder / f"{k}.npy", len(x.order), cut) for k, x in ordered.items()]
@@ -158,33 +161,44 @@ def _check(experiment: Any, task: Any, sets: dict[str, Any]) -> None:
             )
 
 
-def _check_alone(cut: Cut, predict: Callable[..., Any], dataset: InOrder) -> None:
+def _check_alone(
+    cut: Cut, predict: Callable[..., Any], dataset: InOrder, alike: float
+) -> None:
     """Raises `ConfigError` if an example has other features beside others.
 
-    It is the last of a batch, and then in all rows of one of the longest.
+    It is the last of a batch, and then in all rows of one of the longest, where its
+    features may differ by `alike`; and beside NaN, which shows any use of others.
     """
     what, first = f"config.finetuning.features={cut.model.pattern!r}", dataset.rows(0)
-    rows, of = first[-1:].repeat(len(first)), dataset.dataset
+    rows, of, batch = first[-1:].repeat(len(first)), dataset.dataset, dataset.batch(0)
     if isinstance(of, ARRAYS):
         alone = {"inputs": of.inputs[rows]}
     else:
         alone = of.examples.batch(rows, of.lengths[-1])
-    two = [dataset.batch(0), alone].__getitem__
-    words, others = predict(SimpleNamespace(num_batches=2, batch=two))
+    three = [batch, alone, jax.tree.map(_beside_nan, batch)].__getitem__
+    words, others, beside = predict(SimpleNamespace(num_batches=3, batch=three))
     if words.shape != others.shape:
         raise ConfigError(
             f"{what}: the features of examples of another length are of another size; "
             "name a module behind what pools them"
         )
+    others = np.concatenate([others, beside[-1:]])
     for one, other in zip(cut.arrays(words[-1:]), cut.arrays(others), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (one, other))
         size = np.abs(a[np.isfinite(a)]).max(initial=0)
-        if not np.allclose(a, b, ALIKE, ALIKE * size, equal_nan=True):
+        if not np.allclose(a, b, alike, alike * size, equal_nan=True):
             raise ConfigError(
                 f"{what}: the features of an example depend on others in its batch, on "
                 "its place or on padding, and would change from step to step; name a "
                 "module before what mixes them, such as a norm over the batch"
             )
+
+
+def _beside_nan(x: np.ndarray) -> np.ndarray:
+    """Replaces all rows but the last by NaN, in arrays that may hold it."""
+    if not np.issubdtype(x.dtype, np.inexact):
+        return x
+    return np.concatenate([np.full_like(x[:-1], np.nan), x[-1:]])
 
 
 def _find(trainer: Any, model_init: Callable[[], Any], inputs: Any) -> Cut:
@@ -296,7 +310,8 @@ def _with_words(data: Any, words: list[np.ndarray]) -> Any:
         examples = Words(dataset.examples, next(each))
         return dataclasses.replace(dataset, examples=examples)
 
-    parts = {"train": replaced(data.train), "preprocess": lambda inputs: inputs}
+    as_it_is = type(data)._field_defaults["preprocess"]
+    parts = {"train": replaced(data.train), "preprocess": as_it_is}
     if data.evaluation is not None:
         parts["evaluation"] = replaced(data.evaluation)
     parts["evaluations"] = {k: replaced(x) for k, x in data.evaluations.items()}
@@ -335,7 +350,7 @@ def _write_words(file: Path, dataset: InOrder, found: Any, cut: Cut) -> None:
     """Writes rows to their places: a mapping would crash where a disk is full."""
     header = {"descr": cut.dtype.str, "fortran_order": False}
     header["shape"] = len(dataset.order), cut.width
-    with file.open("wb") as opened:
+    with file.open("w+b") as opened:
         np.lib.format.write_array_header_1_0(opened, header)
         begin, size = opened.tell(), cut.width * cut.dtype.itemsize
         for index, words in enumerate(found):
@@ -344,6 +359,9 @@ def _write_words(file: Path, dataset: InOrder, found: Any, cut: Cut) -> None:
             for run in np.split(np.arange(len(rows)), ends):
                 opened.seek(begin + int(rows[run[0]]) * size)
                 opened.write(np.ascontiguousarray(words[run]))
+        opened.seek(0)
+        digest = hashlib.file_digest(opened, "sha256").digest()
+        opened.write(digest)  # At the end, where it was read to.
         opened.flush()
         os.fsync(opened.fileno())
 
@@ -354,9 +372,21 @@ def _map(file: Path, rows: int, cut: Cut) -> np.ndarray:
         words = np.load(file, mmap_mode="r", allow_pickle=False)
         if words.shape != (rows, cut.width) or words.dtype != cut.dtype:
             raise ValueError(f"it holds {words.dtype}{list(words.shape)}")
+        _check_digest(file)
     except (OSError, ValueError) as error:
         raise StorageError(
             f"the features in {file} cannot be read ({error}); remove {file.parent}, "
             "and they are computed again"
         ) from error
     return words.view(np.ndarray)  # Slicing numpy.memmap is several times slower.
+
+
+def _check_digest(file: Path) -> None:
+    """Raises `ValueError` unless a file ends with the digest of all before."""
+    digest, left = hashlib.sha256(), file.stat().st_size - DIGEST
+    with file.open("rb") as opened:
+        while left > 0:
+            digest.update(part := opened.read(min(left, 2**20)))
+            left -= len(part) or left
+        if opened.read() != digest.digest():
+            raise ValueError("its digest is another")

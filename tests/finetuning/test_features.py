@@ -257,7 +257,10 @@ def test_files_are_whole_or_not_there_and_damage_is_said(
     with_features(arrays(one_device, tmp_path))
     (file,) = (tmp_path / "features").glob("*/train.npy")
     whole = file.read_bytes()
-    for damaged in (whole[:-1], whole[:3], whole.replace(b"<u4", b"<f4")):
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    cut, other = whole[:-1], whole.replace(b"<u4", b"<f4")
+    for damaged in (cut, whole[:3], other, flipped, whole + b"0", whole[:-32]):
         file.write_bytes(damaged)
         with pytest.raises(StorageError, match=r"train.npy cannot be read .* remove"):
             with_features(arrays(one_device, tmp_path))
@@ -386,6 +389,19 @@ def by_python(x):
     [
         ({"model": mixed_by(lambda x: x - x.mean(axis=0))}, "depend on others in its"),
         ({"model": mixed_by(norm_of_the_batch)}, "depend on others in its batch"),
+        ({"model": mixed_by(lambda x: x - 3e-2 * x.mean(axis=0))}, "depend on others"),
+        ({"model": mixed_by(lambda x: x - 1e-6 * x.mean(axis=0))}, "depend on others"),
+        (
+            {
+                "model": mixed_by(lambda x: x - 1e-2 * x.mean(axis=0)),
+                "precision": "bfloat16",
+            },
+            "depend on others",
+        ),
+        (
+            {"model": mixed_by(lambda x: x + 1e-3 * jnp.arange(len(x))[:, None])},
+            "on its place",
+        ),
         ({"model": mixed_by(lambda x: x * jnp.arange(len(x))[:, None])}, "others"),
         ({"model": mixed_by(by_python)}, "the trunk calls Python"),
         ({"model": mixed_by(lambda x: x + 1j)}, "features of complex64 are not real"),
