@@ -1,6 +1,7 @@
 """Checks of placement: location of every array, donated memory, leaked tracers."""
 
 import contextlib
+import numbers
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -157,6 +158,10 @@ def check_batch_size(
     """Rows of a device's share; `PlacementError` names the nearest sizes that split."""
     n = devices.num_devices
     parts = n * accumulate_steps
+    if not isinstance(batch_size, numbers.Integral):
+        raise PlacementError(
+            f"a batch size is a whole number of examples, not {batch_size!r}"
+        )
     if batch_size % parts == 0 and batch_size > 0:
         return batch_size // n
     below = batch_size // parts * parts

@@ -84,10 +84,12 @@ class DeviceManager(NamedTuple):
     def init(self, fn: Callable[..., Any], *args: Any, like: Any = None) -> Any:
         """Runs `fn(*args)`; its results are born replicated, or where `like` is.
 
-        `like` is such a tree, of shapes. `fn` sees the mesh axis by its name, as steps
+        `like` is such a tree, of shapes; arguments on the host are put on the devices.
+        `fn` sees the mesh axis by its name, as steps
         do, so that modules that average over it (`hk.BatchNorm`) initialize too.
         """
         compiled = self._once(fn, like)
+        args = transfer.on_devices(args, self.replicated)
         with checks.leaks_named(compiled.__wrapped__, *args):
             return compiled(*args)
 
@@ -99,6 +101,7 @@ class DeviceManager(NamedTuple):
 
     def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
+        transfer.check_numbers(args)
         return shards.placed(jax.eval_shape(self._once(fn), *args), self.replicated)
 
     def _once(self, fn: Callable[..., Any], like: Any = None) -> Any:
@@ -140,6 +143,7 @@ class DeviceManager(NamedTuple):
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
+        self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.by_device(batch, len(self.devices), self.axis_name)
         sharding = transfer.sharding_on(self.devices, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding)
@@ -159,8 +163,10 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        `PlacementError` names a leaf that was deleted, or whose replicas differ.
+        What is on the host stays as it is. `PlacementError` names a leaf that was
+        deleted, is no number, or whose replicas differ.
         """
+        transfer.check_numbers(tree)
         step.check_alive(tree)
         copies = jax.tree.map(transfer.first_copy, tree)
         self.wait(copies)
@@ -168,7 +174,8 @@ class DeviceManager(NamedTuple):
             check_replicas(tree)
         with self.ledger.timed("from_devices"):
             fetched = jax.device_get(copies)
-        self.ledger.add("bytes_from_devices", tree_bytes(copies))
+        arrays = [x for x in jax.tree.leaves(copies) if isinstance(x, jax.Array)]
+        self.ledger.add("bytes_from_devices", tree_bytes(arrays))
         return fetched
 
     def fetch_each(self, results: Iterable[Any]) -> Iterator[Any]:

@@ -225,6 +225,7 @@ def fitting(tree: Any) -> Any:
 
 def _fitting(path: Any, leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
+        _check_number(path, leaf)
         return leaf
     dtype = _dtype(path, leaf)
     if dtype == leaf.dtype:
@@ -239,6 +240,30 @@ def _fitting(path: Any, leaf: Any) -> Any:
             "or set jax_enable_x64"
         )
     return cut
+
+
+def check_numbers(tree: Any) -> None:
+    """Raises `PlacementError` for a leaf that is no number and no array."""
+    jax.tree_util.tree_map_with_path(_check_number, tree)
+
+
+def _check_number(path: Any, leaf: Any) -> None:
+    if isinstance(leaf, np.ndarray | np.generic):
+        _dtype(path, leaf)
+    is_array = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+    if not is_array and not isinstance(leaf, bool | int | float | complex):
+        raise PlacementError(
+            f"{_holds(path)} {leaf!r}, a {type(leaf).__name__}, and devices compute "
+            "with numbers alone"
+        )
+
+
+def on_devices(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Puts leaves in host memory where `sharding` says; others stay where they are."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, sharding),
+        fitting(tree),
+    )
 
 
 def _holds(path: Any) -> str:

@@ -51,8 +51,15 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
 
     @wraps(model.apply)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        with hk.intercept_methods(run):
-            return model.apply(*args, **kwargs)
+        try:
+            with hk.intercept_methods(run):
+                return model.apply(*args, **kwargs)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ConfigError(
+                f"config.model.remat={tuple(patterns)}: a module computed twice left "
+                "a result in an attribute (self.kept = ...) or a list, from where "
+                "it was used; let it return that, or name other modules"
+            ) from error
 
     return model._replace(init=init, apply=apply) if patterns else model
 
