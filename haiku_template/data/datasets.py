@@ -24,20 +24,20 @@ def from_split(
     spec: BatchSpec,
     *,
     num_classes: int | None = None,  # As many as the training labels show.
-    preprocess: Callable[[Any], Any] | None = None,  # None scales bytes to [0, 1].
+    preprocess: Callable[[Any], Any] | None = None,  # None: bytes stay bytes.
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
     where: str = "the data set",  # In errors.
 ) -> Data:
     """Makes `Data` of arrays; without labels, an output is as large as an input.
 
-    `preprocess` is of inputs on the device, `augment` of training inputs on the host.
+    `preprocess` is of inputs on the device, such as `images.scale_pixels`; `augment` of
+    training inputs on the host.
 
     Raises:
-      ConfigError: an empty part, parts of different shapes, labels that are missing,
-        outside the classes or of the wrong type; names the part.
+      ConfigError: an empty part, parts of different shapes or inputs of different
+        dtypes, labels that are missing, outside the classes or of the wrong type; names
+        the part.
     """
-    if preprocess is None and getattr(split.x_train, "dtype", None) == np.uint8:
-        preprocess = images.scale_pixels
     parts = {
         f"the training part of {where}": (split.x_train, split.y_train),
         f"the test part of {where}": (split.x_test, split.y_test),
@@ -52,6 +52,12 @@ def from_split(
                 f"an example's {name} in the training part of {where} has shape {a} "
                 f"and in the test part {b}; they must agree"
             )
+    a, b = train["inputs"].dtype, test["inputs"].dtype
+    if a != b:
+        raise ConfigError(
+            f"the inputs in the training part of {where} are {a} and in the test part "
+            f"{b}, which a model would take for other values; they must agree"
+        )
     data = Data(
         dataset.ArrayDataset(split.x_train, split.y_train, spec, augment),
         dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
@@ -126,10 +132,16 @@ def _arrays(
     name: str, what: str, read: Callable[[Path], files.Split]
 ) -> Callable[..., Data]:
     def arrays(
-        spec: BatchSpec, *, path: str | None = None, num_classes: int | None = None
+        spec: BatchSpec,
+        *,
+        path: str | None = None,
+        num_classes: int | None = None,
+        scale_pixels: bool = False,  # Bytes to [0, 1], as of images.
     ) -> Data:
         split = read(files.given_path(path, name, what))
-        return from_split(split, spec, num_classes=num_classes, where=str(path))
+        preprocess = images.scale_pixels if scale_pixels else None
+        options = {"num_classes": num_classes, "preprocess": preprocess}
+        return from_split(split, spec, **options, where=str(path))
 
     return arrays
 
@@ -138,7 +150,8 @@ def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     what = "the directory with MNIST's or Fashion-MNIST's four idx files"
     split = files.read_mnist(files.given_path(path, "mnist", what))
-    return from_split(split, spec, num_classes=10, where=str(path))
+    options = {"num_classes": 10, "preprocess": images.scale_pixels}
+    return from_split(split, spec, **options, where=str(path))
 
 
 def cifar10(

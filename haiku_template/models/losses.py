@@ -18,13 +18,19 @@ WEIGHT = "example_weight"  # 0 or more; by default all examples weigh the same.
 MANY_CLASSES = 1000  # A matrix of 4 MB is no picture any more.
 
 
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross-entropy in nats of logits [..., K]; NaN for labels outside of [0, K)."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.where(labels < 0, jnp.nan, losses)  # They would count from the end.
+
+
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats, and accuracy.
 
-    `logits` are float32 [B, K]; `labels`, int [B], are in [0, K).
+    `logits` are float32 [B, K]; `labels`, int [B], are in [0, K); others give NaN.
     """
     labels = batch["labels"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    loss = cross_entropy(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
     return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
 
@@ -75,13 +81,14 @@ def confusion(
 ) -> dict[str, jax.Array]:
     """Confusion matrix: rows are labels, columns predictions; int32 [K, K].
 
-    It counts logits [B, K] and labels [B] where `mask` is True; none if K > 1,000.
+    It counts logits [B, K] and labels [B], from 0 on, where `mask` is True; none if
+    K > 1,000.
     """
     size = logits.shape[-1]
     if size > MANY_CLASSES:
         return {}
     places = batch["labels"], jnp.argmax(logits, axis=-1)
-    ones = mask.astype(jnp.int32)
+    ones = (mask & (batch["labels"] >= 0)).astype(jnp.int32)
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 
 
@@ -94,5 +101,5 @@ def macro_f1(
     if matrix is None:
         return {}
     both = matrix.sum(axis=0) + matrix.sum(axis=1)
-    there = both > 0
-    return {"macro_f1": float(np.mean(2 * np.diag(matrix)[there] / both[there]))}
+    scores = 2 * np.diag(matrix)[both > 0] / both[both > 0]
+    return {"macro_f1": float(np.mean(scores)) if len(scores) else np.nan}

@@ -58,10 +58,20 @@ def make_model_init(
             return recipe.model.init(rng, example, True)
         except Exception as error:
             given = "whole batches" if inputs is batch else "inputs alone, of"
-            error.add_note(f"The model was given {given}: {names}.")
+            error.add_note(f"The model was given {given}: {names}.{_of_bytes(example)}")
             raise
 
     return init
+
+
+def _of_bytes(inputs: Any) -> str:
+    if all(x.dtype != jnp.uint8 for x in jax.tree.leaves(inputs)):
+        return ""
+    return (
+        " The inputs are bytes, as the data has them; --config.data.scale_pixels=True, "
+        "or from_split(..., preprocess=images.scale_pixels), makes numbers in [0, 1] "
+        "of them."
+    )
 
 
 def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., Any]:

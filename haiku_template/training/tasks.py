@@ -111,23 +111,17 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         )
     values = task.values(**{name: facts[fact] for name, fact in taken.items()})
     if not isinstance(values, dict):
+        is_array = isinstance(values, jax.Array | np.ndarray)
+        kind = f"array {list(values.shape)}" if is_array else type(values).__name__
         raise ConfigError(
-            f"the task returns a {type(values).__name__}; it must return a dictionary "
-            "of per-example values [B], 'loss' among them"
+            f"the task returns a {kind}; it must return a dictionary of per-example "
+            "values [B], 'loss' among them: {'loss': ...}"
         )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
-    known = [jnp.shape(leaf) for leaf in jax.tree.leaves(facts["batch"])]
     for name, value in values.items():
         shape = jnp.shape(value)
-        # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean.
-        possible = {(), (rows,), *(x[: len(shape)] for x in known)}
-        if shape not in possible:
-            raise ConfigError(
-                f"the task's {name!r} has shape {list(shape)} for {rows} examples; "
-                f"each value must be one number per example: [{rows}], per token, as an"
-                " array of the batch has them, or one for the batch: []"
-            )
+        _check_shape(name, shape, facts["batch"], rows)
         if not shape and "mask" not in taken.values() and not facts["is_training"]:
             raise ConfigError(
                 f"the task's {name!r} has shape [] for {rows} examples, not one number "
@@ -139,11 +133,41 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if weights is not None:
         # Weights are data: they have no gradient.
         weights = jax.lax.stop_gradient(jnp.asarray(weights, jnp.float32))
+        # Below 0 an average is none, which its sentence tells where NaN is found.
+        weights = jnp.where(weights >= 0, weights, jnp.nan)
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
     averages = {k: _per_example(k, x, weights, rows) for k, x in values.items()}
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
+
+
+def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> None:
+    """Raises `ConfigError` for a value that is not of examples, tokens or the batch."""
+    # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean, also
+    # where inputs are B wide.
+    is_square = len(shape) > 1 and shape[1] == rows
+    beside, known = _shapes(_beside_inputs(batch)), _shapes(batch)
+    others = beside if is_square else {x[: len(shape)] for x in known}
+    if shape not in {(), (rows,)} | others:
+        pairs = ", which may be all pairs of them" if is_square else ""
+        raise ConfigError(
+            f"the task's {name!r} has shape {list(shape)} for {rows} examples{pairs}; "
+            f"each value must be one number per example: [{rows}], per token, as an "
+            "array of the batch has them, or one for the batch: []; take the mean over "
+            "other dimensions"
+        )
+
+
+def _shapes(tree: Any) -> set[tuple[int, ...]]:
+    return {jnp.shape(leaf) for leaf in jax.tree.leaves(tree)}
+
+
+def _beside_inputs(batch: Any) -> Any:
+    """Arrays beside the inputs; all of a batch where there are no others."""
+    is_named = isinstance(batch, dict) and "inputs" in batch
+    beside = {k: x for k, x in batch.items() if k != "inputs"} if is_named else {}
+    return beside or batch
 
 
 def _per_example(name: str, value: Any, weights: Any, rows: int) -> jax.Array:
@@ -163,7 +187,7 @@ def _per_example(name: str, value: Any, weights: Any, rows: int) -> jax.Array:
 
 def weighted_sum(values: jax.Array, weights: jax.Array, axis: Any = None) -> jax.Array:
     """Sums weighted values; one of weight 0 may be NaN, but not its gradient."""
-    return jnp.sum(jnp.where(weights > 0, values * weights, 0), axis=axis)
+    return jnp.sum(jnp.where(weights == 0, 0, values * weights), axis=axis)
 
 
 def divide(sums: Any, weight: jax.Array) -> Any:

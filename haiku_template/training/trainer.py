@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from haiku_template import finetuning as tuning
-from haiku_template.data import each_shape
+from haiku_template.data import Data, each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
@@ -23,7 +23,7 @@ from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
-from haiku_template.params import flatten, unflatten
+from haiku_template.params import flatten, leaves_by_path, unflatten
 from haiku_template.reporting.perf import Work
 from haiku_template.training.evaluation import (
     add_up,
@@ -89,7 +89,9 @@ class Trainer:
         if data.evaluation is not None:
             check_host_batch(data.evaluation.batch(0), "the evaluation batch")
         self._own = own_rows(devices.processes, data.train)
-        self.batch_size = check_host_batch(self._own(example)) * devices.processes.count
+        own = self._own(example)
+        self.batch_size = check_host_batch(own) * devices.processes.count
+        self._kinds, self._described = _kinds(own), _described(own)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
@@ -141,12 +143,23 @@ class Trainer:
 
     @property
     def placement(self) -> str:
-        """Describes where the training data lives."""
+        """Describes where the training data lives, and what inputs pass through."""
         if self._blocks:
-            return f"staged on each device, {self._blocks.size}"
-        reason = self.experiment.why_on_host
-        words = f"on the host, {reason or 'from where each batch travels'}"
-        return "; ".join(filter(None, (words, getattr(self._train, "note", ""))))
+            words = f"staged on each device, {self._blocks.size}"
+        else:
+            reason = self.experiment.why_on_host
+            words = f"on the host, {reason or 'from where each batch travels'}"
+        parts = words, getattr(self._train, "note", ""), self._preprocessing()
+        return "; ".join(filter(None, parts))
+
+    def _preprocessing(self) -> str:
+        preprocess = self.experiment.data.preprocess
+        if preprocess is Data._field_defaults["preprocess"]:
+            return ""
+        inputs = jax.tree.leaves(inputs_of(self._example))
+        dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in inputs))
+        name = getattr(preprocess, "__name__", type(preprocess).__name__)
+        return f"{dtypes} inputs pass through {name} on the device"
 
     @property
     def work(self) -> Work:
@@ -341,10 +354,39 @@ class Trainer:
             # Staged data gives one object for many steps; a data set of a user's may
             # fill one dictionary with new arrays.
             if staged is None or batch is not last[0]:
-                last = batch, self.devices.shard(self._own(batch))
+                own = self._own(batch)
+                if staged is None and _kinds(own) != self._kinds:
+                    _check_alike(self._described, own, step)
+                last = batch, self.devices.shard(own)
             return last[1] if staged is None else StagedBatch(staged, last[1])
 
         return make
+
+
+def _kinds(batch: Any) -> list[Any]:
+    leaves = jax.tree.leaves(batch)
+    return [(getattr(x, "dtype", None), np.shape(x)[:1]) for x in leaves]
+
+
+def _check_alike(first: dict[str, str], batch: Any, step: int) -> None:
+    """Raises `ConfigError` for a batch of other leaves, rows or dtypes than the first.
+
+    It would be compiled anew, and count as much as a whole one.
+    """
+    now = _described(batch)
+    path = next((k for k in first | now if first.get(k) != now.get(k)), None)
+    if path is not None:
+        raise ConfigError(
+            f"{path} is {now.get(path, 'absent')} in the batch of step {step + 1}, and "
+            f"{first.get(path, 'absent')} in the first; all batches of a run have as "
+            "many examples and the same dtypes: leave out a last one that is shorter"
+        )
+
+
+def _described(batch: Any) -> dict[str, str]:
+    check_host_batch(batch)
+    leaves = leaves_by_path(batch)
+    return {path: f"{x.dtype} of {len(x)} rows" for path, x in leaves.items()}
 
 
 def _with_outputs(task: Task, num_outputs: int) -> Task:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from haiku_template.models.losses import cross_entropy
 
 TILE = 8192  # Tokens of a tile, or more: of fewer a GPU multiplies slowly.
 COLUMNS = 128  # Of logits, for the same reason: a multiple, if the vocabulary is LARGE.
@@ -37,14 +38,13 @@ def multiply_out(outputs: jax.Array | LazyLogits) -> jax.Array:
 def token_losses(
     outputs: jax.Array | LazyLogits, labels: jax.Array, chunk: int | None
 ) -> jax.Array:
-    """Cross-entropy of each token in nats: float32 [B, T].
+    """Cross-entropy of each token in nats: float32 [B, T]; NaN for one outside of V.
 
     Lazy logits are in the compute dtype, and in memory for a tile of tokens at a time:
     at most `chunk` of each example, or with None about `TILE` of all.
     """
     if not isinstance(outputs, LazyLogits):
-        logits = outputs.astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return cross_entropy(outputs.astype(jnp.float32), labels)
     size, rows = len(outputs.embedding), labels.size
     tiles = max(rows // TILE, 1) if chunk is None else -(-labels.shape[1] // chunk)
 

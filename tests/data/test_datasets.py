@@ -1,5 +1,6 @@
 """Data sets by name: what they hold, and which labels they refuse."""
 
+import functools
 import importlib.util
 import re
 
@@ -204,6 +205,29 @@ def test_mnist_is_read_and_scaled(tmp_path, write_mnist, suffix):
     assert test[0].dtype == np.uint8
     expected = arrays["x_test"][..., None] / 255
     np.testing.assert_allclose(data.preprocess(test[0]), expected, rtol=1e-6)
+
+
+def test_bytes_of_a_user_are_not_scaled_unless_asked_for(tmp_path):
+    """A model may divide them itself, and one-hot letters are no pixels."""
+    inputs, labels = np.arange(8, dtype=np.uint8).reshape(4, 2), np.arange(4)
+    parts = Split(inputs, labels, inputs, labels)
+    np.savez(tmp_path / "a.npz", **parts._asdict())
+    read = functools.partial(DATASETS["npz"], BatchSpec(2), path=tmp_path / "a.npz")
+    for data in (from_split(parts, BatchSpec(2)), read()):
+        np.testing.assert_array_equal(data.preprocess(inputs), inputs)
+    scaled = read(scale_pixels=True).preprocess(inputs)
+    np.testing.assert_allclose(scaled, inputs / 255, rtol=1e-6)
+
+
+@pytest.mark.parametrize("other", [np.float32, np.int32, np.float64])
+def test_inputs_of_two_dtypes_are_refused(other):
+    inputs, labels = np.ones((4, 2), np.uint8), np.zeros(4, np.int32)
+    split = Split(inputs, labels, inputs.astype(other), labels)
+    name = np.dtype(other).name
+    with pytest.raises(
+        ConfigError, match=f"training part .* uint8 .* test part {name}"
+    ):
+        from_split(split, BatchSpec(2))
 
 
 def test_cifar10_is_read_and_standardized(tmp_path, write_cifar10):

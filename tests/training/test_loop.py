@@ -533,7 +533,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     ("loss", "words"),
     [
         (lambda x: x[:, :1], r"\[8, 1\] for 8 examples"),
-        (lambda x: x[:, 0] - x[:, :1], r"\[16, 16\] for 16 examples"),
+        (lambda x: x[:, 0] - x[:, :1], r"\[8, 8\] for 8 examples"),
         (lambda x: jnp.mean(x), r"\[\] for 16 examples.*take `mask`"),
     ],
 )

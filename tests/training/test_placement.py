@@ -3,22 +3,25 @@
 import functools
 import re
 
+import haiku as hk
 import jax
 import numpy as np
 import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet, staging
+from haiku_template.data.images import scale_pixels
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification, train
 from haiku_template.training.memory import memory_budget
-from tests.runs import placed
+from tests.runs import changed, placed
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(0, 255, size=(50, 8, 8, 1)).astype(np.uint8)
 LABELS = RNG.integers(0, 3, 50)
+CASTS = hk.transform(lambda x: hk.Linear(3)(hk.Flatten()(x.astype("float32"))))
 
 
 @functools.cache
@@ -28,7 +31,7 @@ def made(devices, augment=None, **options):
         ArrayDataset(INPUTS, LABELS, BatchSpec(8), augment),
         EvaluationSet(INPUTS, LABELS, 16),
         3,
-        lambda inputs: inputs.astype("float32") / 255,
+        scale_pixels,
     )
     return Experiment(
         model=mlp(3, width=8),
@@ -37,6 +40,16 @@ def made(devices, augment=None, **options):
         optimizer=optax.adam(1e-3),
         **options,
     ).trainer(devices)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_first_lines_say_what_inputs_pass_through(one_device, where):
+    trainer = placed(made(one_device), where)
+    words = "; uint8 inputs pass through scale_pixels on the device"
+    assert trainer.placement.endswith(words)
+    data = trainer.experiment.data
+    plain = Data(data.train, data.evaluation, 3)
+    assert "inputs" not in changed(trainer, data=plain, model=CASTS).placement
 
 
 def losses(workdir):
@@ -108,7 +121,8 @@ def test_auto_stages_what_fits_and_says_so(devices):
     )
     assert refused.abstract_staged is None
     words = placed(trainer, "auto").placement
-    assert words == "on the host, because a device's memory is not known here"
+    unknown = "on the host, because a device's memory is not known here"
+    assert words == f"{unknown}; uint8 inputs pass through scale_pixels on the device"
 
 
 def test_the_budget_counts_what_is_staged(devices):

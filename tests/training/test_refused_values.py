@@ -1,0 +1,207 @@
+"""Values that would train something else: refused by name, whenever a run looks."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import Data, EvaluationSet
+from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.models import losses
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, classification, train
+from haiku_template.training.tasks import as_task, example_values
+from haiku_text.models.logits import LazyLogits, token_losses
+from haiku_text.tasks import language_model
+
+RNG = np.random.default_rng(0)
+LINEAR = hk.transform(lambda x: hk.Linear(2)(x))
+
+
+class Batches:
+    def __init__(self, make):
+        self.batch = make
+
+
+def made(devices, make, task=classification, model=LINEAR, **options):
+    return Experiment(
+        model=model,
+        task=task,
+        data=Data(Batches(make), None, 2),
+        optimizer=optax.sgd(0.1),
+        **options,
+    ).trainer(devices)
+
+
+def batch(labels=0, size=8, **more):
+    inputs = RNG.normal(size=(size, 3)).astype(np.float32)
+    return {"inputs": inputs, "labels": np.full(size, labels, np.int32)} | more
+
+
+# Broadcast losses.
+
+
+def facts(batch):
+    rows = len(batch["inputs"])
+    return {"batch": batch, "mask": np.ones(rows, bool), "is_training": True}
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize("shape", [(8, 8, 1), (8,)], ids=["images", "features"])
+@pytest.mark.parametrize("labeled", [True, False])
+def test_a_matrix_of_all_pairs_is_no_loss_whatever_the_size_of_inputs(
+    rows, shape, labeled
+):
+    batch = {"inputs": np.ones((rows, *shape), np.float32)}
+    batch |= {"labels": np.ones(rows, np.float32)} if labeled else {}
+    means = np.ones((rows, 1), np.float32)
+    task = as_task(lambda outputs: {"loss": outputs - outputs[:, 0]})
+    if rows == 8 and shape == (8,) and not labeled:
+        return  # Inputs [B, B] alone: such a loss may be one for each of their numbers.
+    with pytest.raises(ConfigError, match=rf"shape \[{rows}, {rows}\].*the mean over"):
+        example_values(task, outputs=means, **facts(batch))
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize(
+    "batch, shape",
+    [
+        (lambda rows: {"labels": np.ones((rows, 8))}, (8,)),
+        (lambda rows: {"labels": np.ones((rows, 5, 8))}, (5,)),
+        (lambda rows: {}, (8, 8)),
+    ],
+    ids=["tokens", "soft labels", "pixels"],
+)
+def test_losses_of_tokens_and_pixels_are_taken_at_any_batch_size(rows, batch, shape):
+    batch = {"inputs": np.ones((rows, 8, 8))} | batch(rows)
+    task = as_task(lambda outputs: {"loss": outputs})
+    values, _ = example_values(task, outputs=np.ones((rows, *shape)), **facts(batch))
+    assert values["loss"].shape == (rows,)
+
+
+# Labels that are none, and weights.
+
+
+@pytest.mark.parametrize("label", [-1, -2, -100])
+def test_labels_below_0_are_nan_and_those_of_no_weight_do_no_harm(label):
+    labels = np.array([0, label, 1])
+    logits = jnp.asarray(RNG.normal(size=(3, 2)).astype(np.float32))
+    values = losses.classification(logits, {"labels": labels})
+    assert np.isnan(values["loss"]).tolist() == [False, True, False]
+    counts = losses.confusion(logits, {"labels": labels}, np.ones(3, bool))
+    assert counts["confusion"].sum() == 2
+
+    hidden, words = jnp.ones((1, 3, 4)), jnp.ones((5, 4))
+    for outputs in (LazyLogits(hidden, words), hidden @ words.T):
+        found = token_losses(outputs, labels[None], None)
+        assert np.isnan(found[0]).tolist() == [False, True, False]
+
+    def masked(hidden):
+        mask = labels[None] >= 0
+        batch = {"inputs": hidden, "labels": labels[None], "loss_mask": mask}
+        values = language_model(hidden @ words.T, batch)
+        return values["loss"].sum()
+
+    assert np.isfinite(jax.grad(masked)(hidden)).all()
+
+
+@pytest.mark.parametrize("log_every", [1, None])
+def test_a_label_below_0_ends_a_run_in_a_sentence(tmp_path, one_device, log_every):
+    trainer = made(one_device, lambda step: batch(-100 if step == 1 else 0))
+    words = r"the batch of step 2 has -100 in its \['labels'\], row 0.*loss_mask"
+    with pytest.raises(NonFiniteError, match=words):
+        train(trainer, num_steps=2, workdir=tmp_path, log_every=log_every)
+
+
+@pytest.mark.parametrize("weight", [-0.5, np.nan])
+@pytest.mark.parametrize("name", ["example_weight", "mine"])
+def test_weights_below_0_are_refused(tmp_path, one_device, weight, name):
+    def task(outputs, batch):
+        values = classification(outputs, batch)
+        return {"loss": values["loss"], "example_weight": batch[name]}
+
+    weights = np.float32([1, weight, 1, 1, 1, 1, 1, 1])
+    trainer = made(one_device, lambda step: batch(0, **{name: weights}), task)
+    words = r"in its \['example_weight'\], row 1"
+    if name == "mine":
+        is_nan = np.isnan(weight)
+        words = r"in its \['mine'\], row 1" if is_nan else "example_weight below 0"
+    with pytest.raises(NonFiniteError, match=words):
+        train(trainer, num_steps=1, workdir=tmp_path)
+
+
+def test_labels_below_0_to_evaluate_on_are_told(tmp_path, one_device):
+    trainer = made(one_device, lambda step: batch())
+    data = trainer.experiment.data
+    evaluation = EvaluationSet(batch()["inputs"], np.full(8, -1), 8)
+    data = data._replace(evaluation=evaluation)
+    trainer = Experiment(
+        model=LINEAR, task=classification, data=data, optimizer=optax.sgd(0.1)
+    ).trainer(one_device)
+    with pytest.raises(NonFiniteError, match="its labels and weights are 0 or more"):
+        train(trainer, num_steps=1, workdir=tmp_path)
+
+
+# float16.
+
+
+def overflows(step, at):
+    made = batch()
+    made["inputs"] = np.full((8, 3), 60000 if step in at else 1, np.float32)
+    return made
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 5, None])
+def test_an_overflow_in_float16_is_counted_and_ends_no_run(
+    tmp_path, one_device, log_every
+):
+    options = {"precision": "float16", "model": hk.transform(forward)}
+    trainer = made(one_device, lambda step: overflows(step, {2, 4}), **options)
+    train(trainer, num_steps=6, workdir=tmp_path, log_every=log_every, save_every=5)
+    last = read(tmp_path / "metrics.jsonl")[-1]
+    assert last["train/skipped_steps"] == 2
+    assert last["train/loss_scale"] == 2.0**13
+
+
+@pytest.mark.slow(but="None")
+@pytest.mark.parametrize("log_every", [1, 7, None])
+def test_a_loss_scale_that_cannot_shrink_ends_a_run(tmp_path, one_device, log_every):
+    options = {"precision": "float16", "model": hk.transform(forward)}
+    trainer = made(one_device, lambda step: overflows(step, range(2, 99)), **options)
+    with pytest.raises(NonFiniteError, match="step 17 .* with a loss scale of 1;"):
+        train(trainer, num_steps=30, workdir=tmp_path, log_every=log_every)
+
+
+def forward(x):
+    return hk.Linear(2)(jnp.square(x))
+
+
+# Batches that change.
+
+
+def shrinks(step):
+    return batch(size=8 if step < 2 else 4)
+
+
+def turns_to_half(step):
+    made = batch()
+    return made | ({"inputs": made["inputs"].astype(np.float16)} if step == 2 else {})
+
+
+def loses_labels(step):
+    return batch() if step < 2 else {"inputs": batch()["inputs"]}
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (shrinks, r"'inputs'\] is float32 of 4 rows in the batch of step 3, and .* 8"),
+        (turns_to_half, r"'inputs'\] is float16 of 8 rows in .* step 3, and float32"),
+        (loses_labels, r"'labels'\] is absent in the batch of step 3, and int32"),
+    ],
+)
+def test_a_batch_unlike_the_first_is_refused(tmp_path, one_device, make, words):
+    with pytest.raises(ConfigError, match=words):
+        train(made(one_device, make), num_steps=4, workdir=tmp_path)
