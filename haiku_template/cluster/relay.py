@@ -11,6 +11,7 @@ interpreter's lock. It imports the standard library and files of this room.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -49,22 +50,25 @@ def start(meeting: Meeting, address: str, index: int, beat_seconds: float) -> st
     Returns gRPC's address of JAX's service: where process 0 starts it, and where the
     others' clients find it.
     """
-    folder = tempfile.mkdtemp(prefix="haiku-")
-    if len(folder) > LONGEST_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="haiku-", dir="/tmp")
-    links = [peer.link.fileno() for peer in meeting.peers]
-    servers = [meeting.server.fileno()] if meeting.server else []
+    folder = _folder()
+    sockets = [peer.link for peer in meeting.peers]
+    sockets += [meeting.server] if meeting.server else []
+    # Not one of 0 to 2, which a process without standard input may give a connection.
+    numbers = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in sockets]
+    count = len(meeting.peers)
     task = {"id": meeting.start.id, "key": meeting.start.key.hex(), "index": index}
-    task |= {"where": parsed(address), "folder": folder, "links": links}
-    task |= {"servers": servers, "process": os.getpid(), "seconds": beat_seconds}
+    task |= {"where": parsed(address), "folder": folder, "links": numbers[:count]}
+    task |= {"servers": numbers[count:], "process": os.getpid()}
+    task |= {"seconds": beat_seconds}
     relay = subprocess.Popen(
         [sys.executable, "-I", "-c", PROGRAM],
         start_new_session=True,
-        pass_fds=[*links, *servers],
+        pass_fds=numbers,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    for number in numbers:
+        os.close(number)
     _RELAYS.append(relay)
     # A child would keep the helper of a process that was killed.
     os.register_at_fork(after_in_child=relay.stdin.close)
@@ -75,6 +79,21 @@ def start(meeting: Meeting, address: str, index: int, beat_seconds: float) -> st
     if meeting.server:
         meeting.server.close()
     return f"unix:{folder}/jax"
+
+
+def _folder() -> str:
+    """Makes a folder that this user alone can enter; the helper removes it."""
+    try:
+        folder = tempfile.mkdtemp(prefix="haiku-")
+        if len(folder) > LONGEST_FOLDER:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="haiku-", dir="/tmp")
+    except OSError as error:
+        raise DeviceError(
+            f"there is no folder for the socket of JAX's service ({error}); TMPDIR can "
+            "name one"
+        ) from error
+    return folder
 
 
 def main() -> None:

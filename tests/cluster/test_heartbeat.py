@@ -6,22 +6,24 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from haiku_template.cluster import relay
+from haiku_template.errors import DeviceError
 from tests.runs import ROOT
 
 # A process of a run, whose link is its standard input; it waits as in a collective.
 PROGRAM = """
-import os, socket, sys, time
+import socket, sys, time
 from haiku_template.cluster import heartbeat
 from haiku_template.cluster.rendezvous import Peer
 heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS = 0.1, 1.0
 heartbeat.LEAVE_SECONDS, heartbeat.GATHER_SECONDS = 0.2, 0.5
-link, index = socket.socket(fileno=os.dup(0)), {index}
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # A child has a standard input of its own.
+link, index = socket.socket(fileno=0), {index}
 heart = heartbeat.Heartbeat([Peer(f"process {{1 - index}} on here", link)], index)
 print("ready", flush=True)
 {ending}
@@ -219,6 +221,22 @@ def test_a_process_that_is_stopped_is_silent_and_heard_again(other):
             link.recv(99)
     os.kill(process.pid, signal.SIGCONT)
     assert link.recv(1)
+
+
+def test_a_temporary_folder_that_is_none_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(DeviceError, match="no folder for the socket .*; TMPDIR can"):
+        relay._folder()
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_made_elsewhere(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+    os.mkdir(tempfile.tempdir)
+    folder = relay._folder()
+    os.rmdir(folder)
+    assert len(folder) < 40 and os.listdir(tempfile.tempdir) == []
 
 
 def test_a_helper_ends_with_its_process(other):
