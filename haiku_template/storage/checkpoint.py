@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from haiku_template.config import differences
 from haiku_template.errors import ConfigError, StorageError
@@ -25,6 +26,8 @@ from haiku_template.storage import workdir as workdirs
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
+# TensorStore never frees the names in its metrics, for which Orbax asks at each save.
+tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 
 
