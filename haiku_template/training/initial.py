@@ -17,6 +17,7 @@ from haiku_template.finetuning import check_same_frozen, from_features
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.params import flatten, unflatten
 from haiku_template.storage import Checkpoints
+from haiku_template.training.optimizers import own_averages
 from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
 from haiku_template.training.step import (
     Batch,
@@ -98,14 +99,21 @@ def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., An
 
 def first_state(recipe: Recipe, **fields: Any) -> TrainState:
     """Makes the state before step 0; fields that are not given follow from `params`."""
-    params = fields["params"]
-    optimizer = recipe.optimizer
+    params, optimizer = fields["params"], recipe.optimizer
+    opt_state = () if optimizer is None else optimizer.init(params)
+    has_own = own_averages(opt_state, params) is not None
+    if has_own and recipe.ema_decay is not None:
+        raise ConfigError(
+            "ema_decay averages parameters, and so does this schedule-free optimizer, "
+            "whose averages are evaluated and exported; leave out ema_decay"
+        )
+    averaged = has_own or recipe.ema_decay is not None
     defaults = {
         "step": jnp.zeros((), jnp.int32),
         "frozen": {},
         "net_state": {},
-        "opt_state": () if optimizer is None else optimizer.init(params),
-        "ema_params": None if recipe.ema_decay is None else params,
+        "opt_state": opt_state,
+        "ema_params": params if averaged else None,
         "loss_scale": recipe.precision.initial_loss_scale(),
     }
     return TrainState(**defaults | fields)

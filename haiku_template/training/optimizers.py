@@ -4,10 +4,12 @@ import functools
 import inspect
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from haiku_template.devices import shards
@@ -130,6 +132,8 @@ def make_optimizer(
                 f"config.optimizer: {name} takes no {key}{near(key, [*own, *KEYS])}; "
                 f"besides {', '.join(KEYS)} it takes {', '.join(own)}"
             )
+    if name in _optimizers():
+        _check_usable(name, schedule, given)
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
@@ -149,6 +153,40 @@ def make_optimizer(
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def _check_usable(name: str, schedule: Schedule, keys: dict[str, Any]) -> None:
+    """Raises `ConfigError` unless this optimizer of optax can be used by its name.
+
+    It is made of a schedule and keys, and updated by gradients and parameters alone.
+    """
+    if reason := _obstacle(name, schedule, keys):
+        raise ConfigError(
+            f"config.optimizer.name={name!r} of optax cannot be made of a learning-"
+            "rate schedule and the other keys, and updated by gradients and parameters "
+            f"alone ({reason}); possible are {', '.join(_usable())}, or "
+            "module:function, which makes one of yours"
+        )
+
+
+@functools.cache
+def _usable() -> list[str]:
+    schedule = optax.constant_schedule(1.0)
+    return [name for name in _optimizers() if not _obstacle(name, schedule, {})]
+
+
+def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
+    """Error of making and updating an optimizer, by tracing it; "" for none."""
+    shapes = {"w": (2, 2), "b": (2,)}
+    params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            optimizer = _optimizers()[name](schedule, **keys)
+            state = jax.eval_shape(optimizer.init, params)
+            jax.eval_shape(optimizer.update, params, state, params)
+    except Exception as error:  # optax has many kinds.
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def sharded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -200,6 +238,12 @@ def _check_elementwise(optimizer: optax.GradientTransformation, params: Any) -> 
 
         shapes = jax.tree.map(other, params)
         state = jax.eval_shape(optimizer.init, shapes)
+        if jax.eval_shape(own_averages, state, shapes) is not None:
+            raise ConfigError(
+                "config.optimizer.shard_moments: a schedule-free optimizer averages "
+                "whole parameters in each step, and of what is averaged a device would "
+                "have a share; leave out one of them"
+            )
         known = {(), *(x.shape for x in jax.tree.leaves(shapes))}
         odd = any(x.shape not in known for x in jax.tree.leaves(state))
         return odd, jax.make_jaxpr(optimizer.update)(shapes, state, shapes)
@@ -233,6 +277,20 @@ def _mixing(jaxpr: Any) -> str:
         if name in MIXING or (shapes != made and not fills):
             return name
     return ""
+
+
+def own_averages(opt_state: Any, params: Any) -> Any:
+    """Averages of the parameters that a schedule-free optimizer keeps; or None.
+
+    Its gradients are taken at other points, and only the averages are the model.
+    """
+    kind = optax.contrib.ScheduleFreeState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    found = next((x for x in nodes if isinstance(x, kind)), None)
+    if found is None:
+        return None
+    averages = optax.contrib.schedule_free_eval_params(found, params)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), averages, params)
 
 
 def make_optimization(

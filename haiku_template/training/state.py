@@ -50,7 +50,8 @@ class TrainState(NamedTuple):
     frozen: hk.Params  # {} without fine-tuning; not in a checkpoint.
     net_state: hk.State  # Such as running statistics; {} for `hk.transform`.
     opt_state: optax.OptState
-    ema_params: hk.Params | None  # Exponential moving average of `params`, if any.
+    # Averages of `params`, if any: exponential ones, or a schedule-free optimizer's.
+    ema_params: hk.Params | None
     loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
     def without_frozen(self) -> "TrainState":

@@ -21,6 +21,7 @@ import optax
 
 from haiku_template.devices import mean_over
 from haiku_template.models.forms import inputs_of, task_rng
+from haiku_template.training.optimizers import own_averages
 from haiku_template.training.state import (
     Recipe,
     TrainState,
@@ -93,9 +94,11 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         )
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
-        if averages is not None:
+        if recipe.ema_decay is not None:
             step_size = 1 - recipe.ema_decay
             averages = optax.incremental_update(params, averages, step_size)
+        elif averages is not None:
+            averages = own_averages(opt_state, params)
         new = state._replace(
             step=state.step + 1,
             params=params,

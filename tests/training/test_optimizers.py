@@ -1,12 +1,18 @@
+import dataclasses
 import re
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+from haiku_template.training import Experiment, classification, optimizers, train
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 
 
@@ -209,3 +215,69 @@ def test_moments_of_elementwise_optimizers_are_sharded_after_clipping(name):
     kwargs = {"weight_decay": 0.1, "clip_norm": 1.0}
     optimizer = make_optimizer(name, lambda step: 0.1, shard_moments=True, **kwargs)
     assert optimizer.init(params)[1].tree
+
+
+UNFIT = {"dpsgd", "lbfgs", "momo", "momo_adam", "optimistic_adam", "rprop"}
+UNFIT |= {"schedule_free", "sm3", "sophia"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Specifying a key will be required")
+def test_each_name_of_optax_makes_a_step_or_is_refused_in_a_sentence():
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    schedule, refused = make_schedule("cosine", learning_rate=0.1, num_steps=9), {}
+    names = optimizers._optimizers()  # All that a config may name.
+    assert len(names) > 40
+    for name in names:
+        try:
+            optimizer = make_optimizer(name, schedule, weight_decay=0.1, clip_norm=1.0)
+        except ConfigError as error:
+            refused[name] = str(error)
+            continue
+        state = jax.eval_shape(optimizer.init, params)
+        updates, _ = jax.eval_shape(optimizer.update, params, state, params)
+        assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+    assert refused.keys() == UNFIT
+    for name, words in refused.items():
+        possible = words.partition("possible are ")[2].split(", ")
+        assert f"name={name!r}" in words and "adamw" in possible
+        assert not UNFIT & {*possible}
+
+
+@pytest.mark.slow(but="sgd-1")
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", ["schedule_free_sgd", "schedule_free_adamw"])
+def test_what_a_schedule_free_optimizer_averages_is_the_model(
+    tmp_path, name, num_devices
+):
+    """It is evaluated, kept, exported and resumed; gradients are of other points."""
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(64, 4)).astype(np.float32)
+    arrays = inputs, (inputs.sum(1) > 0).astype(np.int32)
+    schedule = make_schedule("constant", learning_rate=0.3, num_steps=9)
+    experiment = Experiment(
+        model=hk.transform(lambda x: hk.Linear(2)(x)),
+        task=classification,
+        data=from_split(Split(*arrays, *arrays), BatchSpec(16)),
+        optimizer=make_optimizer(name, schedule, clip_norm=1.0),
+    )
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    trainer = experiment.trainer(devices)
+    for num_steps in (6, 12):
+        result = train(trainer, num_steps=num_steps, workdir=tmp_path, log_every=None)
+    state = result.state
+    (free,) = (x for x in state.opt_state if hasattr(x, "z"))
+    expected = optax.contrib.schedule_free_eval_params(free, state.params)
+    got = devices.fetch(trainer.merged(state)[0])
+    for path, x in flatten(got).items():
+        np.testing.assert_allclose(x, flatten(expected)[path], rtol=1e-5, atol=1e-6)
+        assert np.abs(x - flatten(state.params)[path]).max() > 1e-3
+    logits = inputs @ got["linear"]["w"] + got["linear"]["b"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, arrays[1]).mean()
+    assert result.metrics["eval/loss"] == pytest.approx(float(loss), rel=1e-4)
+    twice = dataclasses.replace(experiment, ema_decay=0.9)
+    with pytest.raises(ConfigError, match="leave out ema_decay"):
+        twice.trainer(devices)
+    split = optimizers.sharded(optax.contrib.schedule_free_sgd(0.1))
+    with pytest.raises(ConfigError, match="shard_moments: a schedule-free"):
+        split.init(got)
