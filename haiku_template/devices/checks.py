@@ -111,6 +111,9 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], split: bool) -> str:
     if leaf.is_deleted():
         return DELETED
     where, wanted = leaf.devices(), set(devices)
+    kind, own = leaf.sharding.memory_kind, devices[0].default_memory().kind
+    if where == wanted and kind not in (None, own):
+        return f"in {kind} memory, and not the devices' own: use devices.replicate"
     if where == wanted:
         if leaf.is_fully_replicated != split:
             return ""

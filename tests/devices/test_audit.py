@@ -117,3 +117,13 @@ def test_a_leaf_that_a_step_has_taken_over(devices):
     assert "deleted" in verdict(devices, leaf)
     (placement,) = devices.audit(leaf)
     assert (placement.where, placement.bytes) == ("nowhere (deleted)", 0)
+
+
+def test_a_leaf_in_other_memory_of_its_devices_is_astray(devices):
+    (leaf,) = jax.tree.leaves(devices.replicate(np.ones(4, np.float32)))
+    pinned = jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+    (row,) = devices.audit({"a": pinned})
+    assert row.memory_kind == "pinned_host" and "in pinned_host memory" in row.verdict
+    with pytest.raises(PlacementError, match="pinned_host"):
+        devices.check({"a": pinned})
+    devices.check({"a": devices.replicate(pinned)})
