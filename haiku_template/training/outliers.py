@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager, device_name
+from haiku_template.devices.transfer import first_copy
 from haiku_template.params import leaves_by_path
 
 logger = logging.getLogger(__name__)
@@ -18,6 +21,11 @@ LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 FACTOR = 100.0  # Of a usual norm, or a usual value.
 GROUP = 16  # Steps of which a median is taken.
 PENDING = 256  # Norms that stay on their devices, unread.
+
+
+@jax.jit
+def _stacked(norms: list[jax.Array]) -> jax.Array:
+    return jnp.stack(norms)
 
 
 def blame(
@@ -84,8 +92,11 @@ class GradientNorms:
         """Reads the first `count` norms, or all; warns of an outlier."""
         count = len(self.pending) if count is None else count
         read, self.pending = self.pending[:count], self.pending[count:]
-        norms = self._devices.fetch([norm for _, norm in read])
-        for (step, _), norm in zip(read, map(float, norms), strict=True):
+        # As one array: a copy to the host for each would take longer than a small step.
+        arrays = [first_copy(norm) for _, norm in read]
+        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # For few programs.
+        norms = self._devices.fetch(_stacked(arrays)).tolist() if arrays else []
+        for (step, _), norm in zip(read, norms, strict=False):
             self._group.append((step, norm))
             new, full = self._group[-1:], len(self._group) == GROUP
             finite = [x for _, x in self._group if math.isfinite(x)] if full else []
