@@ -13,6 +13,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Plan
 from haiku_template.models.precision import Precision
 from haiku_template.training.optimizers import Schedule
+from haiku_template.training.optimizers import own_averages as own_averages
 from haiku_template.training.tasks import Task
 
 Variables = tuple[hk.Params, hk.State, jax.Array]  # Params, net_state, step.

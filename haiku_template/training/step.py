@@ -21,12 +21,12 @@ import optax
 
 from haiku_template.devices import mean_over
 from haiku_template.models.forms import inputs_of, task_rng
-from haiku_template.training.optimizers import own_averages
 from haiku_template.training.state import (
     Recipe,
     TrainState,
     Variables,
     in_dtypes_of,
+    own_averages,
     split_seed,
 )
 from haiku_template.training.tasks import divide, example_values, weighted_sum

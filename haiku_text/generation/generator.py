@@ -60,9 +60,8 @@ def load(run: Run) -> LanguageModel:
         return [flatten(params)[path].shape[0] for path in family.tables]
 
     def read(checkpoints: Checkpoints, step: int) -> hk.Params:
-        saved = checkpoints.saved(step)
-        part = "ema_params" if saved.get("ema_params") else "params"
-        vocabulary, _ = sizes(saved[part])
+        part = "ema_params" if checkpoints.saved(step).get("ema_params") else "params"
+        vocabulary, _ = sizes(checkpoints.saved(step)[part])
         init = experiment.make_model(config, vocabulary).init
         tokens = np.zeros((1, 1), np.int32)
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
