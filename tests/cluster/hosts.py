@@ -61,9 +61,19 @@ def linked(count: int = 2) -> Iterator[tuple[str, ...]]:
 def part(names, *indices):
     """Cuts what two hosts send each other."""
     for one, other in (indices, indices[::-1]):
-        run("ip", "-n", names[one], "route", "add", "blackhole", ADDRESSES[other])
+        mute(names[one], other)
+
+
+def mute(host, index):
+    """Cuts what a host sends the one with this index."""
+    run("ip", "-n", host, "route", "add", "blackhole", ADDRESSES[index])
 
 
 def cut(host):
     """Cuts the link at a host."""
     run("ip", "-n", host, "link", "set", "wire", "down")
+
+
+def mend(host):
+    """Ends the cut."""
+    run("ip", "-n", host, "link", "set", "wire", "up")

@@ -120,3 +120,9 @@ def test_other_data(tmp_path, address, data, part):
     changes = {"data.name": f"tests.cluster.unequal:{data}"}
     errors = refused(address, tmp_path / "run", **changes)
     assert_named(errors, f"the fingerprint of the {part}")
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", 1), ("num_steps", 30)])
+def test_other_keys_of_the_config(tmp_path, address, key, value):
+    errors = refused(address, tmp_path / "run", flags=[f"--config.{key}={value}"])
+    assert_named(errors, f"config.{key}")

@@ -99,6 +99,23 @@ def test_a_cut_link_ends_both(tmp_path, pair):
         assert_ends(tmp_path / "run", runs, words)
 
 
+def test_a_link_that_is_cut_for_12_s_is_survived(tmp_path, pair):
+    with training(tmp_path / "run", pair) as runs:
+        hosts.cut(pair[1])
+        time.sleep(12)
+        hosts.mend(pair[1])
+        before = max(saved(tmp_path / "run"))
+        wait_for(lambda: max(saved(tmp_path / "run")) > before + 100, seconds=60)
+        runs[1].terminate()
+        assert [run.wait(timeout=SECONDS) for run in runs] == [75, 75]
+
+
+def test_a_link_that_is_cut_in_one_direction_ends_both(tmp_path, pair):
+    with training(tmp_path / "run", pair) as runs:
+        hosts.mute(pair[0], 1)
+        assert [run.wait(timeout=SECONDS) for run in runs] == [69, 69]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_process_ends_the_other(tmp_path, pair, index):
     with training(tmp_path / "run", pair) as runs:

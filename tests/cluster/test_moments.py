@@ -108,6 +108,8 @@ def test_a_wrong_clock_or_a_slow_process_ends_nothing(tmp_path, address, fault):
         ("compile", "SIGTERM", 2),
         ("step", "SIGTERM", 2),
         ("step", "SIGTERM", 4),
+        ("step", "SIGHUP", 2),
+        ("step", "SIGUSR1", 2),
         ("step", "SIGINT", 2),
     ],
 )

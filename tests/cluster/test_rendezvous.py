@@ -120,3 +120,8 @@ def test_an_address_that_is_none_is_refused(address):
 def test_a_number_beyond_the_processes_is_refused(count, index):
     with pytest.raises(ConfigError, match=f"--process_id={index} of --num_processes="):
         join("node1:1", count, index)
+
+
+def test_a_name_that_nobody_knows_says_so_in_time():
+    with pytest.raises(DeviceError, match="could not reach process 0 at no-such-host"):
+        meet("no-such-host.invalid:12355", 2, 1, {}, 1.0)
