@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from haiku_template import cli, train
+from haiku_template import cli, signals, train
 
 # Functions by moment: module, class and name.
 MOMENTS = {
@@ -88,5 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.stop_on_sigterm()
+    signals.install()
     cli.run(main)
