@@ -21,11 +21,11 @@ LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # A resumed run may change them: they do not change its mathematics, but for a schedule
 # that ends with the last step.
-MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat"}
+MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
 # Keys that later versions added.
 LATER = ("init_from", "loop", "step", "writers", "early_stop", "compat")
-LATER += ("reduce_dtype",)
+LATER += ("reduce_dtype", "sharding")
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -43,6 +43,9 @@ def default_config() -> config_dict.ConfigDict:
     config.batch_size = 128  # Examples in each update, over all devices.
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
+    # Layout of the train state, (pattern of paths, mesh axis or None) each, the first
+    # that fits: (("opt_state/*", "data"),) shards the moments, (("*", "data"),) all.
+    config.sharding = ()
     # Of the gradients' all-reduce: None is their own dtype; or bfloat16.
     config.reduce_dtype = config_dict.placeholder(str)
     config.ema_decay = config_dict.placeholder(float)  # Evaluate averages; e.g. 0.999.
@@ -117,7 +120,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
     optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.
     optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.
     optimizer.mu_dtype = config_dict.placeholder(str)  # First moments: bfloat16.
-    optimizer.shard_moments = False  # A share on each device (ZeRO-1).
+    optimizer.shard_moments = False  # sharding (("opt_state/*", "data"),): ZeRO-1.
     optimizer.momentum = config_dict.placeholder(float)  # sgd (0.9), adafactor.
     optimizer.nesterov = config_dict.placeholder(bool)  # sgd.
     return optimizer
@@ -334,5 +337,17 @@ RANGES = (
             for pair in value
         ),
         "a tuple of pairs of text, such as (('old/*', 'new/*'),) of patterns",
+    ),
+    (
+        "sharding",
+        lambda value: all(
+            isinstance(rule, tuple)
+            and len(rule) == 2
+            and isinstance(rule[0], str)
+            and rule[1] in ("data", None)
+            for rule in value
+        ),
+        "a tuple of rules such as (('params/embed/*', None), ('*', 'data')): patterns "
+        "of paths, each with the mesh axis 'data', or None for replicated",
     ),
 )

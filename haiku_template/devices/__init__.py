@@ -4,6 +4,7 @@ from haiku_template.devices.checks import Placement as Placement
 from haiku_template.devices.checks import audit_table as audit_table
 from haiku_template.devices.checks import describe as describe
 from haiku_template.devices.checks import device_name as device_name
+from haiku_template.devices.layout import Layout as Layout
 from haiku_template.devices.manager import DeviceManager as DeviceManager
 from haiku_template.devices.replicas import check_processes as check_processes
 from haiku_template.devices.replicas import check_replicas as check_replicas

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from haiku_template.devices.shards import dimensions
+from haiku_template.devices.layout import Layout
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -77,13 +77,18 @@ class Placement(NamedTuple):
     verdict: str  # Fault and remedy; empty if whole, or a shard, where it should be.
 
 
-def audit(devices: "DeviceManager", tree: Any) -> list[Placement]:
-    """Placement of each leaf of a state, with a verdict for each that is astray."""
-    splits = dimensions(tree, devices.num_devices)
+def audit(
+    devices: "DeviceManager", tree: Any, layout: Layout | None = None
+) -> list[Placement]:
+    """Placement of each leaf of a state, with a verdict for each that is astray.
+
+    Without a layout every leaf should be replicated.
+    """
+    shardings = (layout or Layout(devices.devices)).of(tree)
     return [
-        _placement(path, leaf, devices.devices, split is not None)
-        for (path, leaf), split in zip(
-            leaves_by_path(tree).items(), splits, strict=True
+        _placement(path, leaf, devices.devices, not sharding.is_fully_replicated)
+        for (path, leaf), sharding in zip(
+            leaves_by_path(tree).items(), jax.tree.leaves(shardings), strict=True
         )
     ]
 
@@ -142,9 +147,9 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], split: bool) -> str:
     return "on devices that this run does not use: use devices.replicate"
 
 
-def check(devices: "DeviceManager", tree: Any) -> None:
-    """Raises `PlacementError` unless every leaf is on the devices as it should be."""
-    faults = [row for row in audit(devices, tree) if row.verdict]
+def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> None:
+    """Raises `PlacementError` unless every leaf is where `audit` expects it."""
+    faults = [row for row in audit(devices, tree, layout) if row.verdict]
     if faults:
         first, *others = faults
         more = f"; so are {', '.join(row.path for row in others[:3])}" * bool(others)

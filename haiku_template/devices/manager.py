@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from haiku.data_structures import tree_bytes
 
-from haiku_template.devices import checks, processes, selection, shards, step, transfer
+from haiku_template.devices import checks, processes, selection, step, transfer
+from haiku_template.devices.layout import Layout, sharding_on
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
@@ -79,36 +80,44 @@ class DeviceManager(NamedTuple):
     @property
     def replicated(self) -> jax.sharding.Sharding:
         """Sharding of an array that is whole on every device."""
-        return transfer.sharding_on(self.devices)
+        return sharding_on(self.devices)
 
-    def init(self, fn: Callable[..., Any], *args: Any, like: Any = None) -> Any:
-        """Runs `fn(*args)`; its results are born replicated, or where `like` is.
+    def init(
+        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
+    ) -> Any:
+        """Runs `fn(*args)`; its results are born replicated, or as a layout has them.
 
-        `like` is such a tree, of shapes; arguments on the host are put on the devices.
-        `fn` sees the mesh axis by its name, as steps
-        do, so that modules that average over it (`hk.BatchNorm`) initialize too.
+        Arguments on the host are put on the devices. `fn` sees the mesh axis by its
+        name, as steps do, so that modules that average over it (`hk.BatchNorm`)
+        initialize too.
         """
-        compiled = self._once(fn, like)
         args = transfer.on_devices(args, self.replicated)
+        compiled = self._once(fn, layout, *args)
         with checks.leaks_named(compiled.__wrapped__, *args):
             return compiled(*args)
 
-    def lower_init(self, fn: Callable[..., Any], *args: Any, like: Any = None) -> Any:
+    def lower_init(
+        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
+    ) -> Any:
         """Lowers `init(...)`; on one device `init` reuses the compiled result."""
-        compiled = self._once(fn, like)
+        compiled = self._once(fn, layout, *args)
         with checks.leaks_named(compiled.__wrapped__, *args):
             return compiled.lower(*args)
 
-    def abstract(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def abstract(
+        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
+    ) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
         transfer.check_numbers(args)
-        return shards.placed(jax.eval_shape(self._once(fn), *args), self.replicated)
+        layout = layout or Layout(self.devices)
+        return layout.place(jax.eval_shape(self._once(fn, None), *args))
 
-    def _once(self, fn: Callable[..., Any], like: Any = None) -> Any:
+    def _once(self, fn: Callable[..., Any], layout: Layout | None, *args: Any) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
-        placed = jax.tree.map(lambda x: x.sharding, like) or self.replicated
-        fn = step.with_axis(fn, self.axis_name)
-        return jax.jit(fn, out_shardings=placed, compiler_options=options)
+        fn, shardings = step.with_axis(fn, self.axis_name), self.replicated
+        if layout is not None and layout.rules:
+            shardings = layout.of(jax.eval_shape(fn, *args))
+        return jax.jit(fn, out_shardings=shardings, compiler_options=options)
 
     def replicate(self, tree: Any) -> Any:
         """Puts every leaf whole on every device, without a leading device axis.
@@ -145,7 +154,7 @@ class DeviceManager(NamedTuple):
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.by_device(batch, len(self.devices), self.axis_name)
-        sharding = transfer.sharding_on(self.devices, AXIS_NAME)
+        sharding = sharding_on(self.devices, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding)
 
     # `jax.jit`, or `jax.pmap` over the batch with the state replicated; it is donated.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haiku_template.devices.shards import AXIS_NAME
+from haiku_template.devices.layout import AXIS_NAME
 
 
 class Spanning:

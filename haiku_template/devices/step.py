@@ -15,11 +15,11 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haiku_template.devices import checks, shards
+from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
+from haiku_template.devices.layout import AXIS_NAME, sharding_on
 from haiku_template.devices.spanning import Spanning
 from haiku_template.devices.transfer import (
-    AXIS_NAME,
     canonical_shapes,
     check_host_batch,
     pad_rows,
@@ -144,13 +144,14 @@ def compile_step(
     donate_argnums: int | tuple = 0,
     replicated: int = 1,
     out: str = "whole",
-    like: Any = None,
+    update: Callable[[Any, Any], Any] | None = None,
+    out_shardings: Any = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
-    `jax.jit` on one device, data-parallel `jax.pmap` on several. The state goes in and
-    out replicated; the batch comes from `shard`. Results must be the same on every
-    device: average them with `mean_over`; `fetch` checks that they are.
+    The step sees whole trees, gathered if they are sharded, and its share of a batch
+    from `shard`. Its results must be the same on every device: average them with
+    `mean_over`; `fetch` checks that they are.
 
     Args:
       step: pure function of `replicated` trees, the state first, and of the batch.
@@ -158,47 +159,78 @@ def compile_step(
       replicated: number of arguments before the batch.
       out: `whole`; or `split` for results of each example: one entry for each row of a
         share, joined to arrays [B, ...] in the order of the batch.
-      like: a state, or its shapes, with `Sharded` parts, of which the step sees this
-        device's shares; it returns (state, whole results). None for a whole state.
+      update: pure function of the state and of the step's results, which sees the
+        arrays of all devices as one; None for the step's results as they are.
+      out_shardings: of the results, or a prefix of their tree; None for replicated.
     """
-    like = like if shards.has_shards(like) else None
     if out not in ("whole", "split"):
         raise PlacementError(f"out={out!r}; possible are whole and split")
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
-    def run(*args: Any) -> tuple[Any, jax.Array]:
-        # The token is there when the program has ended, whatever of its results the
-        # next step takes over.
+    def share(*args: Any) -> Any:
         results = step(*args)
         if out == "split":
             _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
+        return results
+
+    @functools.wraps(step)
+    def run(*args: Any, mapped: Callable[..., Any] = share) -> tuple[Any, jax.Array]:
+        # The token is there when the program has ended, whatever of its results the
+        # next step takes over.
+        results = mapped(*args)
+        results = results if update is None else update(args[0], results)
         return results, jnp.zeros((), jnp.bool_)
 
-    whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
-    if devices.processes.count > 1 and like is not None:
-        raise PlacementError(
-            "shard_moments cannot be had with several processes; leave it out"
-        )
-    if devices.axis_name is None:
-        compiled = jax.jit(run, donate_argnums=donate_argnums)
-        lower = compiled.lower
-    elif out == "whole" and like is None:
-        compiled, lower = _replicated(devices, run, replicated, donate_argnums)
-    else:
-        state = whole if like is None else shards.specs(like, devices.num_devices)
-        specs = (state, *(whole,) * (replicated - 1), split)
-        results = (split if out == "split" else (state, whole), whole)
-        compiled = _mapped(run, devices.devices, specs, results, donate_argnums)
-        lower = compiled.lower
     takes_state = 0 in np.atleast_1d(donate_argnums)
-    return CompiledStep(devices, compiled, takes_state, lower)
+    if devices.processes.count > 1 and out == "whole":
+        compiled, lower = _spanning(devices, run, replicated, donate_argnums)
+        return CompiledStep(devices, compiled, takes_state, lower)
+    mapped = over_devices(share, devices, replicated, out)
+    if devices.axis_name is not None and out_shardings is None:
+        spec = (AXIS_NAME,) if out == "split" else ()
+        out_shardings = sharding_on(devices.devices, *spec)
+    compiled = jax.jit(
+        functools.wraps(step)(functools.partial(run, mapped=mapped)),
+        donate_argnums=donate_argnums,
+        out_shardings=None
+        if out_shardings is None
+        else (out_shardings, devices.replicated),
+    )
+    return CompiledStep(devices, compiled, takes_state, compiled.lower)
 
 
-def _replicated(
+def over_devices(
+    fn: Callable[..., Any], devices: "DeviceManager", replicated: int, out: str
+) -> Callable[..., Any]:
+    """Maps a function over the devices: the one switch between one and several.
+
+    On one device it is called. On several it is `jax.pmap`ped over the first axis of
+    its last argument, a batch [n, B / n, ...]; other arguments are whole on each.
+    """
+    if devices.axis_name is None:
+        return fn
+    mapped = jax.pmap(
+        fn,
+        devices.axis_name,
+        in_axes=(*(None,) * replicated, 0),
+        out_axes=0 if out == "split" else None,
+        devices=devices.devices,
+    )
+    if out != "split":
+        return mapped
+    return lambda *args: jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), mapped(*args)
+    )
+
+
+def _spanning(
     devices: "DeviceManager", run: Callable[..., Any], replicated: int, donated: Any
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compiles `run` for whole arguments and results; returns it and its `lower`."""
-    everyone = devices.processes.devices or devices.devices
+    """Compiles `run` for the processes of a run; returns it and its `lower`.
+
+    Each keeps whole arrays on its own devices, which `pmap` takes and `jit` does not.
+    """
+    everyone = devices.processes.devices
     compiled = jax.pmap(
         run,
         devices.axis_name,
@@ -207,32 +239,18 @@ def _replicated(
         devices=everyone,
         donate_argnums=donated,
     )
-    if devices.processes.count == 1:
-        return compiled, compiled.lower
     whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
-    specs = (*(whole,) * replicated, split), whole
-    mapped = _mapped(run, everyone, *specs, donated)
+    each = jax.shard_map(
+        lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
+        mesh=Mesh(everyone, AXIS_NAME),
+        in_specs=(*(whole,) * replicated, split),
+        out_specs=whole,
+        check_vma=False,
+    )
+    mapped = jax.jit(each, donate_argnums=donated)
     if len(devices.devices) == 1:  # `pmap` takes longer for each leaf.
         compiled = Spanning(mapped, everyone)
     return compiled, _lowering(mapped, everyone)
-
-
-def _mapped(
-    run: Callable[..., Any],
-    devices: Sequence[jax.Device],
-    in_specs: Any,
-    out_specs: Any,
-    donate_argnums: Any,
-) -> Any:
-    """Compiles `run` by `shard_map`, each device with its entry of the batch."""
-    each = jax.shard_map(
-        lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-        mesh=Mesh(devices, AXIS_NAME),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-    return jax.jit(each, donate_argnums=donate_argnums)
 
 
 def _lowering(compiled: Any, devices: Sequence[jax.Device]) -> Callable[..., Any]:

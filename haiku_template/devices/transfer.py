@@ -6,7 +6,6 @@ goes straight to its own device, not through host stacks or device 0.
 """
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -17,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_template.devices.checks import describe
+from haiku_template.devices.layout import AXIS_NAME as AXIS_NAME
+from haiku_template.devices.layout import sharding_on
 from haiku_template.devices.processes import Processes
-from haiku_template.devices.shards import AXIS_NAME as AXIS_NAME
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -70,14 +70,6 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     Leaves and errors are those of `device_put_sharded`.
     """
     return device_put_sharded([tree] * len(devices), devices)
-
-
-@functools.cache  # JAX finds a sharding's facts anew for each object: not each step.
-def sharding_on(devices: tuple[jax.Device, ...], *axes: str) -> jax.sharding.Sharding:
-    """Sharding of arrays that are whole on each device, or split over the axes."""
-    if len(devices) == 1:
-        return SingleDeviceSharding(devices[0])
-    return NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(*axes))
 
 
 def by_device(batch: Any, n: int, axis_name: str | None = AXIS_NAME) -> Any:

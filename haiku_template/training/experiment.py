@@ -36,7 +36,9 @@ from haiku_template.training.trainer import Trainer
 from haiku_template.trust import check_definition
 
 # Fields that do not change what an experiment computes.
-PLACED = {"placement", "why_on_host", "described"}
+PLACED = {"placement", "why_on_host", "described", "sharding"}
+STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
+SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class Experiment:
       accumulate_steps: micro-batches of gradient accumulation.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
+      sharding: rules of the train state's `Layout`; () for replicated.
       placement: of the training data: `host`, or `device` if it is staged there once;
         `why_on_host` is the reason where `auto` chose the host.
       flops_per_token: maps (num_tokens, trained, added) to the operations of a training
@@ -78,6 +81,7 @@ class Experiment:
     accumulate_steps: int = 1
     ema_decay: float | None = None
     seed: int = 0
+    sharding: tuple[tuple[str, str], ...] = ()
     placement: str = "host"
     why_on_host: str = ""
     flops_per_token: Callable[..., float] | None = None
@@ -146,12 +150,13 @@ class Experiment:
             data=data,
             optimizer=optimizer,
             schedule=schedule,
+            sharding=sharding_rules(config),
             **{key: config[key] for key in same},
             family=family,
             flops_per_token=flops,
             finetuning=finetuning,
             init_from=source,
-            steps=module("step", config.step, step, "forward", "make_train_step"),
+            steps=module("step", config.step, step, "forward", *STEP),
         )
         experiment = dataclasses.replace(
             experiment, described=(to_dict(config), experiment)
@@ -170,6 +175,12 @@ class Experiment:
     def trainer(self, devices: DeviceManager) -> Trainer:
         """Makes the trainer, which compiles the experiment for these devices."""
         return Trainer(self, devices)
+
+
+def sharding_rules(config: config_dict.ConfigDict) -> tuple[tuple[str, str], ...]:
+    """Rules of `config.sharding`, that of `optimizer.shard_moments` before them."""
+    moments = (SHARDED_MOMENTS,) if config.optimizer.get("shard_moments") else ()
+    return (*moments, *map(tuple, config.sharding))
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:

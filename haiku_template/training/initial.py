@@ -19,12 +19,7 @@ from haiku_template.params import flatten, unflatten
 from haiku_template.storage import Checkpoints
 from haiku_template.training.optimizers import own_averages
 from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
-from haiku_template.training.step import (
-    Batch,
-    Scalars,
-    TrainStep,
-    step_rng,
-)
+from haiku_template.training.step import Batch, Gradients, Scalars, step_rng
 
 if TYPE_CHECKING:
     from haiku_template.training.trainer import Trainer
@@ -180,7 +175,7 @@ def restored_or_first(
         state = TrainState(**saved, frozen=trainer.frozen())
     else:
         state = trainer.init()
-    trainer.devices.check(state)
+    trainer.devices.check(state, trainer.layout)
     whole, base = trainer.through or (trainer, None)
     if whole.experiment.init_from is not None:
         check_same_frozen(trainer.devices, state.frozen, workdir, base)
@@ -208,7 +203,7 @@ def with_features(trainer: "Trainer") -> "Trainer":
     return made
 
 
-def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> TrainStep:
+def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
     """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
 
     It returns the new state, whose `step` is counted here, and scalars, `loss` among

@@ -18,8 +18,8 @@ from haiku_template.data import each_shape
 from haiku_template.data.files import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import DeviceManager, canonical_shapes, describe
+from haiku_template.devices.layout import AXIS_NAME, device_bytes
 from haiku_template.devices.program import describe_program, read_program
-from haiku_template.devices.shards import AXIS_NAME, device_bytes, has_shards
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
@@ -39,7 +39,7 @@ WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
 NOT_PARTS = ("limit", "process", "host", "saved")
 LARGEST = 3
-WHOLE = "no moment has a dimension that splits evenly over the devices"
+WHOLE = "no leaf that a rule fits has a dimension that splits evenly over the devices"
 TRIED = 2  # Levels of modules to rematerialize, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
@@ -180,7 +180,7 @@ def _saved(opt_state: Any) -> dict[str, int]:
     floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
     found = {"mu_dtype": narrow}
-    found["shard_moments"] = tree_bytes(opt_state) - device_bytes(opt_state)
+    found["sharding"] = tree_bytes(opt_state) - device_bytes(opt_state)
     return {key: size for key, size in found.items() if size}
 
 
@@ -268,9 +268,12 @@ def check_budget(
         by compiling: rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
-    if has_shards(trainer.abstract) and "shard_moments" not in budget.saved:
+    is_sharded = any(
+        not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.abstract)
+    )
+    if trainer.layout.rules and not is_sharded:
         why = "there is one device" if trainer.devices.axis_name is None else WHOLE
-        logger.warning("shard_moments changes nothing: %s", why)
+        logger.warning("config.sharding changes nothing: %s", why)
     if budget.closed_over >= LARGE:
         _warn_of_closed_over(trainer)
     if budget.limit is None or budget.peak <= budget.limit:

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haiku_template.devices import shards
-from haiku_template.errors import ConfigError, PlacementError, near
+from haiku_template.errors import ConfigError, near
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -23,11 +21,6 @@ NOT_DECAYED = ("b", "offset", "scale")
 # Keys of `config.optimizer` beside an optimizer's own.
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
-# They keep the shape of an array and mix its elements.
-MIXING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft"}
-# Of the dimensions that a check traces, upwards: all different, and large.
-SIZES = (1009, 2003)
-NO_NUMBER = re.compile(r"(?<=[\[(, ])(10|20)[01]\d(?=[\]),])|0x\w+")  # Nor addresses.
 DECAY_FRACTION = 0.2  # Of the steps, in which `wsd` decays.
 
 
@@ -116,12 +109,13 @@ def make_optimizer(
       weight_decay: times the learning rate, for the leaves of `matrices`; with `sgd` it
         is L2 regularization, added to the gradient.
       clip_norm: largest global norm of the gradient; None means no clipping.
-      shard_moments: as `sharded` does it.
+      shard_moments: a rule of the train state's layout, not of the optimizer.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises:
       ConfigError: another name, or a key that this optimizer does not take.
     """
+    del shard_moments
     function = resolve("optimizer", name, _optimizers())
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in kwargs.items() if value is not None}
@@ -148,8 +142,6 @@ def make_optimizer(
                 lambda step: -weight_decay * schedule(step), mask=matrices
             )
             optimizer = optax.chain(optimizer, decay)
-    if shard_moments:
-        optimizer = sharded(optimizer)
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
@@ -186,96 +178,6 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
             jax.eval_shape(optimizer.update, params, state, params)
     except Exception as error:  # optax has many kinds.
         return str(error).partition("\n")[0]
-    return ""
-
-
-def sharded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Splits an optimizer's state over the devices (ZeRO-1); parameters stay whole.
-
-    Each device keeps and updates its share of the moments, and all of them gather the
-    updates. On one device nothing changes. Clipping by the global norm comes before it,
-    as in `optax.chain(optax.clip_by_global_norm(1.0), sharded(optax.adamw(1e-3)))`.
-
-    Raises:
-      ConfigError: by `init`: the optimizer mixes the elements of a parameter.
-      PlacementError: by `update`: its step was not compiled with `like`.
-    """
-
-    def init(params: Any) -> shards.Sharded:
-        _check_elementwise(optimizer, params)
-        return shards.Sharded(optimizer.init(params))
-
-    def update(grads: Any, state: shards.Sharded, params: Any = None) -> Any:
-        n = shards.num_shares()
-        if n == 1:
-            updates, inner = optimizer.update(grads, state.tree, params)
-            return updates, shards.Sharded(inner)
-        own = [
-            jax.tree.map(lambda x: shards.own_share(x, n), t) for t in (grads, params)
-        ]
-        updates, inner = optimizer.update(own[0], state.tree, own[1])
-        shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (updates, own[0])]
-        if shapes[0] != shapes[1]:
-            raise PlacementError(
-                "the optimizer's state is whole on each device and its update is of a "
-                "share; compile the step with devices.compile(..., like=state)"
-            )
-        whole = jax.tree.map(
-            lambda u, g: shards.gathered(u, g.shape, n), updates, grads
-        )
-        return whole, shards.Sharded(inner)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _check_elementwise(optimizer: optax.GradientTransformation, params: Any) -> None:
-    """Raises `ConfigError` unless an update of an element needs that element alone."""
-
-    def traced(first: int) -> tuple[bool, Any]:
-        def other(x: Any) -> jax.ShapeDtypeStruct:
-            # A mixing operation may keep the shape of a square matrix, not of this one.
-            return jax.ShapeDtypeStruct(tuple(range(first, first + x.ndim)), x.dtype)
-
-        shapes = jax.tree.map(other, params)
-        state = jax.eval_shape(optimizer.init, shapes)
-        if jax.eval_shape(own_averages, state, shapes) is not None:
-            raise ConfigError(
-                "config.optimizer.shard_moments: a schedule-free optimizer averages "
-                "whole parameters in each step, and of what is averaged a device would "
-                "have a share; leave out one of them"
-            )
-        known = {(), *(x.shape for x in jax.tree.leaves(shapes))}
-        odd = any(x.shape not in known for x in jax.tree.leaves(state))
-        return odd, jax.make_jaxpr(optimizer.update)(shapes, state, shapes)
-
-    (odd, update), (_, larger) = map(traced, SIZES)
-    mixing = "a state of other shapes" if odd else _mixing(update)
-    texts = {NO_NUMBER.sub("", f"{x} {x.consts}") for x in (update, larger)}
-    if len(texts) > 1:
-        mixing = mixing or "numbers that depend on the shape of a parameter"
-    if mixing:
-        raise ConfigError(
-            "config.optimizer.shard_moments: this optimizer does not update each "
-            f"element of a parameter by itself (it has {mixing}), and a device has a "
-            "share of them alone; possible are others: adam, adamw, lion, sgd, rmsprop"
-        )
-
-
-def _mixing(jaxpr: Any) -> str:
-    """Finds an operation that mixes the elements of an array, or "" for none."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        given = [x for v in equation.params.values() for x in jax.tree.leaves(v)]
-        inner = [x for x in given if hasattr(getattr(x, "jaxpr", x), "eqns")]
-        if inner:
-            if found := next(filter(None, map(_mixing, inner)), ""):
-                return found
-            continue
-        name = equation.primitive.name
-        shapes = {v.aval.shape for v in equation.invars} - {()}
-        made = {v.aval.shape for v in equation.outvars} - {()}
-        fills = name == "broadcast_in_dim" and not shapes  # With one number.
-        if name in MIXING or (shapes != made and not fills):
-            return name
     return ""
 
 

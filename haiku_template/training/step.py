@@ -33,7 +33,8 @@ from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = Any  # A tree of arrays.
 Scalars = dict[str, jax.Array]
-TrainStep = Callable[[TrainState, hk.Params, Batch], tuple[TrainState, Scalars]]
+Gradients = Callable[[TrainState, hk.Params, Batch], Any]
+Update = Callable[[TrainState, Any], tuple[TrainState, Scalars]]
 
 
 def forward(
@@ -73,13 +74,16 @@ def forward(
     return facts, net_state
 
 
-def make_train_step(recipe: Recipe) -> TrainStep:
-    """Makes `train_step(state, frozen, batch)`, which returns (new state, scalars)."""
+def make_gradients(recipe: Recipe) -> Gradients:
+    """Makes `gradients(state, frozen, batch)`, of one device's share of a batch.
+
+    Returns gradients and scalars, averaged over the devices, and the new net_state.
+    """
     gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
 
-    def train_step(
+    def gradients(
         state: TrainState, frozen: hk.Params, batch: Batch
-    ) -> tuple[TrainState, Scalars]:
+    ) -> tuple[hk.Params, Scalars, hk.State]:
         scale = recipe.precision.loss_scale(state.loss_scale)
         rng = step_rng(recipe, state.step)
         part = functools.partial(gradient, state.params, frozen, state.step, scale)
@@ -88,7 +92,22 @@ def make_train_step(recipe: Recipe) -> TrainStep:
         )
         means = scale.unscale(grads), scalars
         dtype = recipe.precision.reduce_dtype
-        grads, scalars = mean_over(recipe.axis_name, means, dtype)
+        return *mean_over(recipe.axis_name, means, dtype), net_state
+
+    return gradients
+
+
+def make_update(recipe: Recipe) -> Update:
+    """Makes `update(state, results)`, of the results of `gradients`.
+
+    It is of whole arrays, wherever they live, and knows no devices. Returns the new
+    state and scalars.
+    """
+
+    def update(
+        state: TrainState, results: tuple[hk.Params, Scalars, hk.State]
+    ) -> tuple[TrainState, Scalars]:
+        grads, scalars, net_state = results
         updates, opt_state = recipe.optimizer.update(
             grads, state.opt_state, state.params
         )
@@ -106,16 +125,17 @@ def make_train_step(recipe: Recipe) -> TrainStep:
             opt_state=opt_state,
             ema_params=averages,
         )
-        scalars["grad_norm"] = optax.tree.norm(grads)
+        scalars = scalars | {"grad_norm": optax.tree.norm(grads)}
         if recipe.schedule is not None:
             rate = recipe.schedule(state.step)
             scalars["learning_rate"] = jnp.asarray(rate, jnp.float32)
         if recipe.precision.scales_loss:
+            scale = recipe.precision.loss_scale(state.loss_scale)
             new = _skip_unless_finite(grads, scale, state, new)
             scalars["loss_scale"] = new.loss_scale[0]
         return new, scalars
 
-    return train_step
+    return update
 
 
 def _loss(

@@ -16,7 +16,12 @@ from haiku_template import finetuning as tuning
 from haiku_template.data import Data, each_shape
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
-from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
+from haiku_template.devices import (
+    DeviceManager,
+    Layout,
+    canonical_shapes,
+    check_host_batch,
+)
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
@@ -60,12 +65,20 @@ class StagedBatch(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Pure functions of an experiment, for one device's share of a batch."""
+    """Pure functions of an experiment: `update` of whole arrays, others of a share.
+
+    A custom step is `gradients` here, which returns what `update` passes on.
+    """
 
     init: Callable[..., TrainState]
-    step: Callable[..., Any]
+    gradients: Callable[..., Any]
+    update: Callable[[TrainState, Any], Any]
     eval_step: Callable[..., Any]
     predict_step: Callable[..., Any]
+
+    def step(self, state: TrainState, *frozen_and_batch: Any) -> Any:
+        """Makes one update of a state; returns the new one and the scalars."""
+        return self.update(state, self.gradients(state, *frozen_and_batch))
 
 
 class Trainer:
@@ -73,6 +86,7 @@ class Trainer:
 
     Attributes:
       batch_size: examples in a batch of all processes.
+      layout: where each leaf of a train state lives.
       abstract: the train state's shapes, dtypes and shardings.
       abstract_staged: those of the staged training set; None where it is on the host.
 
@@ -104,11 +118,12 @@ class Trainer:
         self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
-        self._init, step = functions.init, functions.step
-        self._like = self.abstract = devices.abstract(self._init, {})
+        self._init, gradients = functions.init, functions.gradients
+        abstract = devices.abstract(self._init, {})
         if self.plan.frozen:
-            frozen = devices.abstract(self._frozen_of_seed)
-            self.abstract = self.abstract._replace(frozen=frozen)
+            abstract = abstract._replace(frozen=devices.abstract(self._frozen_of_seed))
+        self.layout = _layout(devices, experiment.sharding, abstract)
+        self.abstract = self.layout.place(abstract)
         self._train, self._blocks = data.train, None
         self._evaluated: set[tuple[int, int]] = set()  # Sizes of batches, numbers.
         self.abstract_staged = None
@@ -116,9 +131,14 @@ class Trainer:
             self._train = self._blocks = RowBlocks(data.train, self.batch_size)
             arrays = data.train.staged()
             self.abstract_staged = devices.abstract(lambda arrays: arrays, arrays)
-            step = _gathering(step, self._blocks)
-        placed = {"like": self._like, "replicated": 3 if self._blocks else 2}
-        self._step = devices.compile(step, **placed)
+            gradients = _gathering(gradients, self._blocks)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
+        self._step = devices.compile(
+            gradients,
+            replicated=3 if self._blocks else 2,
+            update=functions.update,
+            out_shardings=(shardings, devices.replicated),
+        )
         keep = {"donate_argnums": (), "replicated": 2}
         self._eval_step = devices.compile(functions.eval_step, **keep)
         self._predict_step = devices.compile(
@@ -134,12 +154,13 @@ class Trainer:
         else:
             init = make_custom_init(recipe, experiment.init, self._example)
         if experiment.step is None:
-            step = steps.make_train_step(recipe)
+            gradients, update = steps.make_gradients(recipe), steps.make_update(recipe)
         else:
-            step = make_custom_step(recipe, experiment.step)
+            gradients = make_custom_step(recipe, experiment.step)
+            update = _passed_on
         evaluation = recipe, steps.forward
         evaluating = make_eval_step(*evaluation), make_predict_step(*evaluation)
-        return Functions(init, step, *evaluating)
+        return Functions(init, gradients, update, *evaluating)
 
     @property
     def placement(self) -> str:
@@ -190,7 +211,7 @@ class Trainer:
         """
         frozen = self.frozen()
         leaves, net_state = self._pretrained(frozen)
-        state = self.devices.init(self._init, leaves, net_state, like=self._like)
+        state = self.devices.init(self._init, leaves, net_state, layout=self.layout)
         return state._replace(frozen=frozen)
 
     def frozen(self) -> hk.Params:
@@ -202,10 +223,16 @@ class Trainer:
                 "frozen parameters were never trained: config.init_from is None, so "
                 "that they come from the seed"
             )
-            return self.devices.init(self._frozen_of_seed)
+            return self._laid_out(self._frozen_of_seed)
         shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
         leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)
-        return unflatten(leaves)
+        frozen = unflatten(leaves)
+        return self._laid_out(lambda x: x, frozen) if self.layout.rules else frozen
+
+    def _laid_out(self, make: Callable[..., hk.Params], *args: Any) -> hk.Params:
+        """Makes frozen parameters where the layout has them."""
+        fn = lambda *args: {"frozen": make(*args)}  # noqa: E731
+        return self.devices.init(fn, *args, layout=self.layout)["frozen"]
 
     def _frozen_of_seed(self) -> hk.Params:
         return self.plan.split(self._model_init()[0])[1]
@@ -320,7 +347,7 @@ class Trainer:
     def lower_init(self) -> Any:
         """Lowers the function that makes the first state from the seed."""
         init = functools.partial(self._init, {})
-        return self.devices.lower_init(init, like=self._like)
+        return self.devices.lower_init(init, layout=self.layout)
 
     def shapes(self) -> list[Any]:
         """Example host batches, one for each shape of a step's, the largest first."""
@@ -433,12 +460,30 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     )
 
 
-def _gathering(step: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
-    """Makes the train step take staged arrays and row numbers for a batch."""
+def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
+    """Makes the layout of a state, given its shapes; raises `ConfigError`."""
+    if rules and devices.processes.count > 1:
+        raise ConfigError(
+            "config.sharding (and optimizer.shard_moments) cannot be had with several "
+            "processes; leave it out"
+        )
+    layout = Layout(devices.devices, rules)
+    layout.check(state)
+    return layout
 
-    def gather_and_step(
+
+def _passed_on(state: TrainState, results: Any) -> Any:
+    """Update of a custom step, whose results are the new state and the scalars."""
+    del state
+    return results
+
+
+def _gathering(gradients: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
+    """Makes the gradients take staged arrays and row numbers for a batch."""
+
+    def gather_and_differentiate(
         state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
     ) -> Any:
-        return step(state, frozen, blocks.gather(arrays, rows, state.step))
+        return gradients(state, frozen, blocks.gather(arrays, rows, state.step))
 
-    return gather_and_step
+    return gather_and_differentiate

@@ -161,62 +161,6 @@ def test_first_moments_may_be_of_half_precision(name):
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("adafactor", "a state of other shapes"),
-        ("muon", "a state of other shapes"),
-        ("lamb", "reduce_sum"),
-        ("novograd", "reduce_sum"),
-        (f"{__name__}:drawing", "random"),
-        (f"{__name__}:clipping", "reduce_sum"),
-        (f"{__name__}:summing", "cumsum"),
-        (f"{__name__}:multiplying", "(transpose|dot)"),
-        (f"{__name__}:narrowing", "numbers that depend on the shape"),
-    ],
-)
-def test_moments_of_what_mixes_elements_are_not_sharded(name, words):
-    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-    optimizer = make_optimizer(name, lambda step: 0.1, shard_moments=True)
-    with pytest.raises(ConfigError, match=rf"shard_moments.*it has {words}.*adamw"):
-        optimizer.init(params)
-
-
-def clipping(learning_rate):
-    return optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(learning_rate))
-
-
-def summing(learning_rate):
-    return optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.cumsum(x, 0), g))
-
-
-def drawing(learning_rate):
-    return optax.add_noise(1.0, 0.5, key=0)
-
-
-def multiplying(learning_rate):
-    def update(grads, _):
-        return jax.tree.map(lambda x: x @ x.T @ x if x.ndim == 2 else x, grads)
-
-    return optax.stateless(update)
-
-
-def narrowing(learning_rate):
-    def update(grads, _):
-        return jax.tree.map(lambda x: x / np.sqrt(len(x)), grads)
-
-    return optax.stateless(update)
-
-
-@pytest.mark.slow(but="adamw")
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "rmsprop", "radam", "adan"])
-def test_moments_of_elementwise_optimizers_are_sharded_after_clipping(name):
-    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-    kwargs = {"weight_decay": 0.1, "clip_norm": 1.0}
-    optimizer = make_optimizer(name, lambda step: 0.1, shard_moments=True, **kwargs)
-    assert optimizer.init(params)[1].tree
-
-
 UNFIT = {"dpsgd", "lbfgs", "momo", "momo_adam", "optimistic_adam", "rprop"}
 UNFIT |= {"schedule_free", "sm3", "sophia"}
 
@@ -278,6 +222,3 @@ def test_what_a_schedule_free_optimizer_averages_is_the_model(
     twice = dataclasses.replace(experiment, ema_decay=0.9)
     with pytest.raises(ConfigError, match="leave out ema_decay"):
         twice.trainer(devices)
-    split = optimizers.sharded(optax.contrib.schedule_free_sgd(0.1))
-    with pytest.raises(ConfigError, match="shard_moments: a schedule-free"):
-        split.init(got)

@@ -1,0 +1,93 @@
+"""Layout: where each leaf of a train state lives on the devices, as a value."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from haiku_template.errors import ConfigError, near
+from haiku_template.params import flatten, matching
+
+AXIS_NAME = "data"
+
+
+class Layout(NamedTuple):
+    """Rules that map the leaves of a state to shardings on the devices of a mesh.
+
+    A rule is a shell pattern of paths, `opt_state/*`, and the mesh axis to shard along,
+    or None; the first rule that fits a leaf holds. The largest dimension that splits
+    evenly is sharded. Without such a dimension, or a rule, a leaf is replicated.
+    """
+
+    devices: tuple[jax.Device, ...]
+    rules: tuple[tuple[str, str | None], ...] = ()
+
+    def of(self, tree: Any) -> Any:
+        """Maps each leaf of a tree, or its shape, to its sharding."""
+        n, leaves = len(self.devices), flatten(tree)
+        sharded = self._matches(leaves) if n > 1 else {}
+        shardings = [
+            sharding_on(self.devices, *spec_of(np.shape(leaf), n, sharded.get(path)))
+            for path, leaf in leaves.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), shardings)
+
+    def place(self, shapes: Any) -> Any:
+        """Adds its sharding to each shape of a tree."""
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            self.of(shapes),
+        )
+
+    def check(self, tree: Any) -> None:
+        """Raises `ConfigError` for a rule of an unknown axis, or that fits no leaf."""
+        paths = flatten(tree)
+        for pattern, axis in self.rules:
+            if axis not in (AXIS_NAME, None):
+                raise ConfigError(
+                    f"config.sharding: {pattern!r} is to be sharded along the mesh "
+                    f"axis {axis!r}; the mesh has the axis {AXIS_NAME!r} alone"
+                )
+            if not matching(pattern, paths):
+                raise ConfigError(
+                    f"config.sharding: no leaf of the state fits {pattern!r}"
+                    f"{near(pattern, paths)}; patterns are of paths such as "
+                    "'opt_state/*' or 'params/*'"
+                )
+
+    def _matches(self, paths: Any) -> dict[str, str | None]:
+        """Mesh axis of each path that a rule fits; earlier rules come before later."""
+        return {
+            path: axis
+            for pattern, axis in reversed(self.rules)
+            for path in matching(pattern, paths)
+        }
+
+
+def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]:
+    """Entries of the `PartitionSpec` of an array; () if it is replicated."""
+    even = [i for i, size in enumerate(shape) if size and size % n == 0]
+    if axis is None or not even:
+        return ()
+    dimension = max(even, key=lambda i: shape[i])
+    return (*(None,) * dimension, axis)
+
+
+@functools.cache  # JAX finds a sharding's facts anew for each object: not each step.
+def sharding_on(devices: tuple[jax.Device, ...], *spec: Any) -> jax.sharding.Sharding:
+    """Sharding of arrays by a `PartitionSpec`'s entries; replicated without any."""
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(*spec))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays, or of their shapes, on each of their devices."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,171 @@
+"""Layouts of a train state: sharded, it computes what it does replicated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import digits, digits_resnet
+from haiku_template.devices import DeviceManager, Layout, mean_over
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, train
+from haiku_template.training.memory import check_budget
+from haiku_template.training.optimizers import _usable, make_optimizer
+from tests.runs import run_steps
+
+MOMENTS, ALL = (("opt_state/*", "data"),), (("*", "data"),)
+LAYOUTS = {"replicated": (), "moments": MOMENTS, "all": ALL}
+
+
+def build(num_devices, rules=MOMENTS, base=digits, **keys):
+    config = base.get_config()
+    config.ema_decay, config.sharding = 0.9, rules
+    config.optimizer.update({"clip_norm": 0.1, "weight_decay": 0.1} | keys)
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    return Experiment.from_config(config, devices).trainer(devices)
+
+
+def bytes_on(device, tree):
+    shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def assert_close(one, other, **tolerance):
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("rules", [MOMENTS, ALL], ids=["moments", "all"])
+def test_four_devices_keep_a_quarter_each_and_compute_the_same(rules):
+    replicated, sharded = build(4, ()), build(4, rules)
+    ends = [run_steps(trainer, 5) for trainer in (replicated, sharded)]
+    states = [state for state, _ in ends]
+    sharded.devices.check(states[1], sharded.layout)
+    parts = ("opt_state",) if rules == MOMENTS else ("opt_state", "params")
+    for device in sharded.devices.devices:
+        for part in ("opt_state", "params", "ema_params"):
+            full, share = (bytes_on(device, getattr(state, part)) for state in states)
+            quarter = rules == ALL or part in parts
+            assert share == pytest.approx(full / 4 if quarter else full, rel=1e-3)
+    hosts = [
+        trainer.devices.fetch(end)
+        for trainer, end in zip((replicated, sharded), ends, strict=True)
+    ]
+    assert_close(*hosts, rtol=0, atol=1e-6)
+    assert sharded._step.compiled._cache_size() == 1
+    metrics = [
+        t.evaluate(s) for t, s in zip((replicated, sharded), states, strict=True)
+    ]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
+    budgets = [check_budget(trainer) for trainer in (replicated, sharded)]
+    assert budgets[1].opt_state == bytes_on(
+        sharded.devices.devices[0], states[1].opt_state
+    )
+    saved = budgets[0].opt_state - budgets[1].opt_state
+    assert budgets[1].saved == {"sharding": saved}
+
+
+def test_shard_moments_is_a_name_for_its_rule():
+    named = build(4, (), shard_moments=True)
+    assert named.layout == build(4).layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [MOMENTS, ALL], ids=["moments", "all"])
+def test_batch_norm_computes_the_same(rules):
+    trainers = build(4, (), digits_resnet), build(4, rules, digits_resnet)
+    ends = [run_steps(trainer, 5) for trainer in trainers]
+    hosts = [
+        t.devices.fetch(s.params) for t, (s, _) in zip(trainers, ends, strict=True)
+    ]
+    assert_close(*hosts, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow(but="True")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_on_one_device_it_changes_nothing_and_says_so(caplog, sharded):
+    ends = [
+        run_steps(build(1, rules), 3) for rules in ((), ALL if sharded else MOMENTS)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert check_budget(build(1)).saved == {}
+    assert "config.sharding changes nothing: there is one device" in caplog.text
+
+
+@pytest.mark.slow(but="4-moments-all")
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_a_checkpoint_resumes_in_any_layout_on_any_number_of_devices(
+    tmp_path, num_devices, before, after
+):
+    """On the same number in the same layout bitwise."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    options = {"log_every": 1, "keep_best": 0}
+    before, after = LAYOUTS[before], LAYOUTS[after]
+    ends = [train(build(4, before), num_steps=4, workdir=straight, **options).state]
+    train(build(4, before), num_steps=2, workdir=stopped, **options)
+    resumed = build(num_devices, after)
+    end = train(resumed, num_steps=4, workdir=stopped, **options).state
+    resumed.devices.check(end, resumed.layout)
+    ends.append(end)
+    same = num_devices == 4 and before == after
+    tolerance = {"rtol": 0, "atol": 0 if same else 1e-6}
+    assert_close(*map(jax.device_get, ends), **tolerance)
+    losses = [
+        [
+            row["train/loss"]
+            for row in read(folder / "metrics.jsonl")
+            if "train/loss" in row
+        ]
+        for folder in (straight, stopped)
+    ]
+    np.testing.assert_allclose(*losses, **tolerance)
+
+
+def updated(name, rules, steps=3):
+    """Parameters after some steps on four devices, and the layout that they have."""
+    devices = DeviceManager.create("cpu", num_devices=4)
+    optimizer = make_optimizer(name, lambda step: 0.1, clip_norm=1.0)
+    layout = Layout(devices.devices, rules)
+    rng = np.random.default_rng(0)
+    first = {"w": rng.normal(size=(8, 12)), "b": rng.normal(size=8)}
+    first = jax.tree.map(np.float32, first)
+
+    def init():
+        params = jax.tree.map(jnp.asarray, first)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    def step(state, batch):
+        def loss(params):
+            return jnp.mean((batch @ params["w"].T + params["b"]) ** 2)
+
+        return mean_over("data", jax.grad(loss)(state["params"]))
+
+    def update(state, grads):
+        updates, opt_state = optimizer.update(
+            grads, state["opt_state"], state["params"]
+        )
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}
+
+    shapes = devices.abstract(init, layout=layout)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    compiled = devices.compile(step, update=update, out_shardings=shardings)
+    state = devices.init(init, layout=layout)
+    for i in range(steps):
+        batch = np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32)
+        state = compiled(state, devices.shard(batch))
+    devices.check(state, layout)
+    return devices.fetch(state["params"])
+
+
+@pytest.mark.slow(but="[muon]")
+@pytest.mark.filterwarnings("ignore:Specifying a key will be required")
+@pytest.mark.parametrize("name", _usable())
+def test_every_optimizer_computes_the_same_in_every_layout(name):
+    expected = updated(name, ())
+    for rules in (MOMENTS, ALL):
+        assert_close(updated(name, rules), expected, rtol=2e-6, atol=2e-6)
