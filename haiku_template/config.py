@@ -11,6 +11,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from haiku_template.bounded import parse, read_json
 from haiku_template.errors import MEANT, ConfigError, near
 from haiku_template.trust import check_files
 
@@ -137,13 +138,13 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
                 f"config.{key} is a {type(value).__name__}, which cannot be saved; "
                 "possible are numbers, strings, booleans, None and tuples of them"
             ) from error
-    return json.loads(json.dumps(values))
+    return parse(json.dumps(values), dict)
 
 
 def load(path: Path) -> config_dict.ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
-        values = completed(json.loads(path.read_text()))
+        values = completed(read_json(path))
         return config_dict.ConfigDict(_with_tuples(values))
     except FileNotFoundError as error:
         raise ConfigError(
@@ -198,6 +199,13 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
         return values
     defaults = to_dict(default_config())
     keys = ("finetuning", "optimizer")
+    tuning = values.get("finetuning", {})
+    parts = {f"config.{key}": values.get(key, {}) for key in keys}
+    if isinstance(tuning, dict):
+        parts["config.finetuning.lora"] = tuning.get("lora", {})
+    for key, part in parts.items():
+        if not isinstance(part, dict):
+            raise ConfigError(f"{key}={part!r}; it must have its own keys")
     nested = {key: defaults[key] | values.get(key, {}) for key in keys}
     lora = defaults["finetuning"]["lora"] | nested["finetuning"]["lora"]
     nested["finetuning"]["lora"] = lora

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import resource
+import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ from haiku_template.conversion import files, trees, writing
 from haiku_template.errors import ConfigError
 
 ROOM = 2**28  # Bytes beside the file that is read.
+SECONDS, BYTES_A_SECOND = 20, 2**24  # Of a processor's time; the slowest is lzma.
 
 
 def limit_memory(size: int) -> None:
@@ -20,6 +22,20 @@ def limit_memory(size: int) -> None:
     used = re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
     most = int(used[1]) * 1024 + 3 * size + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def limit_time(size: int) -> None:
+    """Ends what takes longer than weights in a file of so many bytes, by an error."""
+    seconds = SECONDS + size // BYTES_A_SECOND
+
+    def refuse(*_: object) -> None:
+        raise ConfigError(
+            f"it takes more than {seconds} seconds of a processor to read, as no "
+            "weights in a file of its size do"
+        )
+
+    signal.signal(signal.SIGXCPU, refuse)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SECONDS))
 
 
 def printable(text: str) -> str:
@@ -49,4 +65,5 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    limit_time(Path(sys.argv[1]).stat().st_size)
     print(json.dumps(main(*sys.argv[1:4])))

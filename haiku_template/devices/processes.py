@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from haiku_template.bounded import parse
 from haiku_template.errors import ConfigError, DeviceError
 
 # Variables beside JAX's options that change what a program computes.
@@ -138,4 +139,4 @@ def gather(value: Any) -> list[Any]:
         padded[: len(data)] = data
         rows = multihost_utils.process_allgather(padded)
     pairs = zip(rows, sizes, strict=True)
-    return [json.loads(row[:size].tobytes()) for row, size in pairs]
+    return [parse(row[:size].tobytes()) for row, size in pairs]

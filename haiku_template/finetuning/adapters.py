@@ -13,6 +13,7 @@ from typing import Any
 import haiku as hk
 import numpy as np
 
+from haiku_template.bounded import parse, read_json
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import Lora
@@ -63,7 +64,7 @@ def read_facts(file: Path) -> dict[str, Any]:
     read_headers(file)  # Raises one sentence if damaged.
     found = read_metadata(file)
     try:
-        axes = {AXES: tuple(json.loads(found.get(AXES, "{}")).items())}
+        axes = {AXES: tuple(parse(found.get(AXES, "{}")).items())}
         return {key: convert(found[key]) for key, convert in FACTS.items()} | axes
     except (KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -128,7 +129,7 @@ def check_same_frozen(
             write_json(file, {"sha256": found})
         return
     try:
-        expected = json.loads(file.read_text())["sha256"]
+        expected = read_json(file)["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning(
             "%s cannot be read (%s): whether the frozen parameters are those that the "

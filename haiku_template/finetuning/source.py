@@ -1,7 +1,6 @@
 """Pretrained parameters of a run: files, or another run's checkpoint."""
 
 import functools
-import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from haiku_template.bounded import read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -192,7 +192,7 @@ def _is_workdir(path: Path) -> bool:
 def _has_config(path: Path) -> bool:
     """Tests for a run's config: in a workdir, or exported in Haiku's names."""
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = read_json(path / CONFIG)
     except (OSError, ValueError):
         config = None
     ours = isinstance(config, dict) and "model_type" not in config

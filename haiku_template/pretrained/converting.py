@@ -1,6 +1,5 @@
 """Conversion of published pickles to safetensors, by a child process."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from haiku_template import signals
+from haiku_template.bounded import parse
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.pretrained.writing import new_file
 
@@ -50,7 +50,7 @@ def convert(
         with child, signals.called(lambda *_: child.kill()):
             words, errors = child.communicate()
         try:
-            facts = json.loads(words)
+            facts = parse(words)
         except ValueError:
             last = errors.strip().split("\n")[-1]
             last = last or f"exit status {child.returncode}"

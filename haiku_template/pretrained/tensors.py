@@ -3,7 +3,6 @@
 Headers are read first; values only when asked for, a few megabytes at a time.
 """
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from haiku_template import bounded
 from haiku_template.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,6 +22,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PUBLISHED = (".npz", ".npy", ".joblib", ".pickle", ".pkl")
 MAGIC = {b"PK\3\4": ".npz", b"\x93NUM": ".npy", b"\x80": ".pickle"}
 MAGIC |= dict.fromkeys((b"\x78", b"\x1f\x8b", b"BZh", b"\xfd7zXZ"), ".joblib")
+MOST_INDEX = 2**27  # Bytes of an index, of the largest models.
 PIECE = 2**22  # Bytes read at a time, unless one row of a tensor has more.
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 DTYPES: dict[str, Any] = FLOATS | {"BOOL": np.bool_}
@@ -129,7 +130,7 @@ def read_index(index: Path) -> dict[str, Any]:
 def read_json(path: Path, key: str, kind: type) -> dict[str, Any]:
     """Reads a JSON object, or raises `ConfigError` unless its `key` is of a type."""
     try:
-        content = json.loads(path.read_text())
+        content = bounded.read_json(path, most=MOST_INDEX)
         if not isinstance(content[key], kind):
             raise TypeError(f"{key} is no {kind.__name__}")
         return content
@@ -137,7 +138,7 @@ def read_json(path: Path, key: str, kind: type) -> dict[str, Any]:
         raise ConfigError(
             f"{path} does not exist; the folder of a Hugging Face model has one"
         ) from error
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} is damaged: it is no JSON object whose {key} is a {kind.__name__}"
         ) from error

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import shutil
@@ -18,13 +17,18 @@ import numpy as np
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
+from orbax.checkpoint.path import step as steps
 
+from haiku_template import bounded
 from haiku_template.config import differences
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
 from haiku_template.storage import workdir as workdirs
 
+logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
+METRICS, STEP = "metrics/metrics", "step"  # In a checkpoint; and a field of a state.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 # TensorStore never frees the names in its metrics, for which Orbax asks at each save.
 tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
@@ -77,9 +81,8 @@ class Checkpoints:
         self.policies = [kept.LatestN(keep_last), best]
         try:
             # Orbax's own cleanup is a thread that a start which fails would outrun.
-            cleanup = cleanup and self._saves
-            for left in self.directory.glob(UNFINISHED) if cleanup else ():
-                shutil.rmtree(left)
+            if cleanup and self._saves:
+                _remove_unfinished(self.directory)
             if jax.process_count() > 1:
                 # Orbax refuses to make a folder for some of the processes.
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -89,13 +92,11 @@ class Checkpoints:
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 preservation_policy=kept.AnyPreservationPolicy(self.policies),
+                step_name_format=_Committed(),
                 context=context,
             )
         except (OSError, ValueError) as error:
-            words = _damaged_metrics(self.directory)
-            raise StorageError(
-                f"{self.directory} cannot be used: {error}{words}"
-            ) from error
+            raise StorageError(f"{self.directory} cannot be used: {error}") from error
 
     def best_first(self, found: Sequence[Any]) -> list[int]:
         """Steps whose metric is a number, the best first and of equals the earlier."""
@@ -210,10 +211,18 @@ class Checkpoints:
         saved, context = self.saved(step), _context()
         _check_fits(step, saved[part] if part else saved, abstract, skip)
         context.pytree.loading.partial_load = part is not None
+        tree = abstract if part is None else {part: abstract}
+        if counts := getattr(saved.get(STEP), "shape", None) == ():
+            tree = tree | {STEP: tree.get(STEP, np.zeros((), saved[STEP].dtype))}
         with self._damage_as_error(step), context:
-            if part is None:
-                return self._checkpointer.load(step, abstract)
-            return self._checkpointer.load(step, {part: abstract})[part]
+            state = self._checkpointer.load(step, tree)
+        if counts and (there := int(np.asarray(state[STEP]))) != step:
+            raise StorageError(
+                f"{self.directory / str(step)} is not the checkpoint that its name "
+                f"says: its arrays are of step {there}, put there from another; move "
+                f"it away, and those that are left in {self.directory} count"
+            )
+        return state if part is None else state[part]
 
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
@@ -227,6 +236,7 @@ class Checkpoints:
                 f"{self.steps}"
             )
         with self._damage_as_error(step):
+            _check_files(self.directory / str(step))
             found = self._checkpointer.metadata(step)
             if found.metadata is None:
                 raise ValueError("its arrays cannot be listed")
@@ -328,18 +338,64 @@ def _bytes(array: jax.Array) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def _damaged_metrics(directory: Path) -> str:
-    """Names the metrics files of evaluated steps that cannot be read."""
-    words = ""
-    for file in sorted(directory.glob("*/metrics/metrics")):
-        try:
-            json.loads(file.read_text())
-        except (OSError, ValueError):
-            words += (
-                f"; {file} is damaged: remove {file.parent}, and this step counts as "
-                "not evaluated"
+def _remove_unfinished(directory: Path) -> None:
+    """Removes what a killed save left, and moves away what is no checkpoint.
+
+    A folder without its commit file would be in the way of the same step's save.
+    """
+    for left in directory.glob(UNFINISHED):
+        left.unlink() if left.is_symlink() else shutil.rmtree(left)
+    for folder in directory.glob("*"):
+        if folder.name.isdecimal() and not (folder / workdirs.COMMIT).is_file():
+            away = folder.with_name(f"{folder.name}.incomplete.{time.time_ns()}")
+            folder.rename(away)
+            logger.warning(
+                "%s has no %s, so it is no checkpoint: it is called %s now",
+                *(folder, workdirs.COMMIT, away.name),
             )
-    return words
+
+
+class _Committed(type(steps.standard_name_format())):
+    """Checkpoints by the names of their folders, if these have their commit file."""
+
+    def _build_metadata(self, step_path: Any, step: int | None = None) -> Any:
+        if not (step_path / workdirs.COMMIT).is_file():
+            return None
+        listed = super()._build_metadata(step_path, step)
+        if listed is not None:  # Its own time is in a file that may be damaged.
+            vars(listed)["_checkpoint_metadata"] = None
+        return listed
+
+
+def _metrics(manager: Any, step: int) -> dict[str, float] | None:
+    """Reads the metrics of a checkpoint; None if there are none, or damaged ones."""
+    file = Path(manager.directory) / str(step) / METRICS
+    try:
+        metrics = bounded.read_json(file)
+        if all(isinstance(value, int | float) for value in metrics.values()):
+            return metrics
+        raise ValueError("it holds other things than numbers")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        words = f"{file} is damaged, and step {step} counts as not evaluated"
+        _warn_once(f"{words}: {error}")
+        return None
+
+
+# Orbax raises for one damaged file, and no checkpoint of the run could be read.
+checkpoint_manager.CheckpointManager._get_metrics = _metrics
+
+
+def _check_files(folder: Path) -> None:
+    """Raises `OSError` or `ValueError` for a file that Orbax would hang in."""
+    for file in folder.rglob("*"):
+        if not (file.is_dir() or file.is_relative_to(folder / "metrics")):
+            bounded.opened(file).close()
+    for file in (folder / "_CHECKPOINT_METADATA", *folder.glob("state/_*")):
+        bounded.read_json(file, most=2**28)
+    for file in folder.glob("*/array_metadatas/*"):
+        bounded.read_json(file, most=2**28)
 
 
 def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:

@@ -1,10 +1,13 @@
 """Dispensable files: no error in writing them ends or blocks the run."""
 
 import contextlib
+import io
 import logging
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,19 @@ def dispensable(what: str | Path) -> Iterator[None]:
         logger.warning("%s is not written, and the run continues: %s", what, error)
 
 
+def appended(path: Path) -> BinaryIO:
+    """Opens a file of the run to append to; raises `OSError` for a link or a device.
+
+    Others may have made a workdir: what is written goes nowhere else.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return open(file, "ab")
+    os.close(file)
+    raise OSError(f"{path} is no regular file")
+
+
 class Note:
     """A file to append to, text or bytes: only its first error is a warning.
 
@@ -29,7 +45,9 @@ class Note:
         self._path, self._file, self._warned = path, None, False
         with self._errors():
             path.parent.mkdir(exist_ok=True)
-            self._file = path.open(mode, encoding=None if "b" in mode else "utf-8")
+            file = appended(path)
+            is_text = "b" not in mode
+            self._file = io.TextIOWrapper(file, "utf-8") if is_text else file
 
     def write(self, data: Any) -> None:
         """Appends `data`."""

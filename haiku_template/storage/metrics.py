@@ -14,8 +14,14 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
+from haiku_template.bounded import contents, parse
 from haiku_template.storage.files import Note, dispensable
-from haiku_template.storage.workdir import METRICS, TENSORBOARD, write_atomically
+from haiku_template.storage.workdir import (
+    METRICS,
+    MOST_METRICS,
+    TENSORBOARD,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +73,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Reads the undamaged lines of a metrics.jsonl; [] without a file."""
     try:
         return _rows(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s cannot be read: %s", path, error)
         return []
 
@@ -77,10 +83,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows, lost = [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    text = contents(path, MOST_METRICS).decode("utf-8", "replace")
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse(line, dict)
             rows.append({"step": operator.index(row["step"])} | row)
         except (ValueError, TypeError, KeyError):
             lost.append(number)

@@ -1,7 +1,6 @@
 """Orbax trees of others: parameters, perhaps with state, read a leaf at a time."""
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
+from haiku_template.bounded import read_json
 from haiku_template.errors import ConfigError
 from haiku_template.storage.checkpoint import quiet
 
+MOST_METADATA = 2**28  # Bytes: some 300 for each leaf.
 METADATA = "_METADATA"  # Of a tree, in its folder.
 DATABASE = "manifest.ocdbt"  # Where leaves are no folders of their own.
 PIECE = 2**22  # Bytes read at a time, unless a chunk has more.
@@ -80,7 +81,7 @@ def _leaves(item: str, folder: Path) -> list[Leaf]:
         if held is None:
             raise ValueError("its leaves cannot be listed")
         found = jax.tree_util.tree_leaves_with_path(held.tree)
-        stored = json.loads((folder / METADATA).read_text())
+        stored = read_json(folder / METADATA, most=MOST_METADATA)
     # Otherwise what is missing on disk would be zeros, as Orbax reads it.
     whole = bool(stored.get("store_array_data_equal_to_fill_value"))
     kind = {"driver": "zarr3" if held.use_zarr3 else "zarr"}

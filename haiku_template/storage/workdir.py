@@ -18,10 +18,11 @@ from typing import IO, Any
 
 import jax
 
+from haiku_template import bounded
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.storage.files import dispensable
+from haiku_template.storage.files import appended, dispensable
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN = ".lock", "run.json"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
+COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
+MOST_METRICS = 2**29  # Bytes.
 PROCESSES, PROGRAM = "processes", "program.json"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
@@ -40,6 +43,8 @@ def own(workdir: str | Path) -> Path:
     That has the run's checkpoints to read, and metrics and a log of its own.
     """
     workdir, index = Path(workdir), jax.process_index()
+    with usable(workdir):
+        _check_links(workdir)
     if index == 0:
         return workdir
     own = workdir / PROCESSES / str(index)
@@ -50,8 +55,23 @@ def own(workdir: str | Path) -> Path:
             (own / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
             for name in (CONFIG, RUN, METRICS, PROGRAM):
                 if (workdir / name).exists():
-                    shutil.copy(workdir / name, own / name)
+                    data = bounded.contents(workdir / name, MOST_METRICS)
+                    (own / name).write_bytes(data)
     return own
+
+
+def _check_links(workdir: Path) -> None:
+    """Raises `ConfigError` for a folder of the run that lies elsewhere.
+
+    A run removes checkpoints: others may have made this workdir, with those of another.
+    """
+    for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
+        if (workdir / name).is_symlink():
+            raise ConfigError(
+                f"{workdir / name} is a link to {os.readlink(workdir / name)}, and a "
+                "run writes to and removes from its own workdir alone; remove the "
+                "link, or use another --workdir, which may be a link as a whole"
+            )
 
 
 def check(workdir: Path, config: dict[str, Any]) -> None:
@@ -95,14 +115,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         return
     run = read_json(workdir / RUN)
     if not has_checkpoints(workdir):
-        if "saved" in run:
-            raise ConfigError(
-                f"the run in {workdir} saved checkpoints, the first of step "
-                f"{run['saved']}, and now there is none; restore "
-                f"{workdir / CHECKPOINTS}, or use another --workdir, or remove "
-                f"{workdir} to start the run anew"
-            )
-        return  # A run that failed before it had anything to lose.
+        return _check_nothing_lost(workdir, run)
     there, here = (fixed(completed(x)) for x in (read_json(workdir / CONFIG), config))
     changed = differences(there, here)
     if changed:
@@ -119,6 +132,24 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
+def _check_nothing_lost(workdir: Path, run: dict[str, Any]) -> None:
+    """Raises `ConfigError` unless a run without checkpoints never had any."""
+    if "saved" in run:
+        raise ConfigError(
+            f"the run in {workdir} saved checkpoints, the first of step "
+            f"{run['saved']}, and now there is none; restore "
+            f"{workdir / CHECKPOINTS}, or use another --workdir, or remove "
+            f"{workdir} to start the run anew"
+        )
+    metrics = workdir / METRICS
+    if not run and metrics.is_file() and metrics.stat().st_size:
+        raise ConfigError(
+            f"{metrics} holds metrics of a run, and neither {RUN} nor {CHECKPOINTS} "
+            "are there any more; restore them, or use another --workdir, or remove "
+            f"{workdir} to start the run anew"
+        )
+
+
 def of_script(
     workdir: Path, config: dict[str, Any], ranks: dict[str, str]
 ) -> dict[str, Any]:
@@ -132,7 +163,8 @@ def of_script(
 
 def has_checkpoints(workdir: Path) -> bool:
     """True if a run has saved anything here."""
-    return any(path.name.isdecimal() for path in (workdir / CHECKPOINTS).glob("*"))
+    steps = (workdir / CHECKPOINTS).glob(f"*/{COMMIT}")
+    return any(path.parent.name.isdecimal() for path in steps)
 
 
 def run_id(workdir: Path) -> str | None:
@@ -210,7 +242,7 @@ def locked(workdir: Path) -> Iterator[None]:
     """
     with usable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-        file = (workdir / LOCK).open("a")
+        file = appended(workdir / LOCK)
     with file:
         try:
             _wait_for_lock(workdir, lambda: _lock(file))
@@ -226,7 +258,7 @@ def locked(workdir: Path) -> Iterator[None]:
 def is_locked(workdir: Path) -> bool:
     """True if a run is writing to `workdir`, as far as its file system can tell."""
     try:
-        with (workdir / LOCK).open() as file:
+        with bounded.opened(workdir / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
@@ -304,10 +336,9 @@ def _commit() -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads an object, {} without a file; raises `ConfigError` if it is damaged."""
     try:
-        values = json.loads(path.read_text()) if path.exists() else {}
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__} and no keys")
-        return values
+        return bounded.read_json(path)
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
@@ -321,7 +352,8 @@ def write_atomically(path: Path, contents: str | bytes) -> None:
     """Writes a file so that it holds the old contents or the new, whatever happens."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # Perhaps a link.
+        with temporary.open("xb") as file:
             file.write(contents.encode() if isinstance(contents, str) else contents)
             file.flush()
             os.fsync(file.fileno())

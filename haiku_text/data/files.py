@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from haiku_template.bounded import parse
 from haiku_template.data.files import npy_header, read_with
 from haiku_template.errors import ConfigError
 from haiku_text.data.stream import Shard, TokenStream
@@ -23,8 +24,6 @@ from haiku_text.data.stream import Shard, TokenStream
 DTYPES = {f"{k}{8 * n}": f"<{k.lower()}{n}" for n in (1, 2, 4, 8) for k in "UI"}
 HEADER_BYTES = 256  # Of what is written; last, when the number of tokens is known.
 VALIDATION = re.compile(r"(?:^|[._-])(?:val|valid|validation|test)(?:[._-]|$)")
-
-
 Layout = tuple[np.dtype, int, int]  # Of tokens; bytes before the first; how many.
 
 
@@ -90,7 +89,7 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
         pass  # It has checked all that a header can have wrong.
     with file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(size))
+        header = parse(f.read(size), dict)
     header.pop("__metadata__", None)
     names = [k for k, v in header.items() if (k == tensor if tensor else _is_line(v))]
     if len(names) != 1:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_template.bounded import parse
 from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import given_path, read_with
@@ -121,8 +122,8 @@ def _labels(rows: list[tuple[str, str]], labels: str) -> str:
         words = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
         raise ConfigError(f"JSON-lines are for the tasks {words}")
     try:
-        return _kind(json.loads(rows[0][1])) or "classes"
-    except (ValueError, RecursionError, TypeError):
+        return _kind(parse(rows[0][1])) or "classes"
+    except (ValueError, TypeError):
         return "classes"  # `_line` tells what is wrong with it.
 
 
@@ -132,9 +133,9 @@ def _kind(keys: Iterable[str]) -> str | None:
 
 def _line(where: str, text: str, labels: str) -> Line:
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        words = getattr(error, "msg", "it is nested too deeply")
+        values = parse(text)
+    except ValueError as error:
+        words = getattr(error, "msg", error)
         raise ConfigError(f"{where} is no JSON: {words}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")

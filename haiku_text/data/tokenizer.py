@@ -6,7 +6,6 @@ Shapes: B texts, T tokens.
 import codecs
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.bounded import read_json
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError
 
@@ -143,7 +143,7 @@ def _find(path: Path) -> Path:
 
 
 def _read_ids(path: Path) -> dict[str, int]:
-    contents = json.loads(path.read_bytes())
+    contents = read_json(path, most=2**28)
     vocab = contents["model"]["vocab"]
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}

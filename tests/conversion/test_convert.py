@@ -10,6 +10,7 @@ import pickle
 import re
 import struct
 import subprocess
+import sys
 import warnings
 import zipfile
 import zlib
@@ -400,6 +401,25 @@ def test_a_file_that_grows_in_memory_is_refused(tmp_path):
     source.write_bytes(b"\x80\x02" + text + b"q\0" + function + b"q\1" + 400 * again)
     with pytest.raises(ConfigError, match="asks for more memory"):
         convert(source, tmp_path / "a.safetensors")
+
+
+def test_a_file_that_takes_too_long_is_refused(tmp_path):
+    """Five megabytes of marks took 37 seconds; here the limit is one."""
+    source = tmp_path / "a.pkl"
+    source.write_bytes(b"\x80\x02" + b"(" * 5_000_000 + b".")
+    code = (
+        "import sys; from haiku_template.conversion import __main__ as m; "
+        "m.SECONDS = 1; m.limit_time(0); print(m.main(*sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, source, tmp_path / "a.safetensors", ""],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "'refused': 'it takes more than 1 seconds of a processor" in done.stdout
+    assert [*tmp_path.iterdir()] == [source]  # Nothing is left of its scratch.
 
 
 def test_the_command_says_what_it_took_and_left_out(tmp_path, command):

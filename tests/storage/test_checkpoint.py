@@ -151,7 +151,8 @@ def test_best_can_be_the_highest(tmp_path):
 def test_another_model_is_refused_with_every_difference(tmp_path):
     trainer = made(ema_decay=0.9)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, trainer.init().saved(), None)
+        state = trainer.init()._replace(step=jnp.int32(3))
+        checkpoints.save(3, state.saved(), None)
     other = made(width=7)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(StorageError) as caught:

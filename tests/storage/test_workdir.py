@@ -146,7 +146,9 @@ def test_a_job_that_slurm_queued_again_starts_at_step_0_with_a_word(
     workdir.open_workdir(tmp_path, {}, devices)
     words = "queued again (SLURM_RESTART_COUNT=2)"
     assert (words in caplog.text) == (count == "2")
-    (tmp_path / workdir.CHECKPOINTS / "10").mkdir(parents=True)
+    step = tmp_path / workdir.CHECKPOINTS / "10"
+    step.mkdir(parents=True)
+    (step / workdir.COMMIT).touch()
     caplog.clear()
     workdir.open_workdir(tmp_path, {}, devices)
     assert words not in caplog.text
@@ -259,17 +261,91 @@ def test_damaged_lines_of_metrics_are_left_out_and_later_ones_stay(tmp_path, cap
 
 @pytest.mark.slow(but="loss")
 @pytest.mark.parametrize("text", ["", '{"eval/loss": 1.'])
-def test_a_cut_metrics_file_of_a_kept_step_is_one_sentence_that_says_what_to_do(
-    tmp_path, text
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_step_whose_metrics_are_damaged_counts_as_not_evaluated(
+    tmp_path, caplog, step, text
 ):
     run(tmp_path)
-    file = tmp_path / "checkpoints/2/metrics/metrics"
-    file.write_text(text)
-    with pytest.raises(StorageError, match="2/metrics/metrics is damaged") as caught:
-        run(tmp_path, 6)
-    assert f"remove {file.parent}" in str(caught.value)
-    shutil.rmtree(file.parent)
-    assert int(run(tmp_path, 6).state.step) == 6
+    (tmp_path / f"checkpoints/{step}/metrics/metrics").write_text(text)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps == [2, 4] and checkpoints.evaluated == [6 - step]
+    assert f"{step}/metrics/metrics is damaged" in caplog.text
+    assert int(run(tmp_path, 6, keep_last=9).state.step) == 6
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.evaluated == [6 - step, 6]
+
+
+@pytest.mark.parametrize("inside", [[], ["state"], ["state", "state/d"]])
+def test_a_folder_without_its_commit_file_is_no_checkpoint(tmp_path, caplog, inside):
+    run(tmp_path)
+    for name in ["", *inside]:
+        (tmp_path / "checkpoints/5" / name).mkdir()
+    assert int(run(tmp_path).state.step) == 4  # "A run does not go back", it was.
+    assert "5 has no commit_success.txt, so it is no checkpoint" in caplog.text
+    (tmp_path / "checkpoints/6").mkdir()
+    assert int(run(tmp_path, 6, keep_last=9).state.step) == 6
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize("whose", ["its own", "another run's"])
+def test_arrays_of_another_step_are_refused(tmp_path, whose):
+    run(tmp_path / "a")
+    if whose != "its own":
+        run(tmp_path / "b", 6, keep_last=9)
+    source = tmp_path / ("a" if whose == "its own" else "b") / "checkpoints/2/state"
+    shutil.rmtree(tmp_path / "a/checkpoints/4/state")
+    shutil.copytree(source, tmp_path / "a/checkpoints/4/state")
+    with pytest.raises(StorageError, match="4 is not .*: its arrays are of step 2"):
+        run(tmp_path / "a", 6)
+    params = made().abstract.saved()["params"]
+    with (
+        Checkpoints(tmp_path / "a/checkpoints") as checkpoints,
+        pytest.raises(StorageError, match="its arrays are of step 2"),
+    ):
+        checkpoints.restore(4, params, "params")
+
+
+def test_a_run_that_lost_its_checkpoints_and_its_id_is_not_started_anew(tmp_path):
+    run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"neither run\.json nor checkpoints are"):
+        run(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "processes"])
+def test_nothing_is_written_or_removed_through_a_linked_folder(tmp_path, name):
+    run(tmp_path / "a")
+    run(tmp_path / "b", 6)
+    if name == "checkpoints":
+        shutil.copy(tmp_path / "b/run.json", tmp_path / "a/run.json")
+    (tmp_path / "b" / name).mkdir(exist_ok=True)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "b").rglob("*")}
+    shutil.rmtree(tmp_path / "a" / name, ignore_errors=True)
+    (tmp_path / "a" / name).symlink_to(tmp_path / "b" / name)
+    with pytest.raises(
+        ConfigError, match=f"{name} is a link to .*/b/{name}, and a run"
+    ):
+        run(tmp_path / "a", 20)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "b").rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["train.log", ".lock", "metrics.jsonl", "run.json"])
+def test_a_linked_file_is_not_written_through(tmp_path, name):
+    run(tmp_path / "a")
+    target = tmp_path / "target"
+    shutil.copy(tmp_path / "a" / name, target)
+    before = target.read_bytes()
+    (tmp_path / "a" / name).unlink()
+    (tmp_path / "a" / name).symlink_to(target)
+    # A temporary file's name can be guessed.
+    (tmp_path / f"a/.env.json.{os.getpid()}").symlink_to(target)
+    with contextlib.suppress(ConfigError):
+        run(tmp_path / "a", 6)
+    assert target.read_bytes() == before
 
 
 @pytest.mark.parametrize("part", ["a" * 300, "file/run"])
@@ -283,14 +359,14 @@ def test_a_path_that_cannot_be_is_one_sentence(tmp_path, part):
 def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
     tmp_path, monkeypatch, error
 ):
-    opened = Path.open
+    opened = os.open
 
     def refuse(path, *args, **kwargs):
-        if path.name == ".lock":
+        if Path(path).name == ".lock":
             raise OSError(error, os.strerror(error))
         return opened(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match="cannot be written to: .*; use another"):
         run(tmp_path)
 

@@ -1,0 +1,60 @@
+"""Files that others may have written: regular ones, read up to a size and a depth.
+
+A fifo is not waited for, a device is not read, and JSON is no deeper than what recurses
+over it can take.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST, DEPTH = 2**24, 100  # Bytes of a file; levels of JSON.
+DEEP = f"it is nested too deeply: {DEPTH} levels are read"
+
+
+def opened(path: Path) -> BinaryIO:
+    """Opens a regular file to read; raises `OSError` for anything else."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return open(file, "rb")
+    os.close(file)
+    raise OSError(f"{path} is no regular file")
+
+
+def contents(path: Path, most: int = MOST) -> bytes:
+    """Reads a regular file; raises `OSError`, or `ValueError` beyond `most` bytes."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(most + 1) if size <= most else b""
+    if max(size, len(data)) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return data
+
+
+def parse(text: str | bytes, kind: type = object) -> Any:
+    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind."""
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(DEEP) from error
+    if text.count("[") + text.count("{") > DEPTH:
+        level = [value]
+        for _ in range(DEPTH):
+            held = [x.values() if isinstance(x, dict) else x for x in level]
+            level = [x for xs in held for x in xs if isinstance(x, dict | list)]
+            if not level:
+                break
+        else:
+            raise ValueError(DEEP)
+    if not isinstance(value, kind):
+        wanted = "keys" if kind is dict else kind.__name__
+        raise ValueError(f"it holds a {type(value).__name__} and no {wanted}")
+    return value
+
+
+def read_json(path: Path, kind: type = dict, most: int = MOST) -> Any:
+    """Reads a file of JSON; raises as `contents` and `parse`."""
+    return parse(contents(path, most), kind)
