@@ -129,7 +129,7 @@ def test_of_equals_the_earliest_is_the_best_whatever_is_kept(tmp_path, best_mode
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_of_equals_the_earliest_stays_on_disk(tmp_path, keep_last):
-    state = {"step": jnp.ones(())}
+    state = {"w": jnp.ones(())}
     for steps in (range(1, 4), range(4, 6)):
         with Checkpoints(tmp_path, keep_last=keep_last, keep_best=1) as checkpoints:
             for step in steps:
