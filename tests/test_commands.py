@@ -631,6 +631,7 @@ def test_the_package_lists_its_commands_without_importing_jax():
     begun = run_command("__main__", PYTHONPROFILEIMPORTTIME="1")
     assert re.findall(r"(?m)^python -m haiku_template\.(\w+) +[A-Z]", begun.stdout) == [
         *("convert", "evaluate", "export", "generate", "predict", "prepare", "train"),
+        "verify",
         "doctor",
     ]
     assert "jax" not in begun.stderr

@@ -136,7 +136,7 @@ class Guards:
     def note(self, step: int, scalars: Any) -> None:
         """Keeps a step's scalars on their devices, unchecked."""
         self._unchecked.append((step, scalars))
-        self._norms.note(step, scalars)
+        self._norms.note(step, scalars.get("grad_norm"), "loss_scale" in scalars)
         if scalars.keys() >= SCALED and step - self._counted >= UNCHECKED:
             self._count_skipped()
 

@@ -80,11 +80,11 @@ class GradientNorms:
         self._group: list[tuple[int, float]] = []
         self._scaled = False  # Then steps of infinite gradients are skipped.
 
-    def note(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Keeps the norm of a step, unread."""
-        if "grad_norm" in scalars and not self._warned:
-            self.pending.append((step, scalars["grad_norm"]))
-            self._scaled = "loss_scale" in scalars
+    def note(self, step: int, norm: jax.Array | None, scaled: bool = False) -> None:
+        """Keeps the norm of a step, unread; `scaled` with a loss scale."""
+        if norm is not None and not self._warned:
+            self.pending.append((step, norm))
+            self._scaled = scaled
             if len(self.pending) >= 2 * PENDING:
                 self.look(PENDING)
 

@@ -195,7 +195,7 @@ def test_segments_are_a_mask_computed_in_blocks_or_by_cudnn(request, size):
 
 
 def test_segments_by_xla_take_the_memory_of_a_block():
-    size = 1024
+    size = 2048
     shape = jax.ShapeDtypeStruct((1, size, 4, 8), jnp.float32)
 
     def temporaries(**options):

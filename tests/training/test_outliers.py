@@ -125,14 +125,14 @@ def test_the_batch_of_a_nan_is_found_in_data_that_go_only_forward(tmp_path):
             )
 
 
-def said(norms, caplog, look_every=50, **scalars):
+def said(norms, caplog, look_every=50, scaled=False):
     """Steps that are warned of when these norms are those of steps 1, 2, ..."""
     caplog.clear()
     devices = DeviceManager.create("cpu", num_devices=1)
     watch = GradientNorms(devices, Set({}))
     with caplog.at_level(logging.WARNING):
         for step, norm in enumerate(norms, 1):
-            watch.note(step, {"grad_norm": np.float32(norm)} | scalars)
+            watch.note(step, np.float32(norm), scaled)
             if look_every and step % look_every == 0:
                 watch.look()
         assert len(watch.pending) <= 2 * PENDING
@@ -159,12 +159,12 @@ def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_
     for norms, steps in cases:
         assert said(norms, caplog, look_every) == steps
     skipped = [*noise[:40], np.inf, *noise[:40]]
-    assert said(skipped, caplog, look_every, loss_scale=1.0) == []
+    assert said(skipped, caplog, look_every, scaled=True) == []
 
 
 def test_a_step_of_ones_own_may_report_no_norm(caplog):
     watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
     for step in range(100):
-        watch.note(step, {"loss": np.float32(1)})
+        watch.note(step, None)
     watch.look()
     assert not watch.pending and not caplog.messages
