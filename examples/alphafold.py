@@ -121,10 +121,6 @@ def modules(code: str) -> SimpleNamespace:
             for name in names
         }
         constants = published.import_module("alphafold.common.residue_constants", code)
-    clip = jnp.clip
-    jnp.clip = lambda x, min=None, max=None, *, a_min=None, a_max=None: clip(
-        x, a_min if min is None else min, a_max if max is None else max
-    )
     gather = found["utils"].batched_gather  # Of lists, too, which JAX takes no more.
     found["utils"].batched_gather = lambda params, *args, **kwargs: gather(
         jnp.asarray(params), *args, **kwargs
