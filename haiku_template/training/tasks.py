@@ -113,9 +113,10 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if not isinstance(values, dict):
         is_array = isinstance(values, jax.Array | np.ndarray)
         kind = f"array {list(values.shape)}" if is_array else type(values).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
         raise ConfigError(
-            f"the task returns a {kind}; it must return a dictionary of per-example "
-            "values [B], 'loss' among them: {'loss': ...}"
+            f"the task returns {article} {kind}; it must return a dictionary of "
+            "per-example values [B], 'loss' among them: {'loss': ...}"
         )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
