@@ -77,6 +77,19 @@ def each_shape(dataset: Dataset) -> list[Batch]:
     return several() if several else [dataset.batch(0)]
 
 
+def whole_batches(dataset: Dataset) -> Dataset:
+    """Makes a set whose batches are whole in each process, of one that reads shares.
+
+    Sets that are no dataclass stay as they are.
+    """
+    spec = getattr(dataset, "spec", None)
+    shares = getattr(spec, "process_count", 1) > 1
+    if not shares or not dataclasses.is_dataclass(dataset):
+        return dataset
+    spec = spec._replace(process_index=0, process_count=1)
+    return dataclasses.replace(dataset, spec=spec)
+
+
 @functools.lru_cache(maxsize=4)
 def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).permutation(size)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 REDRAW_SECONDS = 0.2
 WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
 ROWS = 20  # Of parameters on the screen.
+SHOWN = 6  # Leaves that a line names.
 WIDTH = 120  # Columns of tables in files and pipes.
 NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
 # Parts of a step's time in the loop's thread, which add up to the whole.
@@ -178,6 +179,12 @@ def first_lines(
         f"data      {placement}",
         f"workdir   {workdir}{resumed}",
     ]
+
+
+def from_batch_line(paths: Sequence[str]) -> str:
+    """Names the leaves of a first state that are made of the first batch."""
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return f"init      {', '.join(paths[:SHOWN])}{more}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:

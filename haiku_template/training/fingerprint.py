@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from haiku_template.config import LATER, completed, default_config
-from haiku_template.data import Data
+from haiku_template.data import Data, whole_batches
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
@@ -65,7 +65,7 @@ def of(trainer: Trainer) -> dict[str, str]:
     data, functions = trainer.experiment.data, trainer.functions()
     abstract = canonical_shapes(trainer.abstract)
     state, frozen = abstract.without_frozen(), abstract.frozen
-    batch = _whole(data.train).batch(0)
+    batch = whole_batches(data.train).batch(0)
     several = trainer.devices.processes.count > 1  # A set may give a share alone.
     rows = trainer.batch_size if several else num_rows(batch)
     shapes = canonical_shapes(batch, rows=rows)
@@ -100,15 +100,6 @@ def _told_the_axis(trainer: Trainer) -> bool:
     experiment = trainer.experiment
     own = experiment.step is not None or experiment.steps is not step
     return own or "axis_name" in facts_of(trainer.task.values)
-
-
-def _whole(train: Any) -> Any:
-    """The training set, reading whole batches also in one of several processes."""
-    spec = getattr(train, "spec", None)
-    if getattr(spec, "process_count", 1) == 1 or not dataclasses.is_dataclass(train):
-        return train
-    spec = spec._replace(process_index=0, process_count=1)
-    return dataclasses.replace(train, spec=spec)
 
 
 def _ends(data: Data) -> dict[str, str]:

@@ -3,15 +3,18 @@
 Also a user's own train step, run by our loop.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
+from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen, from_features
 from haiku_template.models.forms import inputs_of, with_inputs
@@ -25,14 +28,17 @@ if TYPE_CHECKING:
     from haiku_template.training.trainer import Trainer
 
 FIELDS = ("params", "net_state", "opt_state", "ema_params")
+# Of each `hk.ExponentialMovingAverage`: `average` is computed anew in every update.
+AVERAGE = {"average", "hidden", "counter"}
 
 
 def make_model_init(
-    recipe: Recipe, batch: Any
-) -> Callable[[], tuple[hk.Params, hk.State]]:
-    """Makes the function that initializes a model's parameters and state.
+    recipe: Recipe, batch: Any, rows: int = 1
+) -> Callable[..., tuple[hk.Params, hk.State]]:
+    """Makes `init(inputs)`, which initializes a model's parameters and state.
 
-    `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`.
+    `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as are
+    `inputs`; these are so many rows of zeros by default.
 
     Raises:
       ConfigError: when called: the task takes labels, and the batch has no inputs.
@@ -40,14 +46,15 @@ def make_model_init(
     inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
 
-    def init() -> tuple[hk.Params, hk.State]:
+    def init(example: Any = None) -> tuple[hk.Params, hk.State]:
         if inputs is batch and recipe.task.labels != "any":
             raise ConfigError(
                 f"the task takes inputs and labels ({recipe.task.labels}), and the "
                 f"batches of the data have {names} alone"
             )
-        # One row of zeros, as Haiku initializes from shapes and the rng alone.
-        example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
+        if example is None:  # Most initialize from shapes and the rng alone.
+            shaped = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype)  # noqa: E731
+            example = jax.tree.map(shaped, inputs)
         policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
         try:
             example = policy.cast_to_param(recipe.preprocess(example))
@@ -60,6 +67,71 @@ def make_model_init(
     return init
 
 
+def trace_model_init(
+    recipe: Recipe, batch: Any, axis_name: str | None
+) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
+    """Makes a model's `init`, and traces it as `dependents`: on one row of inputs.
+
+    It is of a whole batch if it depends on that. Raises as the model does for one row.
+    """
+    inputs = inputs_of(batch, recipe.task.whole_batch)
+
+    def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
+        init = make_model_init(recipe, batch, rows)
+        example = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), inputs)
+        named = lambda x: dict(zip(("params", "net_state"), init(x), strict=True))  # noqa: E731
+        return init, *dependents(named, example, axis_name)
+
+    size = jax.tree.leaves(inputs)[0].shape[0]
+    try:
+        one = trace(1)
+    except Exception:
+        # A codebook may take more rows than one. Else the first error says more.
+        with contextlib.suppress(Exception):
+            if (whole := trace(size))[2]:
+                return whole
+        raise
+    return trace(size) if one[2] else one
+
+
+def dependents(
+    fn: Callable[[Any], Any], inputs: Any, axis_name: str | None
+) -> tuple[Any, tuple[str, ...]]:
+    """Traces `fn(inputs)`: shapes of its results, and paths of those that need inputs.
+
+    These may be too many, as all results of `hk.cond` are among them.
+    """
+    fn = with_axis(fn, axis_name)
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(inputs)
+    jaxpr, paths = program.jaxpr, [*flatten(shapes)]
+    variables = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        read = [x for x in equation.invars if not hasattr(x, "val") and x in variables]
+        variables.update(_dependent_results(jaxpr, equation, read) if read else ())
+    leaves = zip(paths, jaxpr.outvars, strict=True)
+    names = [path for path, x in leaves if not hasattr(x, "val") and x in variables]
+    return shapes, tuple(path for path in names if not _is_average(path, paths))
+
+
+def _is_average(path: str, paths: Sequence[str]) -> bool:
+    module, _, name = path.rpartition("/")
+    return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= {*paths}
+
+
+def _dependent_results(jaxpr: Any, equation: Any, read: list[Any]) -> list[Any]:
+    """Results of an equation that depend on some of its arguments."""
+    results = equation.outvars
+    if len(results) == 1 and not any("jaxpr" in key for key in equation.params):
+        return results
+    unnamed = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    parts = {"constvars": [], "invars": [*dict.fromkeys(read)], "outvars": results}
+    one = jaxpr.replace(**parts, eqns=[equation], debug_info=unnamed)
+    each = [[x is result for x in results] for result in results]
+    return [
+        x for x, only in zip(results, each, strict=True) if any(dce_jaxpr(one, only)[1])
+    ]
+
+
 def _of_bytes(inputs: Any) -> str:
     if all(x.dtype != jnp.uint8 for x in jax.tree.leaves(inputs)):
         return ""
@@ -70,17 +142,19 @@ def _of_bytes(inputs: Any) -> str:
     )
 
 
-def make_init(recipe: Recipe, model_init: Callable[[], Any]) -> Callable[..., Any]:
-    """Makes `init(leaves, net_state)`: the state before step 0, `frozen` left empty.
+def make_init(recipe: Recipe, model_init: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `init(leaves, net_state, inputs)`: the state before step 0, without frozen.
 
     `leaves` are pretrained parameters by path, {} without any; a `net_state` of None is
-    the model's own.
+    the model's own. `inputs` are those of `model_init`.
     """
 
     def init(
-        leaves: dict[str, jax.Array], net_state: hk.State | None = None
+        leaves: dict[str, jax.Array],
+        net_state: hk.State | None = None,
+        inputs: Any = None,
     ) -> TrainState:
-        whole, first = model_init()
+        whole, first = model_init(inputs)
         adapters = split_seed(recipe.seed).adapters
         params = flatten(recipe.plan.init_params(whole, adapters))
         params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
@@ -119,17 +193,18 @@ def make_custom_init(
 ) -> Callable[..., TrainState]:
     """Makes the state before step 0 of a user's `init(rng, batch)`.
 
-    `batch` has the shapes of a whole batch [B, ...] of all devices; `init` gets zeros.
+    `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
+    or the first batch if what it returns depends on that.
 
     Raises:
       ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
     """
 
-    def make(leaves: Any, net_state: Any = None) -> TrainState:
+    def make(leaves: Any, net_state: Any = None, first: Any = None) -> TrainState:
         del leaves, net_state  # Nothing is pretrained.
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        zeros = preprocessed(recipe, zeros)
-        fields = init(split_seed(recipe.seed).params, zeros)
+        if first is None:
+            first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+        fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
         names = list(fields) if isinstance(fields, dict) else type(fields).__name__
         if "params" not in names or not set(names) <= set(FIELDS):
             raise ConfigError(
@@ -195,9 +270,8 @@ def with_features(trainer: "Trainer") -> "Trainer":
             "out --num_processes, or train through the trunk"
         )
     example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
-    init = make_model_init(trainer.recipe, example)
     inputs = inputs_of(example, trainer.task.whole_batch)
-    experiment, base = from_features(trainer, init, inputs)
+    experiment, base = from_features(trainer, trainer.model_init, inputs)
     made = type(trainer)(experiment, trainer.devices)
     made.through = trainer, base
     return made

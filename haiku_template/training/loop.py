@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
+from haiku_template.reporting import (
+    Report,
+    Writer,
+    first_lines,
+    from_batch_line,
+    matmul_peak,
+)
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import fingerprint
@@ -123,6 +129,9 @@ def train(
             workdirs.update_config(directory, config)
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
+        whole, _ = trainer.through or (trainer, None)
+        if whole.from_batch and not start:
+            report.print(from_batch_line(whole.from_batch))
         report.print(budget.table())
         trainer.compile()
         train_set = trainer.experiment.data.train

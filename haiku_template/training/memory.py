@@ -203,12 +203,14 @@ def _peak(analysis: Any, constants: int = 0) -> int:
 
 
 def _init_peak(trainer: Trainer) -> int:
-    state = trainer.abstract
+    state, read = trainer.abstract, 0
     if trainer.experiment.init_from is not None:
         # The parameters that were read exist beside the state made of them.
-        return tree_bytes((state.params, state.net_state)) + device_bytes(state)
-    frozen = tree_bytes(state.frozen)
-    return frozen + _peak(trainer.lower_init().compile().memory_analysis())
+        read = tree_bytes((state.params, state.net_state))
+        if not trainer.from_batch:
+            return read + device_bytes(state)
+    beside = read + tree_bytes(state.frozen)
+    return beside + _peak(trainer.lower_init().compile().memory_analysis())
 
 
 def _evaluation_peak(trainer: Trainer) -> int:

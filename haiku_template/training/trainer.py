@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from haiku_template import finetuning as tuning
-from haiku_template.data import Data, each_shape
+from haiku_template.data import Data, each_shape, whole_batches
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import (
@@ -41,10 +41,11 @@ from haiku_template.training.evaluation import (
     summarize,
 )
 from haiku_template.training.initial import (
+    dependents,
     make_custom_init,
     make_custom_step,
     make_init,
-    make_model_init,
+    trace_model_init,
 )
 from haiku_template.training.state import Recipe, TrainState
 from haiku_template.training.tasks import Task, as_task, facts_of
@@ -87,6 +88,7 @@ class Trainer:
     Attributes:
       batch_size: examples in a batch of all processes.
       layout: where each leaf of a train state lives.
+      from_batch: leaves of the first state, by path, that are made of the first batch.
       abstract: the train state's shapes, dtypes and shardings.
       abstract_staged: those of the staged training set; None where it is on the host.
 
@@ -110,18 +112,19 @@ class Trainer:
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example, rows=self.batch_size)
-        self._model_init = make_model_init(self.recipe, self._example)
-        self._whole, self._net_state, axes = {}, {}, {}
+        self._whole, self._net_state, axes, self.from_batch = {}, {}, {}, ()
+        self.model_init: Callable[..., Any] | None = None
         if experiment.init is None:
             with tuning.convolutions() as axes:
-                self._whole, self._net_state = devices.abstract(self._model_init)
+                traced = trace_model_init(self.recipe, self._example, devices.axis_name)
+            self.model_init, shapes, self.from_batch = traced
+            shapes = Layout(devices.devices).place(shapes)
+            self._whole, self._net_state = shapes["params"], shapes["net_state"]
         self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
         self._init, gradients = functions.init, functions.gradients
-        abstract = devices.abstract(self._init, {})
-        if self.plan.frozen:
-            abstract = abstract._replace(frozen=devices.abstract(self._frozen_of_seed))
+        abstract = self._trace_init()
         self.layout = _layout(devices, experiment.sharding, abstract)
         self.abstract = self.layout.place(abstract)
         self._train, self._blocks = data.train, None
@@ -150,7 +153,7 @@ class Trainer:
         experiment, steps = self.experiment, self.experiment.steps
         recipe = self.recipe._replace(axis_name=axis_name)
         if experiment.init is None:
-            init = make_init(recipe, self._model_init)
+            init = make_init(recipe, self.model_init)
         else:
             init = make_custom_init(recipe, experiment.init, self._example)
         if experiment.step is None:
@@ -203,16 +206,54 @@ class Trainer:
             sizes = {"trained": trained, "added": added}
         return Work(tokens, tokens * flops(num_tokens=tokens, **sizes))
 
+    def _trace_init(self) -> TrainState:
+        """Traces the first state: its shapes, and what of it is of the first batch."""
+        experiment, devices = self.experiment, self.devices
+        if experiment.init is not None:
+            init = functools.partial(self._init, {}, None)
+            traced = dependents(init, self._example, devices.axis_name)
+            shapes, self.from_batch = traced
+            return shapes
+        if experiment.init_from is not None:  # Others are read.
+            read = {
+                f"params/{x}" for x in flatten(self._whole).keys() - self.plan.fresh
+            }
+            self.from_batch = tuple(x for x in self.from_batch if x not in read)
+        shapes = devices.abstract(self._init, {})
+        if self.plan.frozen:
+            return shapes._replace(frozen=devices.abstract(self._frozen_of_seed))
+        return shapes
+
     def init(self) -> TrainState:
         """Makes the train state before step 0 on its devices.
 
         Raises:
-          ConfigError: pretrained parameters cannot be read, or do not fit.
+          ConfigError: pretrained parameters cannot be read, or do not fit; or what is
+            of the first batch cannot be had, as this process reads a part of that.
         """
         frozen = self.frozen()
-        leaves, net_state = self._pretrained(frozen)
-        state = self.devices.init(self._init, leaves, net_state, layout=self.layout)
+        args = *self._pretrained(frozen), *self._first_inputs()
+        state = self.devices.init(self._init, *args, layout=self.layout)
         return state._replace(frozen=frozen)
+
+    def _first_inputs(self) -> list[Any]:
+        """Puts what is needed of the first batch on the devices, if anything is."""
+        if not self.from_batch:
+            return []
+        batch = whole_batches(self.experiment.data.train).batch(0)
+        rows = check_host_batch(batch)
+        if rows != self.batch_size:
+            raise ConfigError(
+                f"{', '.join(self.from_batch)} depend on the data of the first batch, "
+                f"and this process reads {rows} of the {self.batch_size} examples in "
+                "it; initialize them from the seed alone, or train in one process"
+            )
+        return [self.devices.replicate(self._init_inputs(batch))]
+
+    def _init_inputs(self, batch: Any) -> Any:
+        if self.experiment.init is not None:
+            return batch
+        return inputs_of(batch, self.task.whole_batch)
 
     def frozen(self) -> hk.Params:
         """Reads the frozen parameters onto the devices, or makes them from the seed."""
@@ -223,7 +264,7 @@ class Trainer:
                 "frozen parameters were never trained: config.init_from is None, so "
                 "that they come from the seed"
             )
-            return self._laid_out(self._frozen_of_seed)
+            return self._laid_out(self._frozen_of_seed, *self._first_inputs())
         shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
         leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)
         frozen = unflatten(leaves)
@@ -234,8 +275,8 @@ class Trainer:
         fn = lambda *args: {"frozen": make(*args)}  # noqa: E731
         return self.devices.init(fn, *args, layout=self.layout)["frozen"]
 
-    def _frozen_of_seed(self) -> hk.Params:
-        return self.plan.split(self._model_init()[0])[1]
+    def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
+        return self.plan.split(self.model_init(inputs)[0])[1]
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Makes one update; returns the new state and the step's scalars.
@@ -346,8 +387,12 @@ class Trainer:
 
     def lower_init(self) -> Any:
         """Lowers the function that makes the first state from the seed."""
-        init = functools.partial(self._init, {})
-        return self.devices.lower_init(init, layout=self.layout)
+        init, inputs = functools.partial(self._init, {}), []
+        if self.from_batch:
+            init = functools.partial(init, None)
+            inputs = self._init_inputs(self._example), self.devices.replicated
+            inputs = [canonical_shapes(*inputs)]
+        return self.devices.lower_init(init, *inputs, layout=self.layout)
 
     def shapes(self) -> list[Any]:
         """Example host batches, one for each shape of a step's, the largest first."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from subprocess import DEVNULL
 
+import haiku as hk
 import pytest
 
 from tests.runs import ROOT
@@ -126,6 +127,26 @@ def test_four_devices_have_the_same_batches_in_any_number_of_processes(
     assert len(found[0]) == SHORT["num_steps"]
     assert len(set(found[0][0])) == len(found[0][0]) == 128
     assert found[1] == found[0] and found[2] == found[0]
+
+
+def scaled(num_outputs, **options):
+    """Makes a model with a parameter that is initialized from data."""
+
+    def forward(inputs):
+        x = hk.Flatten()(inputs)
+        scale = hk.get_parameter("scale", [64], init=lambda *_: 1 / (x.std(0) + 0.1))
+        return hk.Linear(num_outputs)(x * scale)
+
+    return hk.transform(forward)
+
+
+@pytest.mark.cluster
+def test_what_is_made_of_the_first_batch_is_made_of_that_of_all_processes(tmp_path):
+    changes = {"model": "{'name': 'tests.cluster.test_several:scaled'}"}
+    for processes, devices in ((1, 2), (2, 1)):
+        printed = train(processes, tmp_path / f"{processes}", devices, **changes)
+        assert "params/~/scale, from the first batch" in printed
+    assert_same(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.cluster
