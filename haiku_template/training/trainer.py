@@ -526,6 +526,7 @@ def _passed_on(state: TrainState, results: Any) -> Any:
 def _gathering(gradients: Callable[..., Any], blocks: RowBlocks) -> Callable[..., Any]:
     """Makes the gradients take staged arrays and row numbers for a batch."""
 
+    @functools.wraps(gradients)
     def gather_and_differentiate(
         state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
     ) -> Any:

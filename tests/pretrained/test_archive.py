@@ -1,6 +1,7 @@
 """The way back: archives that a publisher's own loader reads, and init_from again."""
 
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -156,8 +157,10 @@ def test_a_run_that_starts_from_what_another_wrote_has_its_numbers(
         assert all(x.tobytes() == b[k].tobytes() for k, x in a.items())
     flags = [f"--workdir={tmp_path / 'run'}", "--format=npz", f"--names={names}"]
     if names == "haiku":
-        done = command("export", *flags, f"--output={tmp_path / 'c'}")
+        here = {"cwd": Path(__file__).parent}  # Where the code is that the run names.
+        done = command("export", *flags, f"--output={tmp_path / 'c'}", **here)
         assert done.returncode == 64 and "does not end in .npz" in done.stderr
-        done = command("export", *flags, "--batch_size=1", f"--output={tmp_path}/c.npz")
+        flags += ["--batch_size=1", f"--output={tmp_path}/c.npz"]
+        done = command("export", *flags, **here)
         assert done.returncode == 64, done.stderr
         assert "--batch_size is not for --format=npz" in done.stderr
