@@ -81,7 +81,7 @@ COSTS = {
     "gradient buckets: small leaves of an all-reduce travel as one": 28,
     "reduce_dtype: gradients in half precision on their way": 33,
     "a stranger's reading: trees where arrays are, unknown keys, fixed norms": 53,
-    "right numbers, obeyed signals, no strangers": 2_595,
+    "right numbers, obeyed signals, no strangers": 2_597,
 }
 DOCTOR_COSTS = {
     "after the rebuild": 2_400,
