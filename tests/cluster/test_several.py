@@ -307,7 +307,8 @@ def test_a_process_that_does_not_see_the_checkpoints_is_named(tmp_path, address)
     """As one of another machine, with a workdir that is not shared."""
     train(1, tmp_path / "run", 2, num_steps=10)
     commands = [command(tmp_path / name, 1) for name in ("run", "elsewhere")]
-    codes, errors = refused(address, *commands)
+    # Process 0 waits so long: if an odd hello ended it, a stranger could.
+    codes, errors = refused(address, *([*c, "--join_seconds=20"] for c in commands))
     assert codes == [64, 64], errors
     for words in errors:
         assert "a workdir must be on a disk that all processes share" in words
