@@ -20,9 +20,10 @@ import jax
 from configs import digits_resnet
 from haiku_template.config import to_dict
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, Trainer, train
-from haiku_template.training.initial import with_features
-from haiku_template.training.loop import Event
+from haiku_template.runs import train
+from haiku_template.runs.loop import Event
+from haiku_template.runs.resume import with_features
+from haiku_template.training import Experiment, Trainer
 
 EXAMPLES, EPOCHS, ROUNDS = 1437, 4, 5
 

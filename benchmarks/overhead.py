@@ -28,7 +28,8 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, Trainer, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, Trainer
 
 NUM_STEPS = 3000
 BATCH_SIZE, WIDTH, LEARNING_RATE = 64, 128, 1e-3

@@ -38,7 +38,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs import digits
 from haiku_template import cli
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment
 
 TURNS, LEARNING_RATE = 12, 1e-3
 PROCESSES = 2

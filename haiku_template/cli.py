@@ -88,7 +88,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
                 f"--target={FLAGS.target} says which GPUs, and how many, as in h100x8;"
                 f" leave out {', '.join(given)}"
             )
-        from haiku_template.devices.targets import target_devices
+        from haiku_template.preflight.targets import target_devices
 
         return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
     asked = "cpu" if FLAGS.simulate_devices else FLAGS.device
@@ -176,7 +176,7 @@ def need(*names: str) -> None:
 
 def list_targets() -> None:
     """Prints the GPUs that --target knows."""
-    from haiku_template.devices.targets import CARDS
+    from haiku_template.preflight.targets import CARDS
 
     for name, card in CARDS.items():
         print(f"{name:<10} NVIDIA {card.name}, {card.gigabytes} GB")

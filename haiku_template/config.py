@@ -64,7 +64,7 @@ def default_config() -> config_dict.ConfigDict:
     config.early_stop = {"metric": "eval/loss", "mode": "min"}
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 
-    # Modules of yours in place of training/loop.py and training/step.py, of which
+    # Modules of yours in place of runs/loop.py and training/step.py, of which
     # `make new EJECT=loop` gives copies to change.
     config.loop = config_dict.placeholder(str)
     config.step = config_dict.placeholder(str)

@@ -20,10 +20,11 @@ from ml_collections import config_dict
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.params import flatten
+from haiku_template.preflight.checks import check_evaluation
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import METRICS
-from haiku_template.training import Experiment, train
-from haiku_template.training.guards import check_evaluation
+from haiku_template.training import Experiment
 
 NUM_DEVICES = 4
 

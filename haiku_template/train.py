@@ -40,13 +40,14 @@ def main() -> None:
     asked, limit = FLAGS.profile, FLAGS.device_memory_limit
     profile = asked if asked is None else config.interval(asked, FLAGS.config.num_steps)
     devices = cli.device_manager()  # Before what imports JAX.
-    from haiku_template.training import experiment, memory
+    from haiku_template.reporting.display import parse_bytes
+    from haiku_template.runs import start
 
-    experiment.run(
+    start.run(
         FLAGS.config,
         devices,
         FLAGS.workdir,
-        memory_limit=limit and memory.parse_bytes(limit),
+        memory_limit=limit and parse_bytes(limit),
         profile=profile,
         dry_run=FLAGS.dry_run,
     )

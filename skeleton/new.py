@@ -28,8 +28,8 @@ PACKAGES = (PACKAGE, "haiku_text")
 PACKAGED = (*PACKAGES, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 EXTRAS = "[plots]"  # Of the package, in a project.
 LOCAL = "file://localhost"
-# Modules of training/ that --eject copies; keys of the config name the copies.
-EJECT = {"loop": ("loop", "step")}
+# Modules that --eject copies, with their rooms; keys of the config name the copies.
+EJECT = {"loop": {"loop": "runs", "step": "training"}}
 # Files that tools and runs make.
 MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
 IGNORED = shutil.ignore_patterns(*MADE)
@@ -151,16 +151,16 @@ def vendor(root: Path, folder: Path) -> str:
     return f"{PACKAGE}{EXTRAS}=={old.removeprefix('version = ')}+{local}"
 
 
-def eject(root: Path, folder: Path, name: str, parts: tuple[str, ...]) -> None:
-    """Copies modules of `training` into a project, whose config names the copies."""
+def eject(root: Path, folder: Path, name: str, parts: dict[str, str]) -> None:
+    """Copies modules of the template into a project, whose config names the copies."""
     config = folder / "configs" / "first.py"
     lines = "".join(f'    config.{part} = "{name}.{part}"\n' for part in parts)
     config.write_text(config.read_text().replace("    return", f"{lines}    return"))
-    originals = rf"\b{PACKAGE}\.training\.({'|'.join(parts)})\b"
-    for part in parts:
-        text = (root / PACKAGE / "training" / f"{part}.py").read_text()
-        copy = folder / name / f"{part}.py"
-        copy.write_text(re.sub(originals, rf"{name}.\1", text))
+    for part, home in parts.items():
+        text = (root / PACKAGE / home / f"{part}.py").read_text()
+        for other, place in parts.items():
+            text = re.sub(rf"\b{PACKAGE}\.{place}\.{other}\b", f"{name}.{other}", text)
+        (folder / name / f"{part}.py").write_text(text)
 
 
 def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
@@ -179,7 +179,7 @@ def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[s
             if path.is_file() and path.suffix != ".whl":
                 text = path.read_text().replace(PLACEHOLDER, name)
                 path.write_text(text.replace(f'"{PIN}"', f'"{requirement}"'))
-        eject(root, partial, name, EJECT.get(what, ()))
+        eject(root, partial, name, EJECT.get(what, {}))
         partial.rename(dest)
     return [f"{name} depends on {requirement}", *filter(None, [caution])]
 

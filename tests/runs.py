@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from haiku_template.preflight.budget import place_data
 from haiku_template.runs import Run
-from haiku_template.training.memory import place_data
 
 ROOT = Path(__file__).parents[1]
 # For commands whose report no test reads: with a matplotlib that draws nothing.
@@ -47,8 +47,7 @@ def evaluated(workdir, devices, which="latest"):
 
 def placed(trainer, placement, limit=None):
     """The trainer with its training data on the host, on the devices, or `auto`."""
-    experiment = place_data(trainer.experiment, trainer.devices, placement, limit)
-    return experiment.trainer(trainer.devices)
+    return place_data(changed(trainer, placement=placement), limit)
 
 
 def with_step(trainer, step):

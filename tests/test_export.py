@@ -29,8 +29,8 @@ from haiku_template.runs import (
     export_stablehlo,
     write_predictions,
 )
+from haiku_template.runs.start import run
 from haiku_template.training import Experiment
-from haiku_template.training.experiment import run
 from haiku_template.training.trainer import with_state
 from haiku_text.models import bert, gpt, multiply_out
 from haiku_text.models.gpt import PRESETS

@@ -21,9 +21,9 @@ from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
 from haiku_template.pretrained import export_new, to_config
 from haiku_template.runs import Run
+from haiku_template.runs.start import run
 from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training import Experiment
-from haiku_template.training.experiment import run
 from haiku_text import generation
 from haiku_text import models as text_models
 from haiku_text.data import Tokenizer

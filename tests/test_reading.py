@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from configs import digits
-from haiku_template.training import Experiment, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment
 
 PACKAGE = Path(__file__).parents[1] / "haiku_template"
 ROWS = 52  # Of a batch; no parameter has as many.
@@ -53,5 +54,5 @@ def test_a_batch_passes_twelve_files_from_the_data_set_to_a_metric(
     finally:
         threading.setprofile(None)
         sys.setprofile(before)
-    assert {"data/dataset.py", "training/loop.py", "storage/metrics.py"} < passed
+    assert {"data/dataset.py", "runs/loop.py", "storage/metrics.py"} < passed
     assert len(passed) <= 12, sorted(passed)

@@ -25,10 +25,11 @@ from haiku_template.runs import (
     Run,
     export_safetensors,
     export_stablehlo,
+    train,
     write_predictions,
 )
 from haiku_template.storage import read
-from haiku_template.training import Experiment, Task, classification, train
+from haiku_template.training import Experiment, Task, classification
 from haiku_text import generation
 from haiku_text.models import gpt
 from haiku_text.tasks import language_model
@@ -129,7 +130,7 @@ def test_a_script_that_trains_when_it_is_imported_is_refused(
 ):
     (tmp_path / "unguarded.py").write_text(
         "from haiku_template.devices import DeviceManager, mean_over\n"
-        "from haiku_template.training import train\n"
+        "from haiku_template.runs import train\n"
         "from tests.test_scripts import experiment\n"
         "devices = DeviceManager.create('cpu')\n"
         "trainer = experiment(devices).trainer(devices)\n"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from haiku_template import signals
-from haiku_template.training.guards import StopSignals
+from haiku_template.runs.stopping import StopSignals
 from tests.runs import UNDRAWN
 from tests.test_commands import digest, numbers
 
@@ -200,7 +200,7 @@ from haiku_template import signals
 signals.install()
 from pathlib import Path
 from haiku_template.pretrained import new_file
-from haiku_template.training.guards import StopSignals
+from haiku_template.runs.stopping import StopSignals
 
 with new_file(Path(sys.argv[1])) as file, StopSignals() as stops:
     file.write_bytes(bytes(1000))

@@ -13,10 +13,10 @@ import pytest
 from haiku_template import config as configs
 from haiku_template.data import Data, EvaluationSet, from_iterator
 from haiku_template.devices import DeviceManager
-from haiku_template.runs import Run
+from haiku_template.runs import Run, train
 from haiku_template.runs.predictions import write_predictions
-from haiku_template.training import Experiment, train
-from haiku_template.training.experiment import run
+from haiku_template.runs.start import run
+from haiku_template.training import Experiment
 
 MINE = """
 import haiku as hk

@@ -15,9 +15,10 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
 from haiku_template.models import Family
+from haiku_template.preflight import fingerprint
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
-from haiku_template.training import Experiment, Trainer, fingerprint
+from haiku_template.training import Experiment, Trainer
 from haiku_template.training.experiment import check_code, family_of
 from haiku_template.training.state import TrainState
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +12,9 @@ from ml_collections import config_dict
 from haiku_template import compat
 from haiku_template import finetuning as tuning
 from haiku_template.config import (
-    LOOP_KEYS,
     check,
     code_names,
     default_config,
-    flatten,
     to_dict,
 )
 from haiku_template.data import DATASETS, BatchSpec, Data
@@ -26,16 +23,14 @@ from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
 from haiku_template.models.forms import in_form, own_keys
 from haiku_template.registry import check_keys, make, module, resolve
-from haiku_template.storage.workdir import check as check_workdir
-from haiku_template.training import loop, step
-from haiku_template.training.guards import early_stop
-from haiku_template.training.memory import place_data, print_budget
+from haiku_template.training import step
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
 from haiku_template.trust import check_definition
 
 # Fields that do not change what an experiment computes.
+PLACEMENTS = ("host", "device", "auto")
 PLACED = {"placement", "why_on_host", "described", "sharding"}
 STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
@@ -56,8 +51,9 @@ class Experiment:
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
       sharding: rules of the train state's `Layout`; () for replicated.
-      placement: of the training data: `host`, or `device` if it is staged there once;
-        `why_on_host` is the reason where `auto` chose the host.
+      placement: of the training data: `host`; `device` to stage the whole set once on
+        each device, so that steps copy none of it; `auto` to do so if it fits beside
+        the model. `why_on_host` is the reason where `auto` chose the host.
       flops_per_token: maps (num_tokens, trained, added) to the operations of a training
         step for each token; `trained` and `added` are sizes by path of trainable
         parameters and adapters, as in `gpt_flops_per_token`. None if not known.
@@ -95,6 +91,11 @@ class Experiment:
     described: tuple[dict[str, Any], "Experiment"] | None = None
 
     def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"config.data.placement={self.placement!r}; possible are "
+                f"{', '.join(PLACEMENTS)}"
+            )
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()
         sets = self.data.evaluation is not None or self.data.evaluations
@@ -121,12 +122,10 @@ class Experiment:
         cls,
         config: config_dict.ConfigDict,
         devices: DeviceManager,
-        memory_limit: int | None = None,
     ) -> "Experiment":
-        """Makes the experiment that a config describes.
+        """Makes the experiment that a config describes; nothing is compiled.
 
-        `memory_limit` is in bytes on each device; None asks JAX. Raises `ConfigError`
-        for unknown names and keys, and values that do not fit.
+        Raises `ConfigError` for unknown names and keys, and values that do not fit.
         """
         check(config)
         if config.compat:
@@ -151,6 +150,7 @@ class Experiment:
             optimizer=optimizer,
             schedule=schedule,
             sharding=sharding_rules(config),
+            placement=config.data.get("placement", "host"),
             **{key: config[key] for key in same},
             family=family,
             flops_per_token=flops,
@@ -158,11 +158,8 @@ class Experiment:
             init_from=source,
             steps=module("step", config.step, step, "forward", *STEP),
         )
-        experiment = dataclasses.replace(
-            experiment, described=(to_dict(config), experiment)
-        )
-        placement = config.data.get("placement", "host")
-        return place_data(experiment, devices, placement, memory_limit)
+        described = to_dict(config), experiment
+        return dataclasses.replace(experiment, described=described)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -242,33 +239,3 @@ def check_code(config: config_dict.ConfigDict, trust: Sequence[str] = ()) -> Non
             table = tables.get(key, {})
             function = resolve(key, name, {})
             check_definition(key, name, function, table.values(), trust)
-
-
-def run(
-    config: config_dict.ConfigDict,
-    devices: DeviceManager,
-    workdir: str,
-    *,
-    memory_limit: int | None = None,
-    profile: tuple[int, int] | None = None,
-    dry_run: bool = False,
-) -> None:
-    """Trains the experiment that a config describes, in a new workdir or a run's.
-
-    `memory_limit` is in bytes on each device; None asks JAX. `profile` traces the steps
-    after its first number, up to the second. `dry_run` prints the memory budget and
-    writes nothing. Raises as `train` and `Experiment.from_config`.
-    """
-    saved = to_dict(config)
-    check_workdir(Path(workdir), saved)
-    devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
-    trainer = Experiment.from_config(config, devices, memory_limit).trainer(devices)
-    if dry_run:
-        return print_budget(trainer, memory_limit)
-    keys = {key: config[key] for key in LOOP_KEYS}
-    how = {"memory_limit": memory_limit, "profile": profile}
-    how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
-    if config.early_stop.patience is not None:
-        how["stop_when"] = early_stop(**config.early_stop)
-    train = module("loop", config.loop, loop, "train").train
-    train(trainer, workdir=workdir, config=saved, **how, **keys)

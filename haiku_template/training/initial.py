@@ -1,7 +1,4 @@
-"""First states: of a model's parameters, read or from the seed, or a user's own.
-
-Also a user's own train step, run by our loop.
-"""
+"""First states: of a model's parameters, read or from the seed."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,22 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from haiku_template.data import each_shape
-from haiku_template.devices import canonical_shapes
 from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import check_same_frozen, from_features
-from haiku_template.models.forms import inputs_of, with_inputs
+from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten
-from haiku_template.storage import Checkpoints
 from haiku_template.training.optimizers import own_averages
-from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
-from haiku_template.training.step import Batch, Gradients, Scalars, step_rng
+from haiku_template.training.state import Recipe, TrainState, split_seed
 
 if TYPE_CHECKING:
-    from haiku_template.training.trainer import Trainer
+    pass
 
-FIELDS = ("params", "net_state", "opt_state", "ema_params")
 # Of each `hk.ExponentialMovingAverage`: `average` is computed anew in every update.
 AVERAGE = {"average", "hidden", "counter"}
 
@@ -186,130 +177,3 @@ def first_state(recipe: Recipe, **fields: Any) -> TrainState:
         "loss_scale": recipe.precision.initial_loss_scale(),
     }
     return TrainState(**defaults | fields)
-
-
-def make_custom_init(
-    recipe: Recipe, init: Callable[..., Any], batch: Any
-) -> Callable[..., TrainState]:
-    """Makes the state before step 0 of a user's `init(rng, batch)`.
-
-    `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
-    or the first batch if what it returns depends on that.
-
-    Raises:
-      ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
-    """
-
-    def make(leaves: Any, net_state: Any = None, first: Any = None) -> TrainState:
-        del leaves, net_state  # Nothing is pretrained.
-        if first is None:
-            first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
-        names = list(fields) if isinstance(fields, dict) else type(fields).__name__
-        if "params" not in names or not set(names) <= set(FIELDS):
-            raise ConfigError(
-                f"init returns {names}; it must return a dictionary of pytrees, params "
-                f"among them; possible are {', '.join(FIELDS)}"
-            )
-        return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
-
-    return make
-
-
-def preprocessed(recipe: Recipe, batch: Any) -> Any:
-    """Preprocesses what a model would take of a batch, and keeps the rest."""
-    whole = recipe.task.whole_batch
-    inputs = recipe.preprocess(inputs_of(batch, whole))
-    return with_inputs(batch, inputs, whole)
-
-
-def restored_or_first(
-    trainer: "Trainer", checkpoints: Checkpoints, num_steps: int
-) -> tuple[int, TrainState]:
-    """Restores the newest checkpoint or initializes; returns the step and its state.
-
-    Raises:
-      ConfigError: it is beyond `num_steps`, or the frozen parameters changed.
-      StorageError: it is damaged, or does not fit.
-    """
-    start, workdir = checkpoints.latest or 0, checkpoints.directory.parent
-    trainer.devices.processes.agree(
-        {
-            "the newest checkpoint": start,
-            "num_steps": num_steps,
-            "the placement of the data": trainer.placement,
-        }
-    )
-    if start > num_steps:
-        raise ConfigError(
-            f"{workdir} has a checkpoint of step {start}, and num_steps is "
-            f"{num_steps}; a run does not go back: use another --workdir"
-        )
-    if start:
-        saved = checkpoints.restore(start, trainer.abstract.saved())
-        state = TrainState(**saved, frozen=trainer.frozen())
-    else:
-        state = trainer.init()
-    trainer.devices.check(state, trainer.layout)
-    whole, base = trainer.through or (trainer, None)
-    if whole.experiment.init_from is not None:
-        check_same_frozen(trainer.devices, state.frozen, workdir, base)
-    return start, state
-
-
-def with_features(trainer: "Trainer") -> "Trainer":
-    """Makes the trainer that begins at `finetuning.features`; the same without any.
-
-    They are computed if they are not there yet. Raises as `from_features`.
-    """
-    if trainer.experiment.finetuning.features is None:
-        return trainer
-    if trainer.devices.processes.count > 1:
-        raise ConfigError(
-            "config.finetuning.features are computed and read by one process; leave "
-            "out --num_processes, or train through the trunk"
-        )
-    example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
-    inputs = inputs_of(example, trainer.task.whole_batch)
-    experiment, base = from_features(trainer, trainer.model_init, inputs)
-    made = type(trainer)(experiment, trainer.devices)
-    made.through = trainer, base
-    return made
-
-
-def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
-    """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
-
-    It returns the new state, whose `step` is counted here, and scalars, `loss` among
-    them; it averages over the devices itself. `rng` differs on each device.
-
-    Raises:
-      ConfigError: when traced: it returns other leaves than the state's, or other
-        scalars.
-    """
-
-    def train_step(
-        state: TrainState, frozen: hk.Params, batch: Batch
-    ) -> tuple[TrainState, Scalars]:
-        batch = preprocessed(recipe, batch)
-        rng = step_rng(recipe, state.step)
-        whole = state._replace(frozen=frozen)
-        made = step(whole, batch, rng, recipe.axis_name)
-        kinds = [type(x) for x in made] if isinstance(made, tuple) else []
-        if kinds != [TrainState, dict]:
-            raise ConfigError(
-                "step(state, batch, rng, axis_name) must return the new state and a "
-                "dictionary of scalars, as (state._replace(params=...), {'loss': ...})"
-            )
-        new, scalars = made
-        new = new._replace(step=state.step + 1, frozen={})
-        check_leaves(state, new, "the step")
-        shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
-        if "loss" not in shapes or any(shapes.values()):
-            raise ConfigError(
-                f"the step returns scalars of shapes {shapes}; each must be one number "
-                "([]), 'loss' among them"
-            )
-        return new, scalars
-
-    return train_step

@@ -30,6 +30,7 @@ from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten, leaves_by_path, unflatten
 from haiku_template.reporting.perf import Work
+from haiku_template.training.custom import make_custom_init, make_custom_step
 from haiku_template.training.evaluation import (
     add_up,
     make_eval_step,
@@ -40,13 +41,7 @@ from haiku_template.training.evaluation import (
     placed_inputs,
     summarize,
 )
-from haiku_template.training.initial import (
-    dependents,
-    make_custom_init,
-    make_custom_step,
-    make_init,
-    trace_model_init,
-)
+from haiku_template.training.initial import dependents, make_init, trace_model_init
 from haiku_template.training.state import Recipe, TrainState
 from haiku_template.training.tasks import Task, as_task, facts_of
 

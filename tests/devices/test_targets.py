@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from haiku_template.devices import targets
-from haiku_template.devices.program import describe_program, read_program
 from haiku_template.errors import ConfigError, DeviceError
+from haiku_template.preflight.program import describe_program, read_program
 
 # One block of a GPT in bfloat16 on two H100s, two micro-batches: compiled with jax
 # 0.10.2 for this test, without metadata.

@@ -18,9 +18,9 @@ from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models.losses import classification
 from haiku_template.params import flatten
-from haiku_template.runs import Run
-from haiku_template.training import Experiment, own_loss, train
-from haiku_template.training.initial import with_features
+from haiku_template.runs import Run, train
+from haiku_template.runs.resume import with_features
+from haiku_template.training import Experiment, own_loss
 from tests.runs import placed, run_steps
 
 RNG = np.random.default_rng(0)

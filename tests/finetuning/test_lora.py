@@ -17,7 +17,8 @@ from haiku_template.finetuning.adapters import load_adapters, save_adapters
 from haiku_template.finetuning.lora import A, B, Lora, adapt, init_adapters
 from haiku_template.finetuning.plan import Finetuning, make_plan
 from haiku_template.params import flatten
-from haiku_template.training import Experiment, classification, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, classification
 from tests.runs import changed, run_steps
 
 RNG = np.random.default_rng(0)

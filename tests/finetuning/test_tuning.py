@@ -16,10 +16,11 @@ from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import mlp
 from haiku_template.params import flatten
+from haiku_template.preflight.budget import check_budget, memory_budget
+from haiku_template.runs import train
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
-from haiku_template.training.memory import check_budget, memory_budget
+from haiku_template.training import Experiment, classification
 from tests.runs import placed, run_steps
 
 RNG = np.random.default_rng(0)

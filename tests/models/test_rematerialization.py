@@ -13,7 +13,8 @@ from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.models.forms import in_form
-from haiku_template.training import Experiment, fingerprint, regression
+from haiku_template.preflight import fingerprint
+from haiku_template.training import Experiment, regression
 from tests.runs import run_steps
 
 RNG = np.random.default_rng(0)

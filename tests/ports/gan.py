@@ -8,7 +8,8 @@ import optax
 
 from haiku_template.data import Data
 from haiku_template.devices import DeviceManager, mean_over
-from haiku_template.training import Experiment, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment
 
 MEAN, STDDEV = np.float32([1.5, -1.0]), np.float32([0.3, 0.6])
 

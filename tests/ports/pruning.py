@@ -9,7 +9,8 @@ import optax
 
 from haiku_template.data import BatchSpec, digits
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, classification, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, classification
 
 SPARSITY, BEGIN, END = 0.9, 50, 150  # Zhu and Gupta's schedule, in steps.
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from haiku_template.devices import DeviceManager
+from haiku_template.runs import train
 from haiku_template.storage import Checkpoints, read
-from haiku_template.training import train
 
 HERE = Path(__file__).parent
 EXAMPLES = ("imagenet", "mnist", "pruning", "rnn", "transformer", "vae")

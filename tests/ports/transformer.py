@@ -10,7 +10,8 @@ import optax
 
 from haiku_template.data import BatchSpec, bucketed
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, own_loss, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, own_loss
 
 VOCAB, LENGTH, WIDTH = 128, 64, 64
 

@@ -7,7 +7,8 @@ import optax
 
 from haiku_template.data import BatchSpec, digits
 from haiku_template.devices import DeviceManager
-from haiku_template.training import Experiment, own_loss, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, own_loss
 
 
 class Encoder(hk.Module):

@@ -15,7 +15,7 @@ from haiku_template.params import flatten
 from haiku_template.pretrained import MARK, Names, export_npz, read_published
 from haiku_template.runs import Run
 from haiku_template.runs import export_npz as export_run
-from haiku_template.training.experiment import run
+from haiku_template.runs.start import run
 
 RNG = np.random.default_rng(0)
 PARAMS = {

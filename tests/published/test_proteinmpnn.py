@@ -17,10 +17,11 @@ from examples import proteinmpnn
 from haiku_template import config as configs
 from haiku_template.data import BatchSpec
 from haiku_template.devices import DeviceManager
+from haiku_template.preflight.budget import memory_budget
 from haiku_template.published import import_module
+from haiku_template.runs import train
 from haiku_template.storage import metrics
-from haiku_template.training import Experiment, train
-from haiku_template.training.memory import memory_budget
+from haiku_template.training import Experiment
 from tests.runs import run_steps
 
 pytestmark = pytest.mark.published

@@ -15,9 +15,9 @@ from examples import graphcast, nucleotide_transformer
 from haiku_template import config as configs
 from haiku_template.pretrained import convert
 from haiku_template.runs import Run, export_npz, verify
+from haiku_template.runs.start import run
 from haiku_template.testing import assert_devices_agree
 from haiku_template.training import Experiment
-from haiku_template.training.experiment import run
 from tests.runs import run_steps
 
 

@@ -13,8 +13,9 @@ from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
 from haiku_template.reporting.display import PARTS, bound, bound_text
 from haiku_template.reporting.perf import Clock
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
+from haiku_template.training import Experiment, classification
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
 LABELS = np.arange(50, dtype=np.int32) % 3

@@ -15,7 +15,8 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
 from haiku_template.reporting.profile import operations
-from haiku_template.training import Experiment, classification, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, classification
 from tests.runs import with_data
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)

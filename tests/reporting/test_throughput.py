@@ -13,8 +13,9 @@ from haiku_template.data import Data
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.display import rate_text
 from haiku_template.reporting.perf import Work, matmul_peak, rates
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, train
+from haiku_template.training import Experiment
 from haiku_template.training.tasks import Task, as_task
 from haiku_text.models import gpt_flops_per_token
 from haiku_text.tasks import language_model, perplexity

@@ -24,10 +24,11 @@ from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.models import mlp
 from haiku_template.reporting import display
+from haiku_template.runs import train
 from haiku_template.storage import workdir
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
+from haiku_template.training import Experiment, classification
 
 INPUTS = np.random.default_rng(0).normal(size=(32, 5)).astype(np.float32)
 LABELS = (np.arange(32) % 3).astype(np.int32)

@@ -24,12 +24,13 @@ from configs import (
     gpt2_124m,
 )
 from haiku_template.data import BatchSpec, Split, from_split
-from haiku_template.devices.program import parse, read_program
-from haiku_template.devices.targets import CARDS, target_devices
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat
+from haiku_template.preflight.budget import check_budget, memory_budget
+from haiku_template.preflight.program import parse, read_program
+from haiku_template.preflight.targets import CARDS, target_devices
+from haiku_template.reporting.display import in_units
 from haiku_template.training import Experiment, regression
-from haiku_template.training.memory import check_budget, in_units, memory_budget
 
 pytestmark = pytest.mark.target
 GIB = 2**30
@@ -258,7 +259,7 @@ def test_every_card_is_known_to_xla(card):
 
 
 def test_a_card_in_a_file_is_compiled_for(tmp_path):
-    from haiku_template.devices.targets import _spec
+    from haiku_template.preflight.targets import _spec
 
     file = tmp_path / "card.txtpb"
     file.write_text(_spec(CARDS["h200"]))

@@ -14,8 +14,9 @@ from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, experiment, train
+from haiku_template.training import Experiment, experiment
 from haiku_text.models import LazyLogits, gpt, multiply_out
 from haiku_text.tasks import language_model, perplexity
 from tests.runs import changed

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from haiku_template.data import BatchSpec
-from haiku_template.training import Experiment, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment
 from haiku_text.data.buckets import Completions, Tokens
 from haiku_text.data.jsonl import jsonl
 from haiku_text.data.packing import PackedDataset

@@ -14,16 +14,13 @@ from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
+from haiku_template.preflight import budget as budgets
+from haiku_template.preflight.budget import check_budget, memory_budget
+from haiku_template.reporting.display import in_units, parse_bytes
 from haiku_template.reporting.perf import Work
+from haiku_template.runs import loop, train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, Trainer, loop, train
-from haiku_template.training import memory as budgets
-from haiku_template.training.memory import (
-    check_budget,
-    in_units,
-    memory_budget,
-    parse_bytes,
-)
+from haiku_template.training import Experiment, Trainer
 from tests.runs import changed, run_steps
 
 

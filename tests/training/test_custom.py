@@ -13,8 +13,9 @@ from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, train
+from haiku_template.training import Experiment
 from haiku_template.training.experiment import make_task
 from haiku_template.training.tasks import as_task, example_values, facts_of
 

@@ -15,8 +15,9 @@ from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.models import resnet
-from haiku_template.runs import Run
-from haiku_template.training import Experiment, experiment, fingerprint, train
+from haiku_template.preflight import fingerprint
+from haiku_template.runs import Run, start, train
+from haiku_template.training import Experiment
 from haiku_template.training.tasks import classification
 
 INPUTS = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
@@ -283,7 +284,7 @@ def test_an_edited_function_that_a_config_names_is_refused_and_evaluation_warns(
         importlib.invalidate_caches()
         config = importlib.import_module("edited").get_config()
         devices = DeviceManager.create("cpu", num_devices=1)
-        experiment.run(config, devices, str(workdir))
+        start.run(config, devices, str(workdir))
 
     run_with(1.5)
     run_with(1.5)

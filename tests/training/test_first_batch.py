@@ -12,9 +12,11 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, Lora
 from haiku_template.params import flatten
-from haiku_template.training import Experiment, classification, fingerprint, train
-from haiku_template.training.initial import with_features
-from haiku_template.training.memory import check_budget
+from haiku_template.preflight import fingerprint
+from haiku_template.preflight.budget import check_budget
+from haiku_template.runs import train
+from haiku_template.runs.resume import with_features
+from haiku_template.training import Experiment, classification
 from haiku_template.training.state import split_seed
 
 RNG = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.source import open_source, with_sizes
 from haiku_template.params import flatten
-from haiku_template.runs import Run
+from haiku_template.runs import Run, start
 from haiku_template.training import Experiment, experiment
 from haiku_text.models import bert, gpt
 from tests.runs import changed, evaluated
@@ -47,7 +47,7 @@ def pretrained(cpu, tmp_path_factory):
     """The workdir of a run, with averaged parameters."""
     workdir = tmp_path_factory.mktemp("runs") / "pretrained"
     values = config(num_steps=20, ema_decay=0.5)
-    experiment.run(values, cpu, str(workdir))
+    start.run(values, cpu, str(workdir))
     return workdir
 
 
@@ -57,7 +57,7 @@ def test_adapters_of_a_run_start_where_it_ended(tmp_path, devices, pretrained):
         init_from=str(pretrained),
         **{"finetuning.lora.rank": 2, "optimizer.learning_rate": 0.0},
     )
-    experiment.run(values, devices, str(tmp_path))
+    start.run(values, devices, str(tmp_path))
     expected = evaluated(pretrained, devices)[1]
     found = evaluated(tmp_path, devices)[1]
     assert found == pytest.approx(expected, abs=1e-6)
@@ -128,13 +128,13 @@ def test_a_run_whose_frozen_part_changed_does_not_resume(tmp_path, cpu, pretrain
     save_file(leaves, source)
     values = config(init_from=str(source), **{"finetuning.lora.rank": 2})
     workdir = tmp_path / "run"
-    experiment.run(values, cpu, str(workdir))
+    start.run(values, cpu, str(workdir))
     before = (workdir / "metrics.jsonl").read_text()
-    experiment.run(values, cpu, str(workdir))  # Nothing is left to do.
+    start.run(values, cpu, str(workdir))  # Nothing is left to do.
     leaves["mlp/~/linear_0/b"] = leaves["mlp/~/linear_0/b"] + 1
     save_file(leaves, source)
     with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
-        experiment.run(values, cpu, str(workdir))
+        start.run(values, cpu, str(workdir))
     with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
         evaluated(workdir, cpu)[1]
     assert (workdir / "metrics.jsonl").read_text() == before
@@ -258,15 +258,15 @@ def test_a_run_from_a_published_file_resumes_with_the_same_frozen_part(
         np.testing.assert_array_equal(x, flatten(published[0])[name])
     assert first.params["head"]["w"].shape == (8, 10)
     workdir = tmp_path / "run"
-    experiment.run(values, cpu, str(workdir))
+    start.run(values, cpu, str(workdir))
     values.num_steps = 5
-    experiment.run(values, cpu, str(workdir))
+    start.run(values, cpu, str(workdir))
     assert evaluated(workdir, cpu)[0] == 5
     tree["params"]["old/body"]["w"] += 1
     write(source, tree)
     values.num_steps = 6
     with pytest.raises(ConfigError, match="were trained with other frozen parameters"):
-        experiment.run(values, cpu, str(workdir))
+        start.run(values, cpu, str(workdir))
 
 
 def recurrent(num_outputs, axis_name):

@@ -8,9 +8,10 @@ import pytest
 
 from configs import digits, digits_resnet
 from haiku_template.devices import DeviceManager, Layout, mean_over
+from haiku_template.preflight.budget import check_budget
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, train
-from haiku_template.training.memory import check_budget
+from haiku_template.training import Experiment
 from haiku_template.training.optimizers import _usable, make_optimizer
 from tests.runs import run_steps
 

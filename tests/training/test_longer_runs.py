@@ -15,9 +15,9 @@ from haiku_template.data.datasets import digits as digits_data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses, mlp
-from haiku_template.runs import Run
+from haiku_template.runs import Run, start, train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, experiment, train
+from haiku_template.training import Experiment
 from tests.runs import ROOT
 
 CPU = DeviceManager.create("cpu", num_devices=1)
@@ -29,7 +29,7 @@ def run(workdir, **changes):
     config.num_steps, config.optimizer.warmup_steps = 10, 5
     for key, value in changes.items():
         config[key] = value
-    experiment.run(config, CPU, str(workdir))
+    start.run(config, CPU, str(workdir))
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_project_of_make_new_goes_on_longer(tmp_path, monkeypatch):
         config = runpy.run_path(ROOT / "skeleton/configs/first.py")["get_config"]()
         config.num_steps, config.batch_size = num_steps, 16
         config.model.width, config.model.num_blocks = 4, 1
-        experiment.run(config, CPU, str(tmp_path))
+        start.run(config, CPU, str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("my_project")]:
         del sys.modules[name]
 

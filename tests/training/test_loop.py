@@ -24,9 +24,10 @@ from haiku_template.errors import (
     ReplicaError,
 )
 from haiku_template.models import mlp, resnet
+from haiku_template.preflight.checks import check_before_start
+from haiku_template.runs import early_stop, train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, early_stop, train
-from haiku_template.training.guards import check_before_start
+from haiku_template.training import Experiment, classification
 from tests.runs import with_data, with_step
 
 RNG = np.random.default_rng(0)

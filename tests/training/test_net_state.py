@@ -9,8 +9,8 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import ConfigError
-from haiku_template.runs import Run
-from haiku_template.training import Experiment, classification, train
+from haiku_template.runs import Run, train
+from haiku_template.training import Experiment, classification
 from tests.runs import run_steps
 
 RNG = np.random.default_rng(0)

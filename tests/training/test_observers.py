@@ -8,10 +8,10 @@ from configs import digits
 from haiku_template.config import check
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.preflight.checks import check_evaluation
+from haiku_template.runs import early_stop, start, train
 from haiku_template.storage.metrics import read
-from haiku_template.training import early_stop, experiment, train
 from haiku_template.training.experiment import Experiment
-from haiku_template.training.guards import check_evaluation
 from tests.runs import with_data
 
 CPU = DeviceManager.create("cpu", num_devices=1)
@@ -56,7 +56,7 @@ def trainer(**changes):
 
 def test_a_writer_that_a_config_names_gets_all_metrics_and_is_closed(tmp_path):
     writers = (f"{__name__}:Lines",)
-    experiment.run(config(writers=writers), CPU, str(tmp_path))
+    start.run(config(writers=writers), CPU, str(tmp_path))
     first, *lines, last = (tmp_path / "own.jsonl").read_text().splitlines()
     assert (first, last) == ("from 0", "closed")
     steps = [json.loads(line)[0] for line in lines]
@@ -64,7 +64,7 @@ def test_a_writer_that_a_config_names_gets_all_metrics_and_is_closed(tmp_path):
 
 
 def test_a_writer_that_fails_is_a_warning_and_the_run_ends_well(tmp_path, caplog):
-    experiment.run(config(writers=(f"{__name__}:broken",)), CPU, str(tmp_path))
+    start.run(config(writers=(f"{__name__}:broken",)), CPU, str(tmp_path))
     said = "writer broken is not written, and the run continues: the service is gone"
     assert said in caplog.text
     assert read(tmp_path / "metrics.jsonl")[-1]["step"] == 8
@@ -72,7 +72,7 @@ def test_a_writer_that_fails_is_a_warning_and_the_run_ends_well(tmp_path, caplog
 
 def test_a_writer_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="config.writers='nowhere:writer'"):
-        experiment.run(config(writers=("nowhere:writer",)), CPU, str(tmp_path / "run"))
+        start.run(config(writers=("nowhere:writer",)), CPU, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -128,13 +128,13 @@ def test_a_run_that_stops_early_is_saved_and_stays_stopped_when_resumed(
     tmp_path, capsys
 ):
     stop = {"metric": "eval/loss", "mode": "max", "patience": 2}  # It falls at once.
-    experiment.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
+    start.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
     rows = [row for row in read(tmp_path / "metrics.jsonl") if "eval/loss" in row]
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert "stopped   early" in capsys.readouterr().out
-    experiment.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
+    start.run(config(num_steps=100, early_stop=stop), CPU, str(tmp_path))
     shown = capsys.readouterr().out
     assert "stopped   early" in shown and "done      step 6" in shown
     stop["patience"] = None
-    experiment.run(config(num_steps=10, early_stop=stop), CPU, str(tmp_path))
+    start.run(config(num_steps=10, early_stop=stop), CPU, str(tmp_path))
     assert read(tmp_path / "metrics.jsonl")[-1]["step"] == 10

@@ -12,7 +12,8 @@ from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
-from haiku_template.training import Experiment, classification, optimizers, train
+from haiku_template.runs import train
+from haiku_template.training import Experiment, classification, optimizers
 from haiku_template.training.optimizers import make_optimizer, make_schedule
 
 

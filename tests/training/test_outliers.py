@@ -11,8 +11,9 @@ import pytest
 from haiku_template.data import Data, from_iterator
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import NonFiniteError
-from haiku_template.training import Experiment, train
-from haiku_template.training.outliers import PENDING, GradientNorms
+from haiku_template.runs import train
+from haiku_template.runs.outliers import PENDING, GradientNorms
+from haiku_template.training import Experiment
 
 INPUTS = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 LABELS = (INPUTS.sum(1) > 0).astype(np.int32)

@@ -15,10 +15,10 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.finetuning import Finetuning, Lora
 from haiku_template.models import per_example
-from haiku_template.runs import Run, export_stablehlo, write_predictions
+from haiku_template.preflight.checks import check_evaluation
+from haiku_template.runs import Run, export_stablehlo, train, write_predictions
 from haiku_template.testing import assert_devices_agree, assert_resumes_bitwise
-from haiku_template.training import Experiment, Task, own_loss, train
-from haiku_template.training.guards import check_evaluation
+from haiku_template.training import Experiment, Task, own_loss
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(48, 6)).astype(np.float32)

@@ -13,9 +13,10 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet, st
 from haiku_template.data.images import scale_pixels
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
+from haiku_template.preflight.budget import memory_budget
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
-from haiku_template.training.memory import memory_budget
+from haiku_template.training import Experiment, classification
 from tests.runs import changed, placed
 
 RNG = np.random.default_rng(0)

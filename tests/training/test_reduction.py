@@ -13,8 +13,8 @@ import pytest
 from configs import digits
 from haiku_template.config import check, fixed, to_dict
 from haiku_template.devices import DeviceManager, sum_over
-from haiku_template.devices.program import read_program
 from haiku_template.errors import ConfigError
+from haiku_template.preflight.program import read_program
 from haiku_template.training import Experiment
 from tests.runs import run_steps
 

@@ -10,8 +10,9 @@ import pytest
 from haiku_template.data import Data, EvaluationSet
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.models import losses
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification, train
+from haiku_template.training import Experiment, classification
 from haiku_template.training.tasks import as_task, example_values
 from haiku_text.models.logits import LazyLogits, token_losses
 from haiku_text.tasks import language_model

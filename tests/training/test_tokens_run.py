@@ -10,8 +10,9 @@ import pytest
 from configs import gpt2_124m, gpt_bytes
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, Interrupted
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, train
+from haiku_template.training import Experiment
 from tests.runs import with_data, with_step
 
 NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.

@@ -10,8 +10,9 @@ import pytest
 from haiku_template.config import default_config
 from haiku_template.data import BatchSpec, each_shape
 from haiku_template.errors import ConfigError
-from haiku_template.training import Experiment, classification, train
-from haiku_template.training.memory import memory_budget
+from haiku_template.preflight.budget import memory_budget
+from haiku_template.runs import train
+from haiku_template.training import Experiment, classification
 from haiku_text.data.buckets import text_lengths
 from haiku_text.data.jsonl import jsonl
 from haiku_text.models import bert, gpt

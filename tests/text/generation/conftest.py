@@ -2,7 +2,7 @@ import pytest
 from words import make_config
 
 from haiku_template.devices import DeviceManager
-from haiku_template.training import experiment
+from haiku_template.runs import start
 
 
 @pytest.fixture(scope="session")
@@ -10,5 +10,5 @@ def trained(tmp_path_factory):
     """The config and the workdir of a run that knows its text by heart."""
     config = make_config()
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    experiment.run(config, DeviceManager.create("cpu", num_devices=1), str(workdir))
+    start.run(config, DeviceManager.create("cpu", num_devices=1), str(workdir))
     return config, workdir

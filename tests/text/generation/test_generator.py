@@ -12,9 +12,9 @@ from words import CONTEXT, TEXT, make_config
 from haiku_template.config import default_config, to_dict
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.runs import Run
+from haiku_template.runs import Run, start
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.training import Experiment, experiment
+from haiku_template.training import Experiment
 from haiku_text.generation import Sampling, load, make_generate
 from haiku_text.models import multiply_out
 
@@ -193,7 +193,7 @@ def test_a_fine_tuned_run_writes_with_its_adapters_merged(trained, tmp_path):
     config, base = trained
     tuned = make_config(num_steps=5, ema_decay=None, init_from=str(base))
     tuned.finetuning.lora.rank = 2
-    experiment.run(tuned, DEVICES, str(tmp_path / "run"))
+    start.run(tuned, DEVICES, str(tmp_path / "run"))
     model = load(Run.open(tmp_path / "run", DEVICES, "latest"))
     plain = load(Run.open(base, DEVICES, "best"))
     same = jax.tree.map(lambda x, y: bool((x == y).all()), model.params, plain.params)

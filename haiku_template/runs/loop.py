@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from haiku_template.preflight import check_before_start, fingerprint, place_data
 from haiku_template.reporting import (
     Report,
     Writer,
@@ -14,11 +15,11 @@ from haiku_template.reporting import (
     from_batch_line,
     matmul_peak,
 )
+from haiku_template.runs.guards import Guards
+from haiku_template.runs.resume import restored_or_first, with_features
+from haiku_template.runs.stopping import StopSignals
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
-from haiku_template.training import fingerprint
-from haiku_template.training.guards import Guards, StopSignals, check_before_start
-from haiku_template.training.initial import restored_or_first, with_features
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -100,7 +101,7 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = with_features(trainer)
+    trainer = place_data(with_features(trainer), memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:

@@ -17,12 +17,12 @@ from rich.table import Table
 from haiku_template.data import each_shape
 from haiku_template.data.files import host_memory
 from haiku_template.data.staging import why_not_staged
-from haiku_template.devices import DeviceManager, canonical_shapes, describe
+from haiku_template.devices import canonical_shapes, describe
 from haiku_template.devices.layout import AXIS_NAME, device_bytes
-from haiku_template.devices.program import describe_program, read_program
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
+from haiku_template.preflight.program import describe_program, read_program
 from haiku_template.reporting.display import in_units, process_bytes, table
 from haiku_template.reporting.display import parse_bytes as parse_bytes
 from haiku_template.reporting.perf import matmul_bytes
@@ -30,7 +30,7 @@ from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from haiku_template.training.experiment import Experiment
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -362,44 +362,27 @@ def _repeated(trainer: Trainer) -> list[tuple[str, ...]]:
     return repeated_blocks(lambda: trainer.devices.abstract(init, {}))[:TRIED]
 
 
-PLACEMENTS = ("host", "device", "auto")
+def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
+    """Stages the training data of `placement="auto"` on the devices if it fits there.
 
-
-def place_data(
-    experiment: "Experiment",
-    devices: DeviceManager,
-    placement: str,
-    limit: int | None = None,
-) -> "Experiment":
-    """Decides between the host and the devices as home of the training data.
-
-    Args:
-      placement: `host`; `device` to stage the whole set once on each device, so that
-        steps copy none of it; `auto` to do so if it fits beside the model.
-      limit: bytes on each device; None asks JAX.
-
-    Raises:
-      ConfigError: an unknown placement.
+    `limit` is in bytes on each device; None asks JAX. Other trainers are returned as
+    they are.
     """
-    if placement not in PLACEMENTS:
-        raise ConfigError(
-            f"config.data.placement={placement!r}; possible are {', '.join(PLACEMENTS)}"
-        )
-    if placement == "host":
-        return experiment
-    staged = dataclasses.replace(experiment, placement="device")
-    if placement == "device":
-        return staged
+    experiment, devices = trainer.experiment, trainer.devices
+    if experiment.placement != "auto":
+        return trainer
     limit = devices.memory_limit() if limit is None else limit
-    reason = why_not_staged(staged.data.train)
+    reason = why_not_staged(experiment.data.train)
     if not reason and limit is None:
         reason = "a device's memory is not known here"
     if not reason:
-        peak = memory_budget(staged.trainer(devices), limit).peak
+        staged = dataclasses.replace(experiment, placement="device").trainer(devices)
+        peak = memory_budget(staged, limit).peak
         if peak <= limit:
             return staged
         reason = (
             f"staged it would make a run of {in_units(peak)} on each device, which has "
             f"{in_units(limit)}"
         )
-    return dataclasses.replace(experiment, why_on_host=f"because {reason}")
+    on_host = {"placement": "host", "why_on_host": f"because {reason}"}
+    return dataclasses.replace(experiment, **on_host).trainer(devices)

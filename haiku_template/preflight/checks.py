@@ -1,0 +1,151 @@
+"""Checks of a run before step 0, by tracing alone."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_template.data import ArrayDataset, each_shape
+from haiku_template.devices import (
+    DeviceManager,
+    canonical_shapes,
+)
+from haiku_template.errors import (
+    ConfigError,
+    PlacementError,
+    near,
+)
+from haiku_template.preflight.budget import Budget, check_budget
+from haiku_template.registry import IMPORTING
+from haiku_template.training.evaluation import pad, summarize
+from haiku_template.training.state import split_seed
+from haiku_template.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
+    """Raises `ConfigError` unless a metric that `key` asks for is among the names."""
+    if metric not in names:
+        found = ", ".join(names) or "none without data to evaluate on"
+        words = f"{key}={metric} is not measured{near(metric, names)}"
+        raise ConfigError(f"{words}; possible are {found}")
+
+
+def check_before_start(
+    trainer: Trainer,
+    best_metric: str,
+    memory_limit: int | None,
+    starts: bool,
+    stop_when: Any = None,
+) -> Budget:
+    """Traces a run for faults before step 0, and returns its memory budget.
+
+    `starts` is False for a run that resumes.
+
+    Raises:
+      PlacementError: a norm is not averaged over the devices.
+      ConfigError: the run would not fit, or a metric that it needs is not measured.
+    """
+    if IMPORTING:
+        raise ConfigError(
+            f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
+            "if __name__ == '__main__':"
+        )
+    train, size = trainer.experiment.data.train, trainer.batch_size
+    if isinstance(train, ArrayDataset) and len(train.inputs) < size:
+        logger.warning(
+            "a batch has %d examples and the training set %d, so that some are in a "
+            "batch several times; give a batch_size of %d or less",
+            *(size, len(train.inputs), len(train.inputs)),
+        )
+    check_norms(trainer)
+    budget = check_budget(trainer, memory_limit, starts=starts)
+    check_evaluation(trainer, best_metric, stop_when)
+    return budget
+
+
+def check_norms(trainer: Trainer) -> None:
+    """Raises `PlacementError` if normalization does not average over the devices."""
+    devices, experiment = trainer.devices, trainer.experiment
+    if devices.axis_name is None:
+        return
+    init = trainer.functions(devices.axis_name).init
+    alone = _norms_alone(devices, init, {})
+    if alone and experiment.step is None:  # Initialized; in training they may be fixed.
+        recipe, state = trainer.recipe, trainer.abstract
+
+        def forward(*args: Any) -> Any:
+            rng = split_seed(recipe.seed).params
+            return experiment.steps.forward(recipe, *args, (rng, rng), True)[1]
+
+        batch = canonical_shapes(each_shape(experiment.data.train)[0])
+        args = state.variables(), state.frozen, batch
+        alone = _norms_alone(devices, forward, *args)
+    if alone:
+        raise PlacementError(
+            f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
+            f"{devices.num_devices} devices: give it "
+            "cross_replica_axis=devices.axis_name (in a function of your own that a "
+            "config names: axis_name), or is_training=hk.running_init(), which keeps "
+            "its statistics as they are"
+        )
+
+
+def _norms_alone(
+    devices: DeviceManager, function: Callable[..., Any], *args: Any
+) -> list[str]:
+    """Names norms that are called to train, and without the axis of the devices."""
+    alone: list[str] = []
+
+    def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+        module = context.module
+        training = kwargs.get("is_training", args[1] if len(args) > 1 else False)
+        if (
+            context.method_name == "__call__"
+            and training is True
+            and getattr(module, "cross_replica_axis", "not a norm") is None
+        ):
+            alone.append(f"{type(module).__name__} {module.module_name}")
+        return call(*args, **kwargs)
+
+    with hk.intercept_methods(look):
+        devices.abstract(function, *args)
+    return alone
+
+
+def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
+    """Traces the evaluation; its metrics must have `best_metric`, and early stopping's.
+
+    `stop_when` is from `early_stop`, or anything without its `metric`.
+    """
+    devices, dataset = trainer.devices, trainer.experiment.data.evaluation
+    early = getattr(stop_when, "metric", None)
+    if dataset is None:
+        if early:
+            check_measured("early_stop.metric", early, ())
+        return
+    for each in (dataset, *trainer.experiment.data.evaluations.values()):
+        trainer.padded_size(each)  # Raises if one does not split over the devices.
+    if not trainer.pads:
+        logger.warning(
+            "the model returns one loss for a batch: its evaluation is exact if that "
+            "is a mean over the examples; a loss for each, [B], is exact in any case"
+        )
+    batch = pad(dataset.batch(0), trainer.padded_size(dataset))
+    shapes = canonical_shapes(batch)
+    state, eval_step = trainer.abstract, trainer.functions().eval_step
+    sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)
+    numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
+    try:
+        names, _ = summarize(numbers, trainer.task.derive)
+    except Exception:  # A derived metric may refuse these made-up numbers.
+        return
+    further = trainer.experiment.data.evaluations
+    names = [*names, *(k.replace("/", f"/{s}/", 1) for s in further for k in names)]
+    check_measured("best_metric", best_metric, names)
+    if early and not early.startswith(("train/", "perf/")):
+        check_measured("early_stop.metric", early, names)

@@ -1,0 +1,206 @@
+"""Guards of a run's numbers: non-finite values, replicas that differ."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_template.devices import (
+    DeviceManager,
+    check_processes,
+    check_replicas,
+    device_name,
+)
+from haiku_template.errors import (
+    NonFiniteError,
+)
+from haiku_template.models.losses import WEIGHT
+from haiku_template.params import leaves_by_path
+from haiku_template.runs.outliers import GradientNorms, blame
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 3  # Leaves in a message.
+SCALED = {"grad_norm", "loss", "loss_scale"}  # Scalars of float16's steps.
+UNCHECKED = 1000  # Steps whose scalars are kept until one of them is checked.
+EVALUATION = "the state is finite, so look at the data to evaluate on (its labels and "
+EVALUATION += "weights are 0 or more) and at the model"
+IGNORED = (
+    "; classes and tokens count from 0: an example to leave out has an example_weight "
+    "of 0, a token a loss_mask of False (-1 and -100 mean that elsewhere)"
+)
+
+
+@jax.jit
+def _faults(leaves: list[jax.Array]) -> jax.Array:
+    """Tests each leaf for NaN and for infinity: bool [n, 2]."""
+    pairs = [[jnp.any(jnp.isnan(x)), jnp.any(jnp.isinf(x))] for x in leaves]
+    return jnp.array(pairs, bool).reshape(-1, 2)
+
+
+def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
+    """Finds non-finite leaves on their devices: `NaN` or `infinite` by path."""
+    leaves = {
+        path: leaf
+        for path, leaf in leaves_by_path(tree).items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    faults = devices.fetch(_faults(list(leaves.values())))
+    return {
+        name: "NaN" if is_nan else "infinite"
+        for name, (is_nan, is_infinite) in zip(leaves, faults.tolist(), strict=True)
+        if is_nan or is_infinite
+    }
+
+
+def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
+    """Describes a label or weight below 0 in a step's batch; "" without one."""
+    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
+    leaves = leaves_by_path(batch)
+    mask = np.asarray(leaves.pop("['loss_mask']", True), bool)
+    for path, leaf in leaves.items():
+        is_label = path == "['labels']" and leaf.dtype.kind == "i"
+        if not (is_label or WEIGHT in path):
+            continue
+        counts = mask if is_label and mask.shape == leaf.shape else True
+        bad = np.argwhere((leaf < 0) & counts)
+        if len(bad):
+            row, advice = int(bad[0][0]), IGNORED if is_label else ": it is 0 or more"
+            device = devices.devices[row * len(devices.devices) // len(leaf)]
+            return (
+                f"the batch of step {step} has {leaf[tuple(bad[0])]} in its {path}, "
+                f"row {row}, which is on {device_name(device)}{advice}"
+            )
+    return ""
+
+
+def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteError:
+    """Makes the error that names the newest checkpoint and the likely cause."""
+    kept = f"the newest is of step {latest}" if latest else "there is none"
+    reason = blamed or (
+        "values in the data that are not finite do this, an example_weight below 0, "
+        "labels below 0, and learning rates too high for want of a warm-up or clip_norm"
+    )
+    return NonFiniteError(
+        f"{what}; it was not saved as a checkpoint, and {kept}: {reason}"
+    )
+
+
+class Guards:
+    """Watches over a run's numbers: no checkpoint gets a NaN or a new infinity.
+
+    Leaves that are infinite in the first state may stay so. `latest` tells the step of
+    the newest checkpoint, None without any.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceManager,
+        train: Any,
+        state: Any,
+        latest: Callable[[], int | None],
+    ) -> None:
+        self._devices, self._train, self._latest = devices, train, latest
+        self._from_start = faulty_leaves(devices, state)
+        self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
+        self._norms = GradientNorms(devices, train)
+        self._counted, self._skipped = 0, 0  # Last step that was; float16's.
+        self._agreed = False
+        # After such an error of one process, others may be elsewhere: nothing is saved.
+        self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
+
+    def note(self, step: int, scalars: Any) -> None:
+        """Keeps a step's scalars on their devices, unchecked."""
+        self._unchecked.append((step, scalars))
+        self._norms.note(step, scalars.get("grad_norm"), "loss_scale" in scalars)
+        if scalars.keys() >= SCALED and step - self._counted >= UNCHECKED:
+            self._count_skipped()
+
+    def agree(self, state: Any) -> None:
+        """Raises `PlacementError` if the first step left replicas that differ."""
+        check_replicas(state)
+        check_processes(self._devices.processes, (state, self._unchecked[-1][1]))
+        self._agreed = True
+
+    def finite(self, step: int, scalars: Any) -> dict[str, float]:
+        """Fetches scalars; raises `NonFiniteError` if the loss is not finite.
+
+        With a loss scale, of all steps so far: those that were skipped are counted, as
+        `skipped_steps`, and a scale of 1 is no cause to skip.
+        """
+        values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
+        if values.keys() >= SCALED:
+            self._count_skipped()
+            values["skipped_steps"] = float(self._skipped)
+        elif not math.isfinite(values["loss"]):
+            step = next(self._faulty_steps("loss"), step)
+            what = f"the loss of step {step} is infinite or NaN"
+            raise non_finite(what, self._latest(), self._blame())
+        self._norms.look()
+        return values
+
+    def _count_skipped(self) -> None:
+        for step, scalars in self._unchecked:
+            if step <= self._counted:
+                continue
+            values = self._devices.fetch([scalars[name] for name in sorted(SCALED)])
+            norm, loss, scale = map(float, values)
+            if math.isfinite(norm) and math.isfinite(loss):
+                continue
+            if math.isfinite(norm) or scale <= 1:
+                what = f"the loss of step {step} is infinite or NaN"
+                what += f" with a loss scale of {scale:g}"
+                raise non_finite(what, self._latest(), self._blame())
+            self._skipped += 1
+        self._counted = max(step for step, _ in self._unchecked)
+
+    def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
+        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
+        if not math.isfinite(metrics["eval/loss"]):
+            self._check(step, state)
+            what = f"the evaluation's loss after step {step} is infinite or NaN"
+            raise non_finite(what, self._latest(), EVALUATION)
+
+    def before_save(self, step: int, scalars: Any, state: Any) -> None:
+        """Asserts that scalars and state are finite, and replicas equal.
+
+        Raises:
+          NonFiniteError: a number is not finite.
+          ReplicaError: a leaf differs between devices.
+        """
+        self.finite(step, scalars)
+        self._check(step, state)
+        self._unchecked.clear()
+
+    def _check(self, step: int, state: Any) -> None:
+        check_replicas(state, agreed=self._agreed)
+        check_processes(self._devices.processes, state, agreed=self._agreed)
+        faults = {
+            name: fault
+            for name, fault in faulty_leaves(self._devices, state).items()
+            if fault == "NaN" or self._from_start.get(name) != fault
+        }
+        if faults:
+            some = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
+            more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+            what = f"the state after step {step} is infinite or NaN in {some}{more}"
+            raise non_finite(what, self._latest(), self._blame())
+
+    def _faulty_steps(self, *names: str) -> Iterator[int]:
+        """Yields the unchecked steps at which a scalar of these is not finite."""
+        for step, values in self._unchecked:
+            found = [values[name] for name in names if name in values]
+            if not all(map(math.isfinite, self._devices.fetch(found))):
+                yield step
+
+    def _blame(self) -> str:
+        """Searches the batches since the last save for the cause."""
+        steps = self._faulty_steps("loss", "grad_norm")
+        causes = (blame, below_zero)
+        words = (f(self._devices, self._train, step) for step in steps for f in causes)
+        return next(filter(None, words), "")

@@ -1,0 +1,89 @@
+"""Custom first states and train steps, run by the same loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from haiku_template.errors import ConfigError
+from haiku_template.models.forms import inputs_of, with_inputs
+from haiku_template.training.initial import first_state
+from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
+from haiku_template.training.step import Batch, Gradients, Scalars, step_rng
+
+FIELDS = ("params", "net_state", "opt_state", "ema_params")
+
+
+def make_custom_init(
+    recipe: Recipe, init: Callable[..., Any], batch: Any
+) -> Callable[..., TrainState]:
+    """Makes the state before step 0 of a user's `init(rng, batch)`.
+
+    `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
+    or the first batch if what it returns depends on that.
+
+    Raises:
+      ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
+    """
+
+    def make(leaves: Any, net_state: Any = None, first: Any = None) -> TrainState:
+        del leaves, net_state  # Nothing is pretrained.
+        if first is None:
+            first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+        fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
+        names = list(fields) if isinstance(fields, dict) else type(fields).__name__
+        if "params" not in names or not set(names) <= set(FIELDS):
+            raise ConfigError(
+                f"init returns {names}; it must return a dictionary of pytrees, params "
+                f"among them; possible are {', '.join(FIELDS)}"
+            )
+        return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
+
+    return make
+
+
+def preprocessed(recipe: Recipe, batch: Any) -> Any:
+    """Preprocesses what a model would take of a batch, and keeps the rest."""
+    whole = recipe.task.whole_batch
+    inputs = recipe.preprocess(inputs_of(batch, whole))
+    return with_inputs(batch, inputs, whole)
+
+
+def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
+    """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
+
+    It returns the new state, whose `step` is counted here, and scalars, `loss` among
+    them; it averages over the devices itself. `rng` differs on each device.
+
+    Raises:
+      ConfigError: when traced: it returns other leaves than the state's, or other
+        scalars.
+    """
+
+    def train_step(
+        state: TrainState, frozen: hk.Params, batch: Batch
+    ) -> tuple[TrainState, Scalars]:
+        batch = preprocessed(recipe, batch)
+        rng = step_rng(recipe, state.step)
+        whole = state._replace(frozen=frozen)
+        made = step(whole, batch, rng, recipe.axis_name)
+        kinds = [type(x) for x in made] if isinstance(made, tuple) else []
+        if kinds != [TrainState, dict]:
+            raise ConfigError(
+                "step(state, batch, rng, axis_name) must return the new state and a "
+                "dictionary of scalars, as (state._replace(params=...), {'loss': ...})"
+            )
+        new, scalars = made
+        new = new._replace(step=state.step + 1, frozen={})
+        check_leaves(state, new, "the step")
+        shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
+        if "loss" not in shapes or any(shapes.values()):
+            raise ConfigError(
+                f"the step returns scalars of shapes {shapes}; each must be one number "
+                "([]), 'loss' among them"
+            )
+        return new, scalars
+
+    return train_step
