@@ -10,7 +10,7 @@ import haiku as hk
 from ml_collections import config_dict
 
 from haiku_template import compat
-from haiku_template.config import of_run, to_dict
+from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
@@ -74,8 +74,7 @@ class Run:
             made = made(self.devices)
         trainer = dataclasses.replace(made, placement="host").trainer(self.devices)
         if not more:  # Other shapes have another fingerprint.
-            saved = {} if self.config is None else to_dict(self.config)
-            fingerprint.warn_of_changes(self.workdir, trainer, saved)
+            fingerprint.warn_of_changes(self.workdir, trainer)
         return trainer
 
     @functools.cached_property
