@@ -215,7 +215,8 @@ def train(project, workdir, *flags):
 
 
 def test_nothing_that_was_ejected_is_still_imported_from_the_package(ejected, project):
-    theirs = {f"haiku_template.training.{part}" for part in new.EJECT["loop"]}
+    homes = new.EJECT["loop"].items()
+    theirs = {f"haiku_template.{room}.{part}" for part, room in homes}
     own = {f"{NAME}/{part}.py" for part in new.EJECT["loop"]}
     assert {str(p.relative_to(ejected)) for p in files(ejected)} == own | {
         str(p.relative_to(project)) for p in files(project)

@@ -16,7 +16,7 @@ from haiku_template import cli, signals, train
 MOMENTS = {
     "compile": ("training.trainer", "Trainer", "compile"),
     "data": ("data.dataset", "ArrayDataset", "batch"),
-    "step": ("training.guards", "Guards", "note"),
+    "step": ("runs.guards", "Guards", "note"),
     "save": ("storage.checkpoint", "Checkpoints", "save"),
     "evaluation": ("training.trainer", "Trainer", "evaluate"),
     "end": ("reporting.report", "Report", "finish"),

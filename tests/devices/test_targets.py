@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from haiku_template.devices import targets
 from haiku_template.errors import ConfigError, DeviceError
+from haiku_template.preflight import targets
 from haiku_template.preflight.program import describe_program, read_program
 
 # One block of a GPT in bfloat16 on two H100s, two micro-batches: compiled with jax

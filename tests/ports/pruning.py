@@ -48,12 +48,10 @@ def prune():
 
 # The template.
 def experiment(devices: DeviceManager) -> Experiment:
-    def net_fn(images):
-        return hk.nets.MLP([200, 100, 10])(hk.Flatten()(images))
-
-    model, optimizer = hk.transform(net_fn), optax.chain(optax.adam(3e-3), prune())
-    parts = {"task": classification, "data": digits(BatchSpec(128))}
-    return Experiment(model=model, optimizer=optimizer, **parts)
+    model = hk.transform(lambda x: hk.nets.MLP([200, 100, 10])(hk.Flatten()(x)))
+    optimizer = optax.chain(optax.adam(3e-3), prune())
+    data = digits(BatchSpec(128))
+    return Experiment(model=model, task=classification, optimizer=optimizer, data=data)
 
 
 if __name__ == "__main__":

@@ -451,7 +451,7 @@ WORKER = """
 import os, signal, time
 from pathlib import Path
 import sys
-from PACKAGE.training.guards import StopSignals
+from PACKAGE.runs.stopping import StopSignals
 from PACKAGE.storage.workdir import locked
 with locked(Path(sys.argv[1])), StopSignals() as signals:
     signals.listen()
