@@ -30,8 +30,8 @@ EXTRAS = "[plots]"  # Of the package, in a project.
 LOCAL = "file://localhost"
 # Modules that --eject copies, with their rooms; keys of the config name the copies.
 EJECT = {"loop": {"loop": "runs", "step": "training"}}
-# Files that tools and runs make.
-MADE = (".venv*", "runs", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
+# Files that tools make.
+MADE = (".venv*", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
 IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
@@ -172,7 +172,7 @@ def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[s
             requirement, caution = vendor(root, partial / "vendor"), ""
         else:
             requirement, caution = git_requirement(root)
-        ignored = shutil.ignore_patterns(*MADE, Path(__file__).name)
+        ignored = shutil.ignore_patterns(*MADE, "runs", Path(__file__).name)
         shutil.copytree(root / SKELETON, partial, ignore=ignored, dirs_exist_ok=True)
         (partial / PLACEHOLDER).rename(partial / name)
         for path in partial.rglob("*"):

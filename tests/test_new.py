@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,18 @@ def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     command += [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out.npz'}"]
     done = run(ejected, *command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0 and "a forward of mine" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module(checkout, tmp_path):
+    project = made(checkout, tmp_path / "project", "--vendor")
+    (wheel,) = (project / "vendor").iterdir()
+    modules = {x for x in zipfile.ZipFile(wheel).namelist() if x.endswith(".py")}
+    assert modules == {
+        str(path.relative_to(ROOT))
+        for package in new.PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
 
 
 @pytest.mark.long
