@@ -13,7 +13,6 @@
 # make lint             ruff
 # make bench            what the loop costs next to a bare one
 # make bench-processes  the same of two processes, next to jit(shard_map)
-# make bench-features   an epoch of a head, through its trunk and from features
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
@@ -36,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: published test-published test-cluster bench bench-processes bench-features bench-tokens gpu-check new clean
+.PHONY: published test-published test-cluster bench bench-processes bench-tokens gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -108,9 +107,6 @@ bench: $(TRAINS)
 
 bench-processes: $(TRAINS)
 	$(BIN)/python -m benchmarks.processes
-
-bench-features: $(TRAINS)
-	$(BIN)/python -m benchmarks.features
 
 bench-tokens: $(TRAINS)
 	$(BIN)/python -m benchmarks.token_reader

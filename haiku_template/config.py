@@ -27,6 +27,8 @@ MAY_CHANGE -= {"best_metric", "best_mode"}
 # Keys that later versions added.
 LATER = ("init_from", "loop", "step", "writers", "early_stop", "compat")
 LATER += ("reduce_dtype", "sharding")
+# Keys of `finetuning` that earlier versions had: they changed no number.
+RETIRED = {"features", "features_dir"}
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -95,10 +97,6 @@ def _default_finetuning() -> config_dict.ConfigDict:
     tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
     # A folder or file of exported adapters to start from; or None.
     tuning.adapters = config_dict.placeholder(str)
-    # Pattern of modules: the arguments of those that train, and the results of others,
-    # are computed once into a file, and steps begin there. None: steps compute all.
-    tuning.features = config_dict.placeholder(str)
-    tuning.features_dir = "runs/features"  # By a hash, for many runs.
     tuning.lora = config_dict.ConfigDict()
     tuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
     tuning.lora.alpha = 16.0  # LoRA scale times rank.
@@ -209,6 +207,9 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
     nested = {key: defaults[key] | values.get(key, {}) for key in keys}
     lora = defaults["finetuning"]["lora"] | nested["finetuning"]["lora"]
     nested["finetuning"]["lora"] = lora
+    nested["finetuning"] = {
+        key: x for key, x in nested["finetuning"].items() if key not in RETIRED
+    }
     return {key: defaults[key] for key in LATER} | values | nested
 
 

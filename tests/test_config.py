@@ -36,6 +36,13 @@ def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
     assert config.completed({}) == {}
 
 
+def test_keys_that_earlier_versions_had_are_left_out():
+    values = config.to_dict(default_config())
+    older = copy.deepcopy(values)
+    older["finetuning"] |= {"features": "head", "features_dir": "runs/features"}
+    assert config.completed(older) == values
+
+
 def test_differences_name_every_key_that_changed():
     old = {"a": 1, "model": {"name": "mlp", "width": 8}, "gone": 2}
     new = {"a": 1, "model": {"name": "mlp", "width": 9}, "new": None}

@@ -195,27 +195,6 @@ def test_a_head_alone_trains_on_a_frozen_encoder(tmp_path, four_devices, bert):
 
 
 @pytest.mark.slow
-def test_a_head_from_features_is_one_through_the_encoder(tmp_path, cpu, bert):
-    keys = {"finetuning.train": ("bert/head/*",), "model.pooling": "cls"}
-    keys |= {"finetuning.features_dir": str(tmp_path / "features")}
-    found = []
-    for name, module in (("through", None), ("from", "bert/head")):
-        config = classifier(*bert, **keys)
-        config.model.dropout, config.finetuning.features = 0.0, module
-        run(config, cpu, str(tmp_path / name))
-        found.append(Run.open(tmp_path / name, cpu, "latest"))
-    assert evaluated(tmp_path / "through", cpu)[1] == pytest.approx(
-        evaluated(tmp_path / "from", cpu)[1], abs=1e-6
-    )
-    through, at_features = (each.state for each in found)
-    assert flatten(at_features.frozen).keys() == flatten(through.frozen).keys()
-    for path, leaf in flatten(through.params).items():
-        other = flatten(at_features.params)[path]
-        np.testing.assert_allclose(other, leaf, atol=1e-6)
-    runs.export_safetensors(found[1], tmp_path / "exported")  # All of the model.
-
-
-@pytest.mark.slow
 def test_a_gpt_2_folder_learns_answers(cpu, gpt2, answering):
     folder, _ = gpt2
     workdir, _ = answering

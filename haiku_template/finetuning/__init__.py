@@ -7,7 +7,6 @@ from haiku_template.finetuning.adapters import fingerprint as fingerprint
 from haiku_template.finetuning.adapters import load_adapters as load_adapters
 from haiku_template.finetuning.adapters import read_facts as read_facts
 from haiku_template.finetuning.adapters import save_adapters as save_adapters
-from haiku_template.finetuning.features import from_features as from_features
 from haiku_template.finetuning.lora import Lora as Lora
 from haiku_template.finetuning.lora import convolutions as convolutions
 from haiku_template.finetuning.plan import Finetuning as Finetuning

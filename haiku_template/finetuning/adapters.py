@@ -113,17 +113,15 @@ def check_frozen(expected: str, found: str, whose: str) -> None:
         )
 
 
-def check_same_frozen(
-    devices: DeviceManager, frozen: hk.Params, workdir: Path, known: str | None = None
-) -> None:
-    """Saves a new run's hash; raises `ConfigError` if a resumed run's is another.
+def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) -> None:
+    """Writes `BASE`, the SHA-256 of frozen parameters, for a new run.
 
-    `known` is the hash, if it is not that of `frozen` alone.
+    On resume it compares, and raises `ConfigError` if they are others.
     """
     file = workdir / BASE
-    if not (frozen or known):
+    if not frozen:
         return
-    found = known or fingerprint(devices, frozen)
+    found = fingerprint(devices, frozen)
     if not (file.exists() and has_checkpoints(workdir)):
         with dispensable(file):
             write_json(file, {"sha256": found})

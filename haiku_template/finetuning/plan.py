@@ -47,8 +47,6 @@ class Finetuning(NamedTuple):
     adapters: str | None = None  # A file or folder of adapters to start from.
     ignore: tuple[str, ...] = ()  # Names that may be left over in what is read.
     rename: tuple[tuple[str, str], ...] = ()  # Its names, and the model's.
-    features: str | None = None  # Pattern of modules: computed once up to these.
-    features_dir: str = "runs/features"  # Where that is kept, by its hash.
 
 
 def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning:

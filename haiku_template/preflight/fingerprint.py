@@ -118,7 +118,6 @@ def keep(
       ConfigError: the mathematics or the data changed, or differ between processes;
         names the parts.
     """
-    trainer, _ = trainer.through or (trainer, None)  # The whole model's.
     processes, file = trainer.devices.processes, workdir / FILE
     if processes.count > 1:
         facts = _ends(trainer.experiment.data) | of(trainer)

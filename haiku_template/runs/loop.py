@@ -16,7 +16,7 @@ from haiku_template.reporting import (
     matmul_peak,
 )
 from haiku_template.runs.guards import Guards
-from haiku_template.runs.resume import restored_or_first, with_features
+from haiku_template.runs.resume import restored_or_first
 from haiku_template.runs.stopping import StopSignals
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
@@ -101,7 +101,7 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = place_data(with_features(trainer), memory_limit)
+    trainer = place_data(trainer, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
@@ -130,9 +130,8 @@ def train(
             workdirs.update_config(directory, config)
         placed = state.params, state.frozen, trainer.batch_size, trainer.placement
         report.print(*first_lines(devices, *placed, directory, start))
-        whole, _ = trainer.through or (trainer, None)
-        if whole.from_batch and not start:
-            report.print(from_batch_line(whole.from_batch))
+        if trainer.from_batch and not start:
+            report.print(from_batch_line(trainer.from_batch))
         report.print(budget.table())
         trainer.compile()
         train_set = trainer.experiment.data.train

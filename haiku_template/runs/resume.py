@@ -1,10 +1,7 @@
 """State that a run begins with: its newest checkpoint, or the first."""
 
-from haiku_template.data import each_shape
-from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import check_same_frozen, from_features
-from haiku_template.models.forms import inputs_of
+from haiku_template.finetuning import check_same_frozen
 from haiku_template.storage import Checkpoints
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -38,27 +35,6 @@ def restored_or_first(
     else:
         state = trainer.init()
     trainer.devices.check(state, trainer.layout)
-    whole, base = trainer.through or (trainer, None)
-    if whole.experiment.init_from is not None:
-        check_same_frozen(trainer.devices, state.frozen, workdir, base)
+    if trainer.experiment.init_from is not None:
+        check_same_frozen(trainer.devices, state.frozen, workdir)
     return start, state
-
-
-def with_features(trainer: Trainer) -> Trainer:
-    """Makes the trainer that begins at `finetuning.features`; the same without any.
-
-    They are computed if they are not there yet. Raises as `from_features`.
-    """
-    if trainer.experiment.finetuning.features is None:
-        return trainer
-    if trainer.devices.processes.count > 1:
-        raise ConfigError(
-            "config.finetuning.features are computed and read by one process; leave "
-            "out --num_processes, or train through the trunk"
-        )
-    example = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
-    inputs = inputs_of(example, trainer.task.whole_batch)
-    experiment, base = from_features(trainer, trainer.model_init, inputs)
-    made = type(trainer)(experiment, trainer.devices)
-    made.through = trainer, base
-    return made

@@ -94,7 +94,7 @@ class Trainer:
     """
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
-        self.experiment, self.devices, self.through = experiment, devices, None
+        self.experiment, self.devices = experiment, devices
         data = experiment.data
         example = each_shape(data.train)[0]
         if data.evaluation is not None:

@@ -15,7 +15,6 @@ from haiku_template.params import flatten
 from haiku_template.preflight import fingerprint
 from haiku_template.preflight.budget import check_budget
 from haiku_template.runs import train
-from haiku_template.runs.resume import with_features
 from haiku_template.training import Experiment, classification
 from haiku_template.training.state import split_seed
 
@@ -206,21 +205,6 @@ def test_parameters_that_are_read_are_of_no_batch(one_device):
     params = trainer.init().params["~"]
     np.testing.assert_allclose(params["mean"], FIRST.mean(0), 1e-5)
     np.testing.assert_array_equal(params["scale"], 7)
-
-
-def test_a_head_of_features_is_of_the_first_batch(one_device, tmp_path):
-    def forward(x, is_training):
-        x = hk.Linear(4, name="trunk")(x)
-        return hk.Linear(2, name="head")(x * parameter("scale", 1 / x.std(0)))
-
-    head = Finetuning(
-        train=("~/scale", "head/*"), features="trunk", features_dir=str(tmp_path)
-    )
-    trainer = experiment(forward, finetuning=head).trainer(one_device)
-    expected, _ = of_haiku(forward)
-    for each in (trainer, with_features(trainer)):
-        scale = each.init().params["~"]["scale"]
-        np.testing.assert_allclose(scale, expected["~"]["scale"], 1e-5)
 
 
 def test_a_share_of_the_first_batch_is_refused(one_device):
