@@ -23,7 +23,6 @@ from configs import digits, digits_resnet, gpt2_124m
 from haiku_template import cli
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager, describe
-from haiku_template.doctor import children
 from haiku_template.errors import PlacementError
 from haiku_template.models.attention import attend
 from haiku_template.preflight.budget import MARGIN, memory_budget
@@ -31,6 +30,7 @@ from haiku_template.preflight.targets import CARDS, target_devices
 from haiku_template.runs import Result, train
 from haiku_template.storage import Checkpoints
 from haiku_template.training import Experiment, Trainer
+from jax_doctor import children
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_LOSS_DIFFERENCE = 1e-3  # Between the card and the CPU, over the first steps.

@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks import gpu_behaviour as behaviour
 from benchmarks import gpu_speed as speed
 from haiku_template.devices import DeviceManager
-from haiku_template.doctor import Machine
 from haiku_template.errors import DeviceError, Interrupted
 from haiku_template.storage.workdir import environment, write_atomically
+from jax_doctor import Machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH = 120  # Columns of tables in files and pipes.

@@ -17,7 +17,8 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import cluster, config, doctor, registry, signals
+import jax_doctor
+from haiku_template import cluster, config, registry, signals
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -66,7 +67,7 @@ flags.DEFINE_float(
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 SECONDS = ("join_seconds", "stall_seconds")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
-signals.when_ended(lambda *_: doctor.end_children())
+signals.when_ended(lambda *_: jax_doctor.end_children())
 OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
 
@@ -92,7 +93,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
         return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
     asked = "cpu" if FLAGS.simulate_devices else FLAGS.device
-    for finding in doctor.check_environment(asked):
+    for finding in jax_doctor.check_environment(asked):
         if finding.severity == "error" and FLAGS.fallback != "cpu":
             raise DeviceError(f"--device={asked} cannot be used: {finding}")
         logging.warning("%s", finding)

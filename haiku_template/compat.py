@@ -7,7 +7,7 @@
 A name that JAX has is never touched, but for functions that lost keywords, which take
 these again; without `install` nothing is. Each name is logged once, with the place that
 used it. Where the meaning has changed, and for what only words replace in
-`doctor.code.names`, the name stays gone. Imports no JAX.
+`jax_doctor.code.names`, the name stays gone. Imports no JAX.
 """
 
 import functools
@@ -19,11 +19,18 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from haiku_template.doctor.code.names import REMOVED
+if TYPE_CHECKING:
+    from jax_doctor.code.names import Removed
+
 
 PATH = re.compile(r"(?:jax|haiku|haiku_template|optax|numpy|math|functools)(?:\.\w+)+")
+# What this package has of what JAX has no more.
+MOVED = {
+    f"jax.{name}": f"haiku_template.devices.{name}"
+    for name in ("device_put_replicated", "device_put_sharded")
+}
 # Modules that are gone, or have lost names, and those that still hold these names.
 HOMES = {
     "jax.abstract_arrays": "jax.core",
@@ -114,10 +121,19 @@ class _Module(ModuleType):
         return value
 
 
+@functools.cache
+def removed() -> dict[str, "Removed"]:
+    """The doctor's table of removed names, with what this package has of them."""
+    from jax_doctor.code.names import REMOVED
+
+    own = {name: REMOVED[name]._replace(instead=path) for name, path in MOVED.items()}
+    return REMOVED | own
+
+
 def install() -> None:
     """Puts the names back, for this process; doing so again changes nothing."""
-    parents = {path.rpartition(".")[0] for path in REMOVED if "import " not in path}
-    for path in {path.partition("(")[0] for path in REMOVED if "(" in path}:
+    parents = {path.rpartition(".")[0] for path in removed() if "import " not in path}
+    for path in {path.partition("(")[0] for path in removed() if "(" in path}:
         _take_keywords(path)
     for name in sorted(parents | HOMES.keys()):
         try:
@@ -131,7 +147,7 @@ def install() -> None:
 
 def _take_keywords(path: str) -> None:
     """Makes a function take again what it no longer does."""
-    lost = {row for row in REMOVED.keys() - NOT_SERVED if row.startswith(f"{path}(")}
+    lost = {row for row in removed().keys() - NOT_SERVED if row.startswith(f"{path}(")}
     if not lost or path in _taken:
         return
     _taken.add(path)
@@ -144,7 +160,7 @@ def _take_keywords(path: str) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         for word in [word for word in rows if word in kwargs]:
             _say(module, rows[word].removeprefix(f"{module}."))
-            value, now = kwargs.pop(word), REMOVED[rows[word]].instead
+            value, now = kwargs.pop(word), removed()[rows[word]].instead
             if rows[word] == FIRST:
                 args = (value, *args)
             else:
@@ -158,7 +174,7 @@ def _take_keywords(path: str) -> None:
 def _value(module: str, name: str) -> Any:
     """Looks a removed name up: made here, where it moved to, or its module's home."""
     path = f"{module}.{name}"
-    row = REMOVED.get(path)
+    row = removed().get(path)
     if path in HOMES and path in sys.modules:
         return sys.modules[path]
     if path in MADE:
@@ -166,7 +182,7 @@ def _value(module: str, name: str) -> Any:
     if row and PATH.fullmatch(row.instead):
         return _find(row.instead)
     # Of a module that is there, names in the table alone: others never were.
-    held = not row.instead if row else module in REMOVED
+    held = not row.instead if row else module in removed()
     if held and module in HOMES and not name.startswith("_"):
         return getattr(_find(HOMES[module]), name)
     raise AttributeError(path)
@@ -190,7 +206,7 @@ def _say(module: str, name: str) -> None:
     if path in _used:
         return
     _used.add(path)
-    row = REMOVED.get(path) or REMOVED[module]._replace(name=path)
+    row = removed().get(path) or removed()[module]._replace(name=path)
     frame = sys._getframe(2)
     while frame.f_back and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

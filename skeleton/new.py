@@ -24,7 +24,7 @@ from pathlib import Path
 
 PACKAGE = "haiku_template"
 SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
-PACKAGES = (PACKAGE, "haiku_text")
+PACKAGES = (PACKAGE, "haiku_text", "jax_doctor")
 PACKAGED = (*PACKAGES, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 EXTRAS = "[plots]"  # Of the package, in a project.
 LOCAL = "file://localhost"

@@ -624,14 +624,13 @@ def test_help_answers_without_starting_jax():
         check=False,
     )
     assert "--simulate_devices" in begun.stdout and "Exit codes" in begun.stdout
-    assert "jax" not in begun.stderr.replace("no jax", "")
+    assert "jax" not in re.sub("no jax|jax_doctor", "", begun.stderr)
 
 
 def test_the_package_lists_its_commands_without_importing_jax():
     begun = run_command("__main__", PYTHONPROFILEIMPORTTIME="1")
     assert re.findall(r"(?m)^python -m haiku_template\.(\w+) +[A-Z]", begun.stdout) == [
-        *("convert", "evaluate", "export", "generate", "predict", "prepare", "train"),
-        "verify",
-        "doctor",
+        *("convert", "doctor", "evaluate", "export", "generate", "predict", "prepare"),
+        *("train", "verify"),
     ]
     assert "jax" not in begun.stderr

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from haiku_template import compat
-from haiku_template.doctor.code.names import REMOVED
 from tests.runs import ROOT, run_command
+
+REMOVED = compat.removed()
 
 # Each is run in a process where the names are back; the last line is true.
 YESTERDAY = {
@@ -187,7 +188,7 @@ def test_each_name_is_logged_once_with_where_it_was_used_and_what_to_write(asked
 
 
 def test_what_jax_has_stays_its_own(asked):
-    fresh("from haiku_template.doctor.code.names import REMOVED\n" + SAME)
+    fresh("REMOVED = compat.removed()\n" + SAME)
 
 
 def test_without_asking_jax_is_untouched():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from haiku_template.devices.selection import why_no_gpu
-from haiku_template.doctor import Machine
+from jax_doctor import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

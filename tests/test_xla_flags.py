@@ -11,9 +11,9 @@ import pytest
 
 import haiku_template
 from haiku_template import xla_flags
-from haiku_template.doctor import children
-from haiku_template.doctor.programs import ASK_SUMS, COMMON, SUMS
 from haiku_template.xla_flags import FLAG, OPTION
+from jax_doctor import children
+from jax_doctor.programs import ASK_SUMS, COMMON, SUMS
 from tests.runs import ROOT, run_command
 
 # Computes them when a program of the template ends, in its own process.

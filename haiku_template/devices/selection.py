@@ -13,8 +13,8 @@ import jax
 from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
-from haiku_template.doctor import GPU_NAMES, Machine, check_environment, diagnose
 from haiku_template.errors import DeviceError
+from jax_doctor import GPU_NAMES, Machine, check_environment, diagnose
 
 logger = logging.getLogger(__name__)
 

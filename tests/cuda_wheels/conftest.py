@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from environments import Environment, need_a_namespace
 
-from haiku_template.doctor import Machine
+from jax_doctor import Machine
 
 HERE = Path(__file__).parent
 STUB = HERE.parent / "doctor/cuda_stub.c"

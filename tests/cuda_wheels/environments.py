@@ -40,8 +40,8 @@ exec "$@"
 # What can be told from the words of JAX alone, where every file looks right.
 WORDS = """
 import dataclasses, json
-from haiku_template.doctor import Facts, Machine, diagnose
-from haiku_template.doctor.children import DriverResult, probe_jax
+from jax_doctor import Facts, Machine, diagnose
+from jax_doctor.children import DriverResult, probe_jax
 here = Machine.here()
 jax = probe_jax(120, here.environ)
 parts = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")

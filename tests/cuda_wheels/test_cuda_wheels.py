@@ -10,8 +10,8 @@ from ctypes.util import find_library
 import pytest
 from environments import library, wheel
 
-from haiku_template.doctor import Machine
-from haiku_template.doctor.libraries import NEEDED, NEEDED_LATER
+from jax_doctor import Machine
+from jax_doctor.libraries import NEEDED, NEEDED_LATER
 
 pytestmark = pytest.mark.cuda_wheels
 JAX = Machine.here().distributions.get("jax", "")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from haiku_template.devices import DeviceManager, selection
-from haiku_template.doctor import Finding, Machine
+from jax_doctor import Finding, Machine
 
 CAUSE = Finding("A22", "error", "the cause", "it", "this")
 BESIDE = Finding("A58", "warning", "misspelt", "JAX_X", "export it")
@@ -205,7 +205,7 @@ def test_auto_on_a_machine_without_a_card_is_quiet(caplog):
 
 UNUSED = (
     "from haiku_template.devices import selection\n"
-    "from haiku_template.doctor import Finding, Machine\n"
+    "from jax_doctor import Finding, Machine\n"
     "cause = Finding('A23', 'error', 'drivers differ', '580 and 570', 'reboot')\n"
     "Machine.has_card = lambda machine: True\n"
     "selection.check_environment = lambda asked: [{}]\n"

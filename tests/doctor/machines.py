@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from haiku_template.doctor import Machine
-from haiku_template.doctor.children import Child, Device, DriverResult, JaxResult, Stage
+from jax_doctor import Machine
+from jax_doctor.children import Child, Device, DriverResult, JaxResult, Stage
 
 VERSION = "0.12.0"
 DRIVER = "580.95.05"

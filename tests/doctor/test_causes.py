@@ -3,9 +3,10 @@
 import pytest
 from machines import HEALTHY, jax_result
 
-from haiku_template.doctor import STEPS, Facts, check_environment, children, diagnose
-from haiku_template.doctor.children import DriverResult, Stage
-from haiku_template.doctor.programs import OPTION
+from haiku_template.doctor import ADVICE
+from jax_doctor import STEPS, Facts, check_environment, children, diagnose
+from jax_doctor.children import DriverResult, Stage
+from jax_doctor.programs import OPTION
 
 JETSON = ((5, 3),)
 
@@ -284,7 +285,9 @@ def test_commands_are_silent_about_jaxline_which_they_may_not_need(gpu):
     gpu.distributions["jaxline"] = "0.0.8"
     assert check_environment("cpu", gpu.machine()) == []
     (found,) = diagnose(gpu.machine(), Facts("cpu", jax=jax_result("cpu")))
-    assert (found.id, found.severity) == ("A19", "warning") and "compat" in found.fix
+    assert (found.id, found.severity) == ("A19", "warning")
+    assert "jax.tree_map = jax.tree.map" in found.fix
+    assert ADVICE[found.fix] == "config.compat = True puts it back"
 
 
 def test_a_local_cuda_needs_no_wheels(gpu):

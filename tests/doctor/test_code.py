@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from haiku_template.doctor import __main__ as doctor
-from haiku_template.doctor.code import files
-from haiku_template.doctor.code.names import REMOVED
+from jax_doctor import __main__ as doctor
+from jax_doctor.code import files
+from jax_doctor.code.names import REMOVED
 
 ROOT = Path(__file__).parents[2]
 # A line of code, and of the name that is gone: itself, its version, what to write.
@@ -27,9 +27,9 @@ def f(): from jax import tree_flatten
 import jax as J; class_ = [J.tree_unflatten for _ in x]
 > jax.tree_unflatten, jax 0.6.0, jax.tree.unflatten
 import jax; jax.device_put_replicated(x, devices=d)
-> jax.device_put_replicated, jax 0.10.0, haiku_template.devices.device_put_replicated
+> jax.device_put_replicated, jax 0.10.0, jax.device_put(numpy.stack([x] *
 import jax; x = jax.device_put_sharded
-> jax.device_put_sharded, jax 0.10.0, haiku_template.devices.device_put_sharded
+> jax.device_put_sharded, jax 0.10.0, jax.device_put(numpy.stack(shards), sharding)
 import jax.numpy as jnp; x: jnp.DeviceArray = 1
 > jax.numpy.DeviceArray, jax 0.4.14, jax.Array
 from jax import numpy; numpy.in1d(a, b)

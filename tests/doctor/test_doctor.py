@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 from machines import HEALTHY, jax_result
 
-from haiku_template.doctor import Machine, children
-from haiku_template.doctor import __main__ as doctor
-from haiku_template.doctor.programs import OPTION
+from haiku_template.doctor import ADVICE
+from jax_doctor import Machine, children
+from jax_doctor import __main__ as doctor
+from jax_doctor.code.names import REMOVED
+from jax_doctor.programs import OPTION
 
 ROOT = Path(__file__).parents[2]
 no_card = pytest.mark.skipif(
@@ -20,14 +23,14 @@ no_card = pytest.mark.skipif(
 )
 
 
-def run_doctor(*flags, **environ):
+def run_doctor(*flags, program="haiku_template.doctor", **environ):
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_", "CUDA_", "NVIDIA_"))
     }
     return subprocess.run(
-        [sys.executable, "-m", "haiku_template.doctor", *flags],
+        [sys.executable, "-m", program, *flags],
         cwd=ROOT,
         env={**clean, **environ},
         capture_output=True,
@@ -37,6 +40,7 @@ def run_doctor(*flags, **environ):
 
 
 @no_card
+@pytest.mark.parametrize("program", ["haiku_template.doctor", "jax_doctor"])
 @pytest.mark.parametrize(
     ("platforms", "ids"),
     [
@@ -48,9 +52,9 @@ def run_doctor(*flags, **environ):
         ("cuda, cpu", ["A44", "A42", "A20"]),
     ],
 )
-def test_without_a_card_each_setting_has_its_cause(platforms, ids):
+def test_without_a_card_each_setting_has_its_cause(program, platforms, ids):
     environ = {} if platforms is None else {"JAX_PLATFORMS": platforms}
-    done = run_doctor("--device=gpu", "--json", **environ)
+    done = run_doctor("--device=gpu", "--json", program=program, **environ)
     assert done.returncode == doctor.UNAVAILABLE, done.stderr
     report = json.loads(done.stdout)
     assert [finding["id"] for finding in report["findings"]] == ids
@@ -90,11 +94,61 @@ def test_a_jaxlib_that_miscomputes_is_a_cause_if_nothing_is_done_against_it():
         assert wrong in done.stdout and f"XLA_FLAGS={OPTION}=-reduce" in done.stdout
 
 
-def test_a_device_that_does_not_exist():
-    done = run_doctor("--device=cpu:3")
+@pytest.mark.parametrize(
+    ("program", "fix"),
+    [
+        ("haiku_template.doctor", "or in a run, --simulate_devices=4"),
+        ("jax_doctor", "or export JAX_NUM_CPU_DEVICES=4"),
+    ],
+)
+def test_a_device_that_does_not_exist(program, fix):
+    done = run_doctor("--device=cpu:3", program=program)
     assert done.returncode == doctor.UNAVAILABLE
     assert "cpu:3 was asked for, and there are cpu:0" in done.stdout
-    assert "--simulate_devices=4" in done.stdout
+    assert f"ask for one of these, {fix}\n" in done.stdout
+
+
+def test_the_doctor_of_any_user_of_jax_names_nothing_of_this_package(tmp_path, capsys):
+    for path in (ROOT / "jax_doctor").rglob("*.py"):
+        assert not re.search("haiku_|simulate_devices", path.read_text()), path
+    (tmp_path / "old.py").write_text("import jax\njax.device_put_sharded")
+    for advice, words in (
+        ({}, "jax.device_put(numpy.stack(shards), sharding)"),
+        (ADVICE, "haiku_template.devices.device_put_sharded"),
+    ):
+        assert doctor.main([f"--code={tmp_path}"], advice=advice) == doctor.UNAVAILABLE
+        assert f"jax 0.10.0; write {words}\n" in capsys.readouterr().out
+    for general in ADVICE:  # Each is still said somewhere.
+        table = any(row.instead == general for row in REMOVED.values())
+        assert table or general in (ROOT / "jax_doctor/start.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [("haiku_template.doctor", 75), ("jax_doctor", 143)]
+)
+def test_a_signal_ends_the_children_too(tmp_path, program, code):
+    (tmp_path / "jax.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path / 'new')!r}).write_text(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(tmp_path / 'child')!r})\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", program, "--device=cpu"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "child").exists():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(20) == code
+    status = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < limit, "the child is still running"
+        time.sleep(0.02)
 
 
 def test_jax_that_cannot_be_imported_still_gets_an_answer(tmp_path):
@@ -125,7 +179,7 @@ def test_a_mistyped_flag_is_one_sentence(flag, word, capsys):
 
 def test_this_process_never_imports_jax():
     code = (
-        "import sys; from haiku_template.doctor import __main__ as doctor; "
+        "import sys; from jax_doctor import __main__ as doctor; "
         "doctor.main(['--device=gpu', '--timeout=30']); "
         "assert not {'jax', 'numpy', 'absl', 'rich'} & set(sys.modules)"
     )

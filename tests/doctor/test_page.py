@@ -6,10 +6,9 @@
 import re
 from pathlib import Path
 
-from haiku_template.doctor import STEPS
+from jax_doctor import STEPS
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = next(ROOT.glob("*/doctor/table.py")).parents[1]
 PAGE = ROOT / "docs/doctor.md"
 MARKS = "<!-- causes -->\n", "<!-- end of causes -->\n"
 
@@ -38,8 +37,10 @@ def test_the_page_lists_the_causes_of_today():
 
 
 def test_every_id_that_the_package_mentions_is_on_the_page():
-    files = set(PACKAGE.rglob("*.py")) - {PACKAGE / "preflight/targets.py"}
-    sources = "\n".join(path.read_text() for path in files)  # A10 is a card there.
+    packages = [ROOT / name for name in ("haiku_template", "jax_doctor")]
+    files = {path for package in packages for path in package.rglob("*.py")}
+    files -= {ROOT / "haiku_template/preflight/targets.py"}  # A10 is a card there.
+    sources = "\n".join(path.read_text() for path in files)
     mentioned = set(re.findall(r"\bA\d{2,3}\b", sources))
     listed = set(re.findall(r"^\| (A\d+) \|", PAGE.read_text(), re.MULTILINE))
     assert mentioned == listed and len(listed) >= 60

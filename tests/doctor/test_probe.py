@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from machines import build_stub, needs_compiler
 
-from haiku_template.doctor import Facts, check_environment, diagnose
-from haiku_template.doctor.children import (
+from jax_doctor import Facts, check_environment, diagnose
+from jax_doctor.children import (
     probe_driver,
     probe_jax,
     probe_sums,
     run_child,
 )
-from haiku_template.doctor.programs import OPERATIONS, OPTION, SUMS
+from jax_doctor.programs import OPERATIONS, OPTION, SUMS
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from machines import build_stub, needs_compiler
 
-from haiku_template.doctor import Machine
-from haiku_template.doctor import __main__ as doctor
-from haiku_template.doctor import report as words_of
-from haiku_template.doctor.children import DriverResult, probe_driver
+from jax_doctor import Machine
+from jax_doctor import __main__ as doctor
+from jax_doctor import report as words_of
+from jax_doctor.children import DriverResult, probe_driver
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -120,8 +120,8 @@ def test_in_a_container_the_host_s_numbers_are_not_given_local_names(stubs):
         pytest.skip("this machine allows no process namespace")
     # In there the child is process 1, and the host's process 1 is another one.
     code = (
-        "from haiku_template.doctor import Machine, report\n"
-        "from haiku_template.doctor.children import probe_driver\n"
+        "from jax_doctor import Machine, report\n"
+        "from jax_doctor.children import probe_driver\n"
         "import os; assert os.getpid() == 1\n"
         "machine = Machine.here()\n"
         "found = report.memory_in_use(machine, probe_driver(10, os.environ))\n"

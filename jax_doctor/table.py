@@ -19,9 +19,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from haiku_template.doctor import children
-from haiku_template.doctor.children import Child, DriverResult, JaxResult
-from haiku_template.doctor.machine import Machine
+from jax_doctor import children
+from jax_doctor.children import Child, DriverResult, JaxResult
+from jax_doctor.machine import Machine
 
 
 class Facts(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from haiku_template.doctor.code.names import Removed
-from haiku_template.doctor.code.scan import removed_names
+from jax_doctor.code.names import Removed
+from jax_doctor.code.scan import removed_names
 
 # Where code of others lies, or none; a folder that is asked for is read all the same.
 SKIPPED = {".git", ".hg", ".tox", ".nox", ".venv", "site-packages", "node_modules"}

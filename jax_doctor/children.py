@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.doctor.programs import ASK_JAX, ASK_SUMS, OPTION
+from jax_doctor.programs import ASK_JAX, ASK_SUMS, OPTION
 
 ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
 # A process in the kernel's hands cannot be killed; it is then left behind.

@@ -2,10 +2,10 @@
 
 import re
 
-from haiku_template.doctor.machine import LIBRARY_FOLDERS, WSL_NODE, Machine, numbers
-from haiku_template.doctor.report import holders
-from haiku_template.doctor.start import DAMAGED, NO_DNN
-from haiku_template.doctor.table import Facts, Found, Words, step
+from jax_doctor.machine import LIBRARY_FOLDERS, WSL_NODE, Machine, numbers
+from jax_doctor.report import holders
+from jax_doctor.start import DAMAGED, NO_DNN
+from jax_doctor.table import Facts, Found, Words, step
 
 cause = step("card and driver files")
 

@@ -1,7 +1,7 @@
 """Finds out why the GPU is not used, and prints the fix.
 
-    python -m haiku_template.doctor --device=gpu
-    python -m haiku_template.doctor --code=DIR
+    python -m jax_doctor --device=gpu
+    python -m jax_doctor --code=DIR
 
 The first checks from cheap to expensive and stops at the first broken link. It never
 imports JAX; children with a time limit do. The second reads the code in a folder, and
@@ -9,26 +9,25 @@ lists the names in it that JAX removed. Exit codes: 0 the device that was asked 
 works, or no name was removed; 64 a mistyped flag; 69 it does not work, or names were.
 """
 
-if __name__ == "__main__":
-    from haiku_template import signals
-
-    signals.install()
-
 import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from haiku_template.doctor import children, table
-from haiku_template.doctor.children import DriverResult, JaxResult
-from haiku_template.doctor.code import files
-from haiku_template.doctor.machine import Machine
-from haiku_template.doctor.report import lines, memory_in_use
-from haiku_template.doctor.table import Facts
+from jax_doctor import children, table
+from jax_doctor.children import DriverResult, JaxResult
+from jax_doctor.code import files
+from jax_doctor.machine import Machine
+from jax_doctor.programs import OPTION
+from jax_doctor.report import lines, memory_in_use
+from jax_doctor.table import Facts
 
 WORKS, USAGE, UNAVAILABLE = 0, 64, 69
 SPEC = re.compile(r"auto|(?:cpu|gpu|tpu)(?::\d+(?:,\d+)*)?")
@@ -44,10 +43,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"error: {message}; --help shows all flags\n")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(
+    argv: list[str] | None = None, program: str = "python -m jax_doctor"
+) -> argparse.Namespace:
     """Parses the flags; exits with code 64 when they cannot be understood."""
     words = "Says why the GPU is not used, and what to do about it."
-    program = "python -m haiku_template.doctor"
     parser = Parser(prog=program, description=words, allow_abbrev=False)
     choices = "auto, cpu, gpu, tpu, or chosen devices such as gpu:0,2"
     parser.add_argument("--device", default="auto", metavar="SPEC", help=choices)
@@ -88,7 +88,9 @@ def walk(machine: Machine, facts: Facts, timeout: float) -> tuple[Facts, Checks]
             return facts, checks
     jax = children.probe_jax(timeout, machine.environ, facts.platform, facts.indices)
     facts, checks = facts._replace(jax=jax), checks + _jax_words(jax)
-    if jax.default == "cpu" and jax.works():
+    # Without the flag, the sums were among what this child computed.
+    flags = machine.environ.get("XLA_FLAGS", "")
+    if jax.default == "cpu" and jax.works() and OPTION in flags:
         facts = facts._replace(sums=children.probe_sums(timeout, machine.environ))
     return facts, checks
 
@@ -169,15 +171,25 @@ def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Examines this machine, prints what was found, and returns the exit code."""
-    flags = parse(argv)
+def main(
+    argv: list[str] | None = None,
+    program: str = "python -m jax_doctor",
+    advice: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Examines this machine, prints what was found, and returns the exit code.
+
+    Of a package's own command: `program` is its name, and `advice` what the package has
+    in place of a general advice.
+    """
+    flags = parse(argv, program)
     sys.stdout.reconfigure(errors="backslashreplace")  # Names of files may be bytes.
     if flags.code is not None:
         found, text = files.report(flags.code), files.lines
     else:
         found, text = report(Machine.here(), flags.device, flags.timeout), lines
     words = json.dumps(found, indent=1) if flags.json else "\n".join(text(found))
+    for general, special in advice.items():
+        words = words.replace(general, special)
     try:
         print(words, flush=True)
     except BrokenPipeError:  # As `head` does, which has read enough.
@@ -185,6 +197,13 @@ def main(argv: list[str] | None = None) -> int:
     return WORKS if found["works"] else UNAVAILABLE
 
 
+def _end(number: int, _: Any) -> NoReturn:
+    """Handler that kills the children, whose time limit ends with this process."""
+    children.end_children()
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
-    signals.when_ended(lambda *_: children.end_children())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     sys.exit(main())

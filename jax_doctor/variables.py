@@ -4,8 +4,8 @@ import difflib
 import re
 import shlex
 
-from haiku_template.doctor.machine import GPU_NAMES, Machine
-from haiku_template.doctor.table import Facts, Found, Words, step
+from jax_doctor.machine import GPU_NAMES, Machine
+from jax_doctor.table import Facts, Found, Words, step
 
 cause = step("environment variables")
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from haiku_template.doctor.children import DriverResult
-from haiku_template.doctor.machine import Machine
+from jax_doctor.children import DriverResult
+from jax_doctor.machine import Machine
 
 # Nobody is listed for what the driver keeps for itself, so something always remains.
 NOT_LISTED = "the driver itself, or processes that cannot be seen from here"

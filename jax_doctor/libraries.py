@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from haiku_template.doctor.machine import LIBRARY_FOLDERS, Machine, Requirement, numbers
-from haiku_template.doctor.table import Facts, Found, Words, step
+from jax_doctor.machine import LIBRARY_FOLDERS, Machine, Requirement, numbers
+from jax_doctor.table import Facts, Found, Words, step
 
 cause = step("CUDA libraries")
 

@@ -6,11 +6,11 @@ together with how the child ended and with what the machine showed.
 
 import re
 
-from haiku_template.doctor.children import Child, JaxResult, Stage
-from haiku_template.doctor.libraries import with_wheels
-from haiku_template.doctor.machine import Machine, numbers
-from haiku_template.doctor.programs import OPERATIONS, OPTION, SUMS
-from haiku_template.doctor.table import OTHERWISE, Facts, Found, Words, step
+from jax_doctor.children import Child, JaxResult, Stage
+from jax_doctor.libraries import with_wheels
+from jax_doctor.machine import Machine, numbers
+from jax_doctor.programs import OPERATIONS, OPTION, SUMS
+from jax_doctor.table import OTHERWISE, Facts, Found, Words, step
 
 cause = step("JAX and its devices")
 otherwise = step(OTHERWISE)
@@ -71,7 +71,7 @@ def _poisoned(machine: Machine, facts: Facts) -> Words:
 
 @cause("A120", fix=f"export XLA_FLAGS={OPTION}=-reduce", asked="all")
 def _wrong_sums(machine: Machine, facts: Facts) -> Words:
-    """This jaxlib miscomputes sums on CPUs, for which haiku_template sets a flag."""
+    """This jaxlib miscomputes sums on CPUs."""
     jaxlib = f"jaxlib {machine.distributions.get('jaxlib', '')}"
     if wrong := _wrong(facts.jax):
         has_flag = f"{OPTION}=-reduce" in machine.environ.get("XLA_FLAGS", "")
@@ -104,7 +104,12 @@ def _wrong_values(machine: Machine, facts: Facts) -> Words:
             yield f"{stage.operation} on {stage.device}: {stage.problem}"
 
 
-@cause("A19", fix="config.compat = True puts it back", severity="warning", asked="all")
+@cause(
+    "A19",
+    fix="write jax.tree_map = jax.tree.map before jaxline is imported",
+    severity="warning",
+    asked="all",
+)
 def _jaxline(machine: Machine, facts: Facts) -> Words:
     """The installed jaxline calls a function that JAX removed."""
     jax = machine.distributions.get("jax", "")
@@ -149,7 +154,7 @@ def _absent_index(machine: Machine, facts: Facts) -> Words:
     if there and most >= len(there):
         names = ", ".join(f"{platform}:{i}" for i in range(len(there)))
         words = f"{platform}:{most} was asked for, and there are {names}"
-        simulate = f"ask for one of these, or, in a run, --simulate_devices={most + 1}"
+        simulate = f"ask for one of these, or export JAX_NUM_CPU_DEVICES={most + 1}"
         yield Found(words, simulate if platform == "cpu" else "")
 
 

@@ -1,4 +1,4 @@
-"""Names that JAX, Haiku and optax removed: the one table of the doctor and `compat`.
+"""Names that JAX, Haiku and optax removed, as one table.
 
 A line has the version, the module, its names, and after `=` what to write instead: a
 path of the same meaning, where `{}` is the name itself, or words. A module stands for
@@ -23,7 +23,9 @@ NAMES = """
 0.4.24 jax.tree_util: AttributeKeyPathEntry = GetAttrKey of jax.tree_util
 0.4.24 jax.tree_util: GetitemKeyPathEntry = SequenceKey or DictKey of jax.tree_util
 
-0.10.0 jax: device_put_sharded device_put_replicated = haiku_template.devices.{}
+0.10.0 jax: device_put_sharded = jax.device_put(numpy.stack(shards), sharding)
+0.10.0 jax: device_put_replicated = \
+jax.device_put(numpy.stack([x] * len(devices)), sharding)
 0.4.36 jax: clear_backends = jax.extend.backend.clear_backends
 0.4.34 jax: xla_computation = jax.jit(f).lower(...).compiler_ir("hlo")
 0.2.12 jax: custom_transforms defjvp defjvp_all defvjp defvjp_all = jax.custom_jvp or \

@@ -1,9 +1,9 @@
 """Causes in the installed packages, read from their metadata: nothing is imported."""
 
-from haiku_template.doctor import libraries
-from haiku_template.doctor.machine import Machine, Requirement, numbers
-from haiku_template.doctor.table import Facts, Found, Words, step
-from haiku_template.doctor.variables import hides_the_hint
+from jax_doctor import libraries
+from jax_doctor.machine import Machine, Requirement, numbers
+from jax_doctor.table import Facts, Found, Words, step
+from jax_doctor.variables import hides_the_hint
 
 cause = step("installed packages")
 
