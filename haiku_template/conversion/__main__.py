@@ -10,11 +10,17 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from haiku_template.conversion import files, trees, writing
+import numpy as np
+
+from haiku_template.conversion import files, trees
 from haiku_template.errors import ConfigError
 
 ROOM = 2**28  # Bytes beside the file that is read.
 SECONDS, BYTES_A_SECOND = 20, 2**24  # Of a processor's time; the slowest is lzma.
+DTYPES = {"bool": "BOOL", "bfloat16": "BF16"}  # As safetensors spell them.
+DTYPES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
+DTYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
+DTYPES |= {f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
 def limit_memory(size: int) -> None:
@@ -38,6 +44,38 @@ def limit_time(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SECONDS))
 
 
+def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
+    """Writes safetensors, an array at a time; returns their bytes.
+
+    Raises:
+      ConfigError: an array is of no dtype of safetensors, or all have more bytes than
+        `most`, as when a file names one array many times.
+    """
+    # The largest items first, so that every array is aligned.
+    arrays = dict(sorted(arrays.items(), key=lambda x: (-x[1].dtype.itemsize, x[0])))
+    header, size = {}, 0
+    for name, array in arrays.items():
+        dtype = DTYPES.get(array.dtype.name)
+        if dtype is None:
+            raise ConfigError(
+                f"{name} is of dtype {array.dtype.name}; possible are "
+                f"{', '.join(DTYPES)}"
+            )
+        offsets = [size, size + array.nbytes]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+        size = offsets[1]
+    if size > most:
+        raise ConfigError(f"it names the same arrays again, to {size:,} bytes in all")
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            native = array.dtype.newbyteorder("=")
+            array.astype(native, copy=False).tofile(file)  # In C order.
+    return size
+
+
 def printable(text: str) -> str:
     """Replaces what a file's names may do to a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
@@ -51,8 +89,8 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
     with TemporaryDirectory(dir=target.parent) as scratch:
         try:
             tree = files.load(path, Path(scratch))
-            arrays, taken, left = trees.choose(tree, key or None)
-            size = writing.write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
+            arrays, chosen_key, other_keys = trees.choose(tree, key or None)
+            size = write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
         except ConfigError as error:
             return {"refused": printable(str(error))}
         except MemoryError:
@@ -61,7 +99,7 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
             return {"failed": str(error)}
     count = sum(math.prod(array.shape) for array in arrays.values())
     facts = {"arrays": len(arrays), "numbers": count, "bytes": size}
-    return facts | {"taken": taken, "left": [printable(name) for name in left]}
+    return facts | {"taken": chosen_key, "left": [*map(printable, other_keys)]}
 
 
 if __name__ == "__main__":

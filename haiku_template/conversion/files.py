@@ -1,16 +1,18 @@
 """Files of pickles and arrays, by content: joblib's, NumPy's, compressed ones."""
 
 import bz2
+import contextlib
+import functools
 import gzip
-import io
 import lzma
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import ml_dtypes
 import numpy as np
 
 from haiku_template.conversion import pickles
@@ -24,9 +26,14 @@ HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+DAMAGE += (zipfile.BadZipFile, ValueError, RuntimeError)
 HEADER_DAMAGE = (ValueError, LookupError, TypeError, EOFError)
 HEADER_DAMAGE += (SyntaxError, tokenize.TokenError)
 ARCHIVE, ARRAY = b"PK\3\4", b"\x93NUMPY"
+REFUSED = {
+    b"\x04\x22\x4d\x18": "compressed with LZ4",
+    b"ZF": "a file of joblib before 0.10",
+}
 
 
 def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
@@ -46,79 +53,65 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
         return _load_array(path)
     if is_inside and begin.startswith((ARCHIVE, *COMPRESSED)):
         raise ConfigError("it is compressed twice, which is not read here")
-    if begin.startswith(ARCHIVE):
-        return _load_archive(path, scratch)
-    for magic, open_ in COMPRESSED.items():
-        if begin.startswith(magic):
-            room = max(ALWAYS, MOST_TIMES * path.stat().st_size)
-            inflated = scratch / f"{len([*scratch.iterdir()])}.inflated"
-            try:
-                with path.open("rb") as file, open_(file) as opened:
-                    _copy(opened, inflated, room)
-            except DAMAGE as error:
-                raise _damaged(error) from error
-            return load(inflated, scratch, is_inside=True)
+    room = max(ALWAYS, MOST_TIMES * path.stat().st_size)
+    try:
+        if begin.startswith(ARCHIVE):
+            return _load_archive(path, scratch, room)
+        for magic, pieces in COMPRESSED.items():
+            if begin.startswith(magic):
+                with path.open("rb") as file:
+                    _copy(pieces(file), scratch / "inflated", room)
+                return load(scratch / "inflated", scratch, is_inside=True)
+    except ConfigError:
+        raise
+    except DAMAGE as error:
+        reason = str(error) or f"it ends too early ({type(error).__name__})"
+        raise ConfigError(f"it is truncated or damaged: {reason}") from error
     if not is_inside and begin[8:9] == b"{" and path.suffix == ".safetensors":
         raise ConfigError("it is safetensors, which config.init_from reads as it is")
-    for magic, words in REFUSED.items():
+    for magic, kind in REFUSED.items():
         if begin.startswith(magic):
-            raise ConfigError(f"it is {words}, which is not read here")
+            raise ConfigError(f"it is {kind}, which is not read here")
     return pickles.load(path)
 
 
-def _load_archive(path: Path, scratch: Path) -> dict[str, Any]:
-    room, tree = max(ALWAYS, MOST_TIMES * path.stat().st_size), {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for i, info in enumerate(archive.infolist()):
-                member = scratch / f"{len(tree)}.{i}.npy"
-                with archive.open(info) as opened:
-                    room -= _copy(opened, member, room)
-                name = info.filename.removesuffix(".npy")
-                if name in tree:
-                    raise ConfigError(f"it holds {name} twice")
-                tree[name] = load(member, scratch, is_inside=True)
-    except ConfigError:
-        raise
-    except (*DAMAGE, zipfile.BadZipFile, ValueError, RuntimeError) as error:
-        raise _damaged(error) from error
+def _load_archive(path: Path, scratch: Path, room: int) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    with zipfile.ZipFile(path) as archive:
+        for i, info in enumerate(archive.infolist()):
+            with archive.open(info) as file:
+                room -= _copy(_pieces(file), scratch / f"{i}.npy", room)
+            name = info.filename.removesuffix(".npy")
+            if name in tree:
+                raise ConfigError(f"it holds {name} twice")
+            tree[name] = load(scratch / f"{i}.npy", scratch, is_inside=True)
     return tree
-
-
-def _damaged(error: Exception) -> ConfigError:
-    words = str(error) or f"it ends too early ({type(error).__name__})"
-    return ConfigError(f"it is truncated or damaged: {words}")
 
 
 def _load_array(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)
-            shape, fortran, dtype = HEADERS[version](file)
+            shape, is_fortran, dtype = HEADERS[version](file)
         except HEADER_DAMAGE as error:
-            words = str(error).partition("\n")[0]  # What follows tells to unpickle it.
-            raise ConfigError(f"its header is damaged: {words}") from error
-        first = file.tell()
+            reason = str(error).partition("\n")[0]  # What follows tells to unpickle it.
+            raise ConfigError(f"its header is damaged: {reason}") from error
+        begin = file.tell()
     if dtype.hasobject:
-        return pickles.load(path, first)
+        return pickles.load(path, begin)
     if dtype.str[1:] == "V2":  # As NumPy writes bfloat16.
-        dtype = np.dtype(pickles.ml_dtypes.bfloat16)
-    array = pickles.Array(dtype, shape, fortran)
-    size = path.stat().st_size - first
-    if array.nbytes != size:
-        raise ConfigError(
-            f"it is truncated or damaged: {dtype}{list(shape)} has {array.nbytes:,} "
-            f"bytes, and {size:,} are there"
-        )
-    array.data = pickles.Place(path, first, size)
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    data = pickles.MappedFile(path, begin).remainder()
+    array = pickles.Array()
+    array.values = pickles.make_array(shape, dtype, is_fortran, data)
     return array
 
 
-def _copy(opened: BinaryIO, path: Path, room: int) -> int:
-    """Writes at most `room` bytes of an opened file to `path`; returns their number."""
+def _copy(pieces: Iterable[bytes], path: Path, room: int) -> int:
+    """Writes at most `room` bytes to `path`; returns their number."""
     size = 0
     with path.open("wb") as file:
-        while piece := opened.read(PIECE):
+        for piece in pieces:
             size += file.write(piece)
             if size > room:
                 raise ConfigError(
@@ -128,32 +121,27 @@ def _copy(opened: BinaryIO, path: Path, room: int) -> int:
     return size
 
 
-class _Zlib(io.RawIOBase):
-    """A zlib stream, as joblib writes them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._stream = file, zlib.decompressobj()
-
-    def read(self, size: int = -1) -> bytes:
-        """Reads up to `size` bytes."""
-        while not self._stream.eof:
-            packed = self._stream.unconsumed_tail or self._file.read(PIECE)
-            if not packed:
-                raise EOFError("the compressed stream has no end")
-            if piece := self._stream.decompress(packed, size):
-                return piece
-        return b""
+def _pieces(file: Any, opener: Callable[..., Any] = contextlib.nullcontext) -> Any:
+    with opener(file) as opened:
+        while piece := opened.read(PIECE):
+            yield piece
 
 
-# How a compressed file begins, and what opens it.
-COMPRESSED: dict[bytes, Callable[..., Any]] = {
-    b"\x78": _Zlib,
-    b"\x1f\x8b": gzip.open,
-    b"BZ": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-    b"\x5d\x00": lzma.open,
-}
-REFUSED = {
-    b"\x04\x22\x4d\x18": "compressed with LZ4",
-    b"ZF": "a file of joblib before 0.10",
+def _zlib_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Decompresses a zlib stream, as joblib writes them."""
+    stream = zlib.decompressobj()
+    while not stream.eof:
+        packed = stream.unconsumed_tail or file.read(PIECE)
+        if not packed:
+            raise EOFError("the compressed stream has no end")
+        yield stream.decompress(packed, PIECE)
+
+
+# How a compressed file begins, and what decompresses it.
+COMPRESSED: dict[bytes, Callable[[BinaryIO], Iterator[bytes]]] = {
+    b"\x78": _zlib_pieces,
+    b"\x1f\x8b": functools.partial(_pieces, opener=gzip.open),
+    b"BZ": functools.partial(_pieces, opener=bz2.open),
+    b"\xfd7zXZ": functools.partial(_pieces, opener=lzma.open),
+    b"\x5d\x00": functools.partial(_pieces, opener=lzma.open),
 }

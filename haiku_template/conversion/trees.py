@@ -1,7 +1,9 @@
 """Parameters inside a tree: {module: {name: array}}, or a pair of them and state."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from haiku_template.conversion.pickles import Array
 from haiku_template.errors import ConfigError, near
@@ -14,7 +16,7 @@ Path = tuple[str, ...]
 
 def choose(
     tree: Any, key: str | None = None
-) -> tuple[dict[str, Array], str, list[str]]:
+) -> tuple[dict[str, np.ndarray], str, list[str]]:
     """Chooses the parameters, and network state, of a tree.
 
     Args:
@@ -22,157 +24,155 @@ def choose(
 
     Returns:
       Arrays by name, `params/` or `state/` before the names of a pair; the subtree's
-      key, "" for the whole; and the keys of what was left out.
+      key, "" for the whole tree; and the keys of what is not in it.
 
     Raises:
       ConfigError: there is no such subtree, or no only one.
     """
-    if key is None:
-        path, *others = _find(tree) or _flat(tree)
-        if others:
-            raise ConfigError(
-                f"it holds {len(others) + 1} sets of parameters; choose one: "
-                + " or ".join(f"--key={'/'.join(found)}" for found in (path, *others))
-            )
-    else:
-        path = _resolve(tree, key)
-    taken, left = _take(_at(tree, path))
-    arrays, path_words = {}, "/".join(path)
-    for name, array in taken:
+    path = _only(tree) if key is None else _resolve(tree, key)
+    title = "/".join(path)
+    subtree, other_keys = _parameters(_at(tree, path))
+    arrays: dict[str, np.ndarray] = {}
+    for name, leaf in _leaves(subtree):
         if name in arrays:
             raise ConfigError(f"it holds two arrays whose name would be {name}")
-        if not isinstance(array, Array) or array.dtype is None:
-            what = f"{path_words or 'it'} holds {name}, " if name else f"{key} is "
+        if not isinstance(leaf, Array) or leaf.values is None:
+            subject = f"{title or 'it'} holds {name}, " if name else f"{key} is "
             raise ConfigError(
-                f"{what}a {type(array).__name__}; parameters must be arrays"
+                f"{subject}a {type(leaf).__name__}; parameters must be arrays"
             )
-        arrays[name] = array
+        arrays[name] = leaf.values
     if not arrays:
-        raise ConfigError(f"{path_words or 'it'} holds no arrays")
+        raise ConfigError(f"{title or 'it'} holds no arrays")
     above = [
         "/".join((*path[:i], name))
-        for i, part in enumerate(path)
-        for name, _ in _items(_at(tree, path[:i]))
-        if name != part
+        for i, child in enumerate(path)
+        for name in _items(_at(tree, path[:i]))
+        if name != child
     ]
-    return arrays, path_words, above + left
+    return arrays, title, above + other_keys
 
 
 def is_params(node: Any) -> bool:
     """Tests for {module: {name: array}}."""
-    return (
-        isinstance(node, dict)
-        and any(node.values())
-        and all(isinstance(module, dict) for module in node.values())
-        and all(_is_number(x) for m in _distinct(node) for x in m.values())
+    if not isinstance(node, dict) or not any(node.values()):
+        return False
+    # A module that is named many times is looked at once.
+    modules = {id(module): module for module in node.values()}.values()
+    return all(
+        isinstance(module, dict) and all(map(_is_number, module.values()))
+        for module in modules
     )
 
 
-def _distinct(node: dict[Any, Any]) -> Iterable[Any]:
-    """Values, one that is named many times but once."""
-    return {id(value): value for value in node.values()}.values()
-
-
 def _is_number(x: Any) -> bool:
-    return isinstance(x, Array) and x.dtype is not None and x.dtype.kind not in "SU"
+    return (
+        isinstance(x, Array)
+        and x.values is not None
+        and x.values.dtype.kind not in "SU"
+    )
 
 
-def _items(node: Any) -> list[tuple[str, Any]]:
-    pairs = node.items() if isinstance(node, dict) else ()
-    pairs = enumerate(node) if isinstance(node, list | tuple) else pairs
-    return [(str(name), item) for name, item in pairs]
+def _items(node: Any) -> dict[str, Any]:
+    """Children of a container by key, and none of a leaf."""
+    if isinstance(node, list | tuple):
+        return {str(i): x for i, x in enumerate(node)}
+    return {str(k): x for k, x in node.items()} if isinstance(node, dict) else {}
 
 
 def _at(node: Any, path: Path) -> Any:
-    for part in path:
-        node = dict(_items(node))[part]
+    for key in path:
+        node = _items(node)[key]
     return node
 
 
 def _pair(node: Any) -> tuple[dict, dict, list[str]] | None:
-    """Parameters, state, and the keys of what else lies beside them."""
-    found = dict(_items(node))
+    """Parameters, state, and the keys of all else in a node; None if it is no pair."""
+    items = _items(node)
     is_tuple = isinstance(node, list | tuple) and len(node) == 2
-    first, others = ("0", ("1",)) if is_tuple else (PARAMS, STATE)
-    params = found.pop(first, None)
-    if not is_params(params):
-        return None
-    state = next((found.pop(name) for name in others if name in found), {})
+    params_key, state_keys = ("0", ("1",)) if is_tuple else (PARAMS, STATE)
+    params = items.pop(params_key, None)
+    state = next((items.pop(key) for key in state_keys if key in items), {})
     # Haiku's state may be trees inside of its modules.
-    is_dict = isinstance(state, dict)
-    if not is_dict or not all(_is_number(x) for _, x in _names(state)):
-        return None
-    return params, state, [*found]
+    is_state = isinstance(state, dict) and is_params(params)
+    if is_state and all(_is_number(x) for _, x in _leaves(state)):
+        return params, state, [*items]
+    return None
 
 
-def _find(tree: Any) -> list[Path]:
-    """Paths of the outermost subtrees that are parameters, or a pair with state."""
-    found, seen, level = [], set(), [((), tree)]
+def _parameters(node: Any) -> tuple[Any, list[str]]:
+    """The parameters of a subtree, and the keys of all else in it."""
+    if not is_params(node) and (pair := _pair(node)):
+        params, state, other_keys = pair
+        return ({PARAMS: params, STATE[0]: state} if state else params), other_keys
+    if not isinstance(node, dict) or not any(map(_is_number, node.values())):
+        return node, []
+    numbers = {key: x for key, x in node.items() if _is_number(x)}
+    return numbers, [str(key) for key in node if key not in numbers]
+
+
+def _only(tree: Any) -> Path:
+    """Path of the only outermost subtree that is parameters, or a pair with state.
+
+    A tree of arrays by joined names is one as it is.
+    """
+    paths, visited, level = [], set(), [((), tree)]
     for _ in range(DEEPEST):
         below = []
         for path, node in level:
-            if id(node) in seen:
+            if id(node) in visited:
                 continue
-            seen.add(id(node))
+            visited.add(id(node))
             if is_params(node) or _pair(node):
-                found.append(path)
+                paths.append(path)
             else:
-                below += [((*path, name), item) for name, item in _items(node)]
+                below += [((*path, key), x) for key, x in _items(node).items()]
         level = below
-    return found
-
-
-def _flat(tree: Any) -> list[Path]:
-    """The whole tree, if it is arrays by joined names; raises `ConfigError`."""
-    if isinstance(tree, dict) and any(_is_number(x) for x in tree.values()):
-        return [()]
-    names = ", ".join(name for name, _ in _items(tree)[:SHOWN])
-    raise ConfigError(
-        "it holds no parameters, which are arrays by module and name, but "
-        + (f"a {type(tree).__name__} of {names}" if names else type(tree).__name__)
-    )
+    if len(paths) > 1:
+        raise ConfigError(
+            f"it holds {len(paths)} sets of parameters; choose one: "
+            + " or ".join(f"--key={'/'.join(path)}" for path in paths)
+        )
+    if not paths and not (
+        isinstance(tree, dict) and any(map(_is_number, tree.values()))
+    ):
+        names = ", ".join([*_items(tree)][:SHOWN])
+        kind = "dict" if isinstance(tree, dict) else type(tree).__name__
+        raise ConfigError(
+            "it holds no parameters, which are arrays by module and name, but "
+            + (f"a {kind} of {names}" if names else kind)
+        )
+    return paths[0] if paths else ()
 
 
 def _resolve(tree: Any, key: str) -> Path:
-    path, rest = (), key
-    while rest:
-        names = [name for name, _ in _items(_at(tree, path))]
-        fits = [n for n in names if rest == n or rest.startswith(f"{n}/")]
+    path: Path = ()
+    remainder = key
+    while remainder:
+        names = [*_items(_at(tree, path))]
+        fits = [n for n in names if remainder == n or remainder.startswith(f"{n}/")]
         if not fits:
             where = f"inside {'/'.join(path)}" if path else "in it"
             raise ConfigError(
-                f"--key={key} is not there{near(rest, names)}; {where} are "
+                f"--key={key} is not there{near(remainder, names)}; {where} are "
                 f"{', '.join(names[:SHOWN]) or 'no keys'}"
             )
         name = max(fits, key=len)
-        path, rest = (*path, name), rest[len(name) + 1 :]
+        path, remainder = (*path, name), remainder[len(name) + 1 :]
     return path
 
 
-def _take(node: Any) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Names and arrays of a subtree, and the keys that are left out."""
-    pair = None if is_params(node) else _pair(node)
-    if pair:
-        params, state, left = pair
-        return [*_names({PARAMS: params, STATE[0]: state} if state else params)], left
-    left = []
-    if isinstance(node, dict) and any(_is_number(x) for x in node.values()):
-        left = [str(name) for name, x in node.items() if not _is_number(x)]
-        node = {name: x for name, x in node.items() if _is_number(x)}
-    return [*_names(node)], left
-
-
-def _names(node: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
     """Leaves by name: keys joined by `/`, and `//` or `:` inside of them made so."""
-    left = [((), node)]
+    queue = [((), node)]
     for _ in range(MOST):
-        if not left:
+        if not queue:
             return
-        path, item = left.pop()
+        path, item = queue.pop()
         if not isinstance(item, dict | list | tuple):
             yield "/".join(path).replace("//", "/").replace(":", "/"), item
         elif len(path) > DEEPEST:
             raise ConfigError(f"its dictionaries are more than {DEEPEST} deep")
         else:
-            left += [((*path, key), x) for key, x in _items(item)][::-1]
+            queue += [((*path, key), x) for key, x in _items(item).items()][::-1]
     raise ConfigError(f"it names more than {MOST:,} arrays and dictionaries")

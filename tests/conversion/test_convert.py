@@ -2,6 +2,7 @@
 
 import bz2
 import collections
+import copyreg
 import functools
 import gzip
 import io
@@ -24,6 +25,7 @@ from haiku._src.data_structures import FlatMap
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.conversion import __main__ as child
+from haiku_template.conversion import pickles
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import convert
 
@@ -207,6 +209,7 @@ class Runs:
         return self.made
 
 
+STAND_INS = {key: x for key, x in pickles.NAMES.items() if callable(x)}
 MARK = "touch ran"
 HOSTILE = {
     "posix.system": lambda: Runs(os.system, MARK),
@@ -273,7 +276,7 @@ CLAIMS = {
     "endless bytes": (claim(2**63), "claims 9,223,372,036,854,775,808 bytes"),
     "joblib": (wrapped(10**9), "claims 12,000,000,000 bytes, and"),
     "shape": (shaped(10**9), "[1000000000, 3] of 12,000,000,000 bytes, and holds 60"),
-    "header": (of_numpy((10**9, 3)), "[1000000000, 3] has 12,000,000,000 bytes"),
+    "header": (of_numpy((10**9, 3)), "[1000000000, 3] of 12,000,000,000 bytes"),
     "text": (b"\x80\x04X" + struct.pack("<I", 2**32 - 1), "claims 4,294,967,295 bytes"),
     "number": (b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1), "claims 2,147,483,647"),
     "nothing": (b"", "claims 1 bytes, and 0 are left"),
@@ -317,7 +320,7 @@ CLAIMS = {
         b"\x80\2ccollections\nOrderedDict\n]" + DOUBLED + b"N\x86a\x85R.",
         "tuples of tuples",
     ),
-    "names of tuples": (b"\x80\4" + DOUBLED + b"\x8c\1a\x93.", "a name is none"),
+    "names of tuples": (b"\x80\4" + DOUBLED + b"\x8c\1a\x93.", "STACK_GLOBAL requires"),
     "archive": (b"PK\3\4" + bytes(50), "truncated or damaged"),
 }
 
@@ -328,6 +331,135 @@ def test_what_a_file_cannot_hold_is_one_sentence(tmp_path, converted, name):
     (tmp_path / "file").write_bytes(content)
     words = converted(tmp_path / "file")["refused"]
     assert expected in words and "\n" not in words
+
+
+def text(value):
+    """A text on the stack."""
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+def number(value):
+    """An integer of any size on the stack."""
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8b" + struct.pack("<i", len(data)) + data
+
+
+def array_of(shape, dtype, data):
+    """An array, of opcodes; its dtype is left in the memo as 9."""
+    new = b"cnumpy.core.multiarray\n_reconstruct\n)R"
+    return new + b"(K\1" + shape + dtype + b"q\x09\x89" + data + b"tb"
+
+
+FLOATS = b"cnumpy\ndtype\n" + text(b"f4") + b"\x85R"
+OBJECTS = b"cnumpy\ndtype\n" + text(b"O") + b"\x85R"
+ENCODE, WRAPPER = b"c_codecs\nencode\n", b"cjoblib.numpy_pickle\nNumpyArrayWrapper\n"
+# State of an object without a dictionary, as the library takes it: (None, attributes).
+SLOTS = b"N}" + text(b"__defaults__") + text(b"x") + b"\x85s\x86b."
+NESTED = WRAPPER + b")R}" + text(b"dtype") + OBJECTS + b"sb"
+# What a table of names alone would let by.
+ATTACKS = {
+    "a code for a name": (b"\x82\xf0.", "opcode 0x82"),
+    "a code of two bytes": (b"\x83\xf0\0.", "opcode 0x83"),
+    "a code of four bytes": (b"\x84\xf0\0\0\0.", "opcode 0x84"),
+    "a persistent name": (b"Pfile\n.", "opcode 0x50"),
+    "a persistent value": (b"NQ.", "opcode 0x51"),
+    "an old instance": (b"(iposix\nsystem\n.", "opcode 0x69"),
+    "an old object": (b"(" + ENCODE + b"o.", "opcode 0x6f"),
+    "a new object by keywords": (ENCODE + b")}\x92.", "opcode 0x92"),
+    "a buffer of others": (b"\x97.", "opcode 0x97"),
+    "a set": (b"\x8f.", "opcode 0x8f"),
+    "attributes of a function": (ENCODE + SLOTS, "sets attributes of a function"),
+    "attributes of a class": (b"cnumpy\ndtype\n" + SLOTS, "sets attributes of a type"),
+    "attributes of an array": (
+        array_of(b")", FLOATS, text(4 * b"x"))
+        + SLOTS.replace(b"__defaults__", b"values______"),
+        "no pickle, or a damaged one",
+    ),
+    "attributes of text": (text(b"x") + SLOTS, "sets attributes of x"),
+    "a call of text": (text(b"print") + b")R.", "it calls print"),
+    "a call of an array's class": (b"cnumpy\nndarray\n)R.", "it calls numpy.ndarray"),
+    "a call of a number": (b"K\1)\x81.", "it calls a int"),
+    "a function of JAX's": (
+        b"cjax._src.array\n_reconstruct_array\n" + ENCODE + b")))tR.",
+        "no pickle, or a damaged one",
+    ),
+    "an encoding": (
+        ENCODE + text(b"x") + text(b"zlib") + b"\x86R.",
+        "encodes text as zlib",
+    ),
+    "bytes of a number": (
+        b"cbuiltins\nbytes\n" + number(10**10) + b"\x85R.",
+        "no pickle, or a damaged one",
+    ),
+    "a hundred axes": (
+        array_of(b"(" + 100 * b"K\1" + b"t", FLOATS, text(4 * b"x")) + b".",
+        "dimension",
+    ),
+    "a shape less than nothing": (
+        array_of(number(-1) + number(-1) + b"\x86", FLOATS, text(4 * b"x")) + b".",
+        "claims an array of shape (-1, -1)",
+    ),
+    "a shape of huge numbers": (
+        array_of(3 * number(2**2**20) + b"\x87", FLOATS, text(4 * b"x")) + b".",
+        "no pickle, or a damaged one",
+    ),
+    "a shape of tuples": (array_of(DOUBLED, FLOATS, b"N") + b".", "claims an array of"),
+    "a dtype of tuples": (
+        b"cnumpy\ndtype\n" + DOUBLED + b"\x85R" + b"q\1}" + b"b.",
+        "no pickle, or a damaged one",
+    ),
+    "a dtype of a gigabyte": (
+        array_of(b")", FLOATS.replace(b"f4", b"V9"), b"N") + b".",
+        "dtype V9",
+    ),
+    "lists in lists": (100_000 * b"]" + 99_999 * b"a" + b".", "no parameters"),
+    "tuples in tuples": (b"K\1" + 100_000 * b"\x85" + b".", "no parameters"),
+    "wrappers in wrappers": (10_000 * NESTED + b".", "recursion depth"),
+    "objects of themselves": (
+        b"]q\1" + array_of(b")", OBJECTS, b"h\1") + b"h\1a.",
+        "no pickle, or a damaged one",
+    ),
+    "pairs of themselves": (
+        b"]q\1h\1ah\1accollections\nOrderedDict\nh\1\x85R.",
+        "unhashable",
+    ),
+    "values of a number": (b"K\1(K\1K\2u.", "no pickle, or a damaged one"),
+    "items of a function": (ENCODE + b"K\1a.", "no pickle, or a damaged one"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_a_table_of_names_does_not_stop_is_refused(
+    tmp_path, converted, monkeypatch, name
+):
+    monkeypatch.setitem(copyreg._inverted_registry, 0xF0, ("posix", "system"))
+    content, expected = ATTACKS[name]
+    (tmp_path / "file").write_bytes(b"\x80\x02" + content)
+    before = {key: dict(vars(x)) for key, x in STAND_INS.items()}
+    defaults = {key: getattr(x, "__defaults__", None) for key, x in STAND_INS.items()}
+    words = converted(tmp_path / "file")["refused"]
+    assert expected in words and "\n" not in words and len(words) < 400
+    assert before == {key: dict(vars(x)) for key, x in STAND_INS.items()}
+    assert defaults == {
+        key: getattr(x, "__defaults__", None) for key, x in STAND_INS.items()
+    }
+
+
+def test_opcodes_are_a_table_and_names_are_never_imported(monkeypatch):
+    allowed = {
+        code
+        for code, method in pickles.Reader.dispatch.items()
+        if method is not pickles.Reader._refuse
+    }
+    assert len(allowed) == 54 and len(pickles.Reader.dispatch) == 256
+    assert not allowed & {*b"PQio2", *b"\x82\x83\x84\x8f\x90\x91\x92\x97\x98"}
+    monkeypatch.setattr("builtins.__import__", None)
+    reader = pickles.Reader(io.BytesIO())
+    for module, name in pickles.NAMES:
+        assert reader.find_class(module, name) is pickles.NAMES[module, name]
+    for module, name in [("numpy", "dtype.mro"), ("posix", "system"), ("os", "path")]:
+        with pytest.raises(ConfigError, match=f"it names {module}.{name}, and nothing"):
+            reader.find_class(module, name)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +531,18 @@ def test_a_file_that_grows_in_memory_is_refused(tmp_path):
     )
     source, again = tmp_path / "a.pkl", b"h\1h\0\x85R"
     source.write_bytes(b"\x80\x02" + text + b"q\0" + function + b"q\1" + 400 * again)
+    with pytest.raises(ConfigError, match="asks for more memory"):
+        convert(source, tmp_path / "a.safetensors")
+
+
+def test_a_file_that_grows_when_it_is_decompressed_is_refused(tmp_path):
+    """Of 300 MiB of zeros 4 MiB are left, and the map is more than the limit."""
+    source = tmp_path / "a.pkl.gz"
+    tree = {"net": {"w": np.zeros(300 * 2**20, np.uint8)}}
+    with gzip.open(source, "wb", compresslevel=1) as file:
+        pickle.dump(tree, file, protocol=4)
+    with source.open("r+b") as file:  # Which is not of the stream, and is let be.
+        file.truncate(4 * 2**20)
     with pytest.raises(ConfigError, match="asks for more memory"):
         convert(source, tmp_path / "a.safetensors")
 
