@@ -66,14 +66,17 @@ def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning
 
 
 class Plan(NamedTuple):
-    """Split of one model's parameters by path, made by `make_plan`."""
+    """Split of one model's parameters by path, made by `make_plan`.
 
-    trained: frozenset[str]  # Train whole.
-    adapted: frozenset[str]  # Frozen, with an adapter.
-    frozen: frozenset[str]
-    fresh: frozenset[str]  # Are not read.
-    lora: Lora  # Its `axes` those of paths.
-    dtype: Any  # Of frozen floating-point parameters.
+    The default is that of a model whose parameters all train.
+    """
+
+    trained: frozenset[str] = frozenset()  # Without an adapter.
+    adapted: frozenset[str] = frozenset()  # Frozen, with an adapter.
+    frozen: frozenset[str] = frozenset()
+    fresh: frozenset[str] = frozenset()  # Are not read.
+    lora: Lora = Lora(rank=0)  # Its `axes` those of paths.
+    dtype: Any = jnp.dtype("float32")  # Of frozen floating-point parameters.
 
     def split(self, whole: hk.Params) -> tuple[hk.Params, hk.Params]:
         """Splits parameters: those that train whole, and frozen ones in their dtype."""
@@ -97,8 +100,6 @@ class Plan(NamedTuple):
 
         All have one dtype; `rng` is the source of LoRA's dropout, None drops nothing.
         """
-        if not self.frozen:
-            return params
         leaves = flatten(frozen) | flatten(params)
         return unflatten(adapt(self.lora, self.adapted, leaves, rng))
 

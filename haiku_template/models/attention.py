@@ -42,22 +42,22 @@ class Hardware(NamedTuple):
     @classmethod
     def current(cls) -> "Hardware":
         """Hardware compiled for: that of `for_devices`, or JAX's first device."""
-        return _COMPILED_FOR.get() or cls.of(jax.devices()[:1])
+        devices = _COMPILED_FOR.get(())
+        return ANY if devices is None else cls.of(devices or jax.devices()[:1])
 
 
 ANY = Hardware("any", "")  # What XLA alone computes.
-_COMPILED_FOR = ContextVar[Hardware | None]("compiled_for", default=None)
+_COMPILED_FOR = ContextVar[Sequence[jax.Device] | None]("compiled_for")
 
 
 def for_devices(
     model: hk.TransformedWithState, devices: Sequence[jax.Device] | None
 ) -> hk.TransformedWithState:
     """Binds a model to the devices it is traced for; None for those of any platform."""
-    hardware = ANY if devices is None else Hardware.of(devices)
 
     @contextlib.contextmanager
     def compiled() -> Iterator[None]:
-        token = _COMPILED_FOR.set(hardware)
+        token = _COMPILED_FOR.set(devices)
         try:
             yield
         finally:

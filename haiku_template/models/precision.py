@@ -5,7 +5,7 @@ compute in float32. `float16` scales the loss.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -76,28 +76,25 @@ class Precision(NamedTuple):
             lambda x: x if is_lazy(x) else cast(x), outputs, is_leaf=is_lazy
         )
 
-    @contextlib.contextmanager
-    def norms_in_float32(self) -> Iterator[None]:
+    def norms_in_float32(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which normalization layers compute in float32.
 
         `hk.mixed_precision.set_policy` would change the layer classes for the whole
         process.
         """
         if self.policy.compute_dtype == jnp.float32:
-            yield
-            return
+            return contextlib.nullcontext()
+        return hk.intercept_methods(self._call_norm)
 
-        def run(
-            call: Callable[..., Any], args: tuple, kwargs: dict, context: Any
-        ) -> Any:
-            is_norm = isinstance(context.module, NORMS)
-            if not is_norm or context.method_name != "__call__":
-                return call(*args, **kwargs)
-            args, kwargs = jmp.cast_to_full((args, kwargs))
-            outputs = call(*args, **kwargs)
-            if self.keeps_norms_apart:
-                outputs = jax.lax.optimization_barrier(outputs)
-            return self.policy.cast_to_compute(outputs)
-
-        with hk.intercept_methods(run):
-            yield
+    def _call_norm(
+        self, call: Callable[..., Any], args: tuple, kwargs: dict, context: Any
+    ) -> Any:
+        """Interceptor that computes normalization layers, and no others, in float32."""
+        is_norm = isinstance(context.module, NORMS)
+        if not is_norm or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        args, kwargs = jmp.cast_to_full((args, kwargs))
+        outputs = call(*args, **kwargs)
+        if self.keeps_norms_apart:
+            outputs = jax.lax.optimization_barrier(outputs)
+        return self.policy.cast_to_compute(outputs)

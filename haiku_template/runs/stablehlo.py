@@ -13,7 +13,7 @@ from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.step import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import Finetuning, make_plan
+from haiku_template.finetuning import Plan
 from haiku_template.models import plain_outputs
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import inputs_of, with_state
@@ -56,7 +56,7 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
         model=for_devices(with_state(experiment.model), None),
         # Who runs the file may not have the flag of `xla_flags`.
         precision=precision._replace(keeps_norms_apart=True),
-        plan=make_plan(Finetuning(), {}),  # All is merged.
+        plan=Plan(),  # All is merged.
     )
 
     def forward(inputs: Any) -> Any:

@@ -134,12 +134,16 @@ class Experiment:
         values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
         optimizer, schedule = make_optimization(config.num_steps, **values)
         family = family_of(config.model.name)
-        finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
-        source = tuning.open_source(config.init_from, family, devices, finetuning)
+        finetuning, source = tuning.Finetuning(), None
+        tuned = config.finetuning != default_config().finetuning
+        if tuned or config.init_from is not None:
+            finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
+            source = tuning.open_source(config.init_from, family, devices, finetuning)
         data = make_data(config, *devices.processes[:2])
         keys = model_keys(config)
         function = resolve("model", keys.pop("name"), MODELS)
-        check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
+        if data.vocab_size:
+            check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
         flops = family and family.flops_per_token
         flops = flops and functools.partial(flops, data.num_outputs, **keys)
         same = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
@@ -224,8 +228,10 @@ def family_of(model: str) -> Family | None:
 
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
-    family = family_of(config.model.name)
-    return tuning.with_sizes(own_keys(config.model.to_dict()), config.init_from, family)
+    keys, init_from = own_keys(config.model.to_dict()), config.init_from
+    if init_from is None:
+        return keys
+    return tuning.with_sizes(keys, init_from, family_of(config.model.name))
 
 
 def check_code(config: config_dict.ConfigDict, trust: Sequence[str] = ()) -> None:

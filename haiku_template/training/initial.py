@@ -145,10 +145,11 @@ def make_init(recipe: Recipe, model_init: Callable[..., Any]) -> Callable[..., A
         net_state: hk.State | None = None,
         inputs: Any = None,
     ) -> TrainState:
-        whole, first = model_init(inputs)
-        adapters = split_seed(recipe.seed).adapters
-        params = flatten(recipe.plan.init_params(whole, adapters))
-        params = unflatten({path: leaves.get(path, x) for path, x in params.items()})
+        params, first = model_init(inputs)
+        if recipe.plan.frozen:
+            params = recipe.plan.init_params(params, split_seed(recipe.seed).adapters)
+        params = {path: leaves.get(path, x) for path, x in flatten(params).items()}
+        params = unflatten(params)
         # Leaves that start fresh are not in what was read; a module's may be a tree.
         found = flatten(first) | flatten(net_state or {})
         net_state = jax.tree.unflatten(jax.tree.structure(first), found.values())

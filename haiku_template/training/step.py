@@ -52,7 +52,9 @@ def forward(
     """
     cast = recipe.precision.policy.cast_to_compute
     params, net_state, step = variables
-    params = recipe.plan.combine(*cast((params, frozen)), rngs[1])
+    params, frozen = cast((params, frozen))
+    if recipe.plan.frozen:
+        params = recipe.plan.combine(params, frozen, rngs[1])
     outputs = None
     if recipe.model is not None:
         inputs = cast(recipe.preprocess(inputs_of(batch, recipe.task.whole_batch)))

@@ -107,15 +107,18 @@ class Trainer:
         self.recipe = _recipe(experiment, devices)
         self.task, self.precision = self.recipe.task, self.recipe.precision
         self._example = canonical_shapes(example, rows=self.batch_size)
-        self._whole, self._net_state, axes, self.from_batch = {}, {}, {}, ()
+        self._whole, self._net_state, self.from_batch = {}, {}, ()
         self.model_init: Callable[..., Any] | None = None
         if experiment.init is None:
-            with tuning.convolutions() as axes:
-                traced = trace_model_init(self.recipe, self._example, devices.axis_name)
+            traced = trace_model_init(self.recipe, self._example, devices.axis_name)
             self.model_init, shapes, self.from_batch = traced
             shapes = Layout(devices.devices).place(shapes)
             self._whole, self._net_state = shapes["params"], shapes["net_state"]
-        self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
+        self.plan = tuning.Plan(frozenset(flatten(self._whole)))  # All train.
+        if experiment.finetuning != tuning.Finetuning():
+            with tuning.convolutions() as axes:
+                devices.abstract(self.model_init)
+            self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
         self._init, gradients = functions.init, functions.gradients
