@@ -9,9 +9,8 @@ W is one of its inputs, which A has in a row, one of its outputs, which B has, o
 as the layers of a stack, one along which each matrix has an A and a B of its own.
 """
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -47,15 +46,14 @@ def init_adapters(
 
     `shapes` are of the adapted tensors by path; the adapters are float32, by path.
     """
-    adapters, known = {}, dict(lora.axes)
+    adapters, axes = {}, dict(lora.axes)
     for i, (path, shape) in enumerate(sorted(shapes.items())):
-        order = _order(known.get(path, MATRIX))
-        each, *sides = ([shape[axis] for axis in kind] for kind in order)
+        order = _order(axes.get(path, MATRIX))
+        stack, *sides = ([shape[axis] for axis in kind] for kind in order)
         inputs, outputs = map(math.prod, sides)
-        own = jax.random.fold_in(rng, i)
-        a = jax.random.normal(own, (*each, inputs, lora.rank))
+        a = jax.random.normal(jax.random.fold_in(rng, i), (*stack, inputs, lora.rank))
         adapters[path + A] = a * inputs**-0.5
-        adapters[path + B] = jnp.zeros((*each, lora.rank, outputs))
+        adapters[path + B] = jnp.zeros((*stack, lora.rank, outputs))
     return adapters
 
 
@@ -66,17 +64,17 @@ def adapt(
 
     `leaves` by path have one dtype; `rng` is the source of dropout, None drops nothing.
     """
-    adapted, known = dict(leaves), dict(lora.axes)
+    adapted, axes = dict(leaves), dict(lora.axes)
     for i, path in enumerate(sorted(paths)):
         a, b = adapted.pop(path + A), adapted.pop(path + B)
         if rng is not None and lora.dropout:
-            own = jax.random.fold_in(rng, i)
-            kept = jax.random.bernoulli(own, 1 - lora.dropout, (*a.shape[:-1], 1))
-            a = jnp.where(kept, a / (1 - lora.dropout), 0)
+            keep, rows = 1 - lora.dropout, (*a.shape[:-1], 1)
+            mask = jax.random.bernoulli(jax.random.fold_in(rng, i), keep, rows)
+            a = jnp.where(mask, a / keep, 0)
         # The LoRA scale belongs to the thin factor, where it costs least.
         change = a @ (lora.alpha / lora.rank * b)
-        if path in known:  # Any but plain matrices.
-            order, shape = sum(_order(known[path]), ()), adapted[path].shape
+        if path in axes:  # Any but plain matrices.
+            order, shape = sum(_order(axes[path]), ()), adapted[path].shape
             change = change.reshape([shape[axis] for axis in order])
             change = change.transpose(np.argsort(order))
         adapted[path] = adapted[path] + change
@@ -85,27 +83,27 @@ def adapt(
 
 def _order(axes: str) -> tuple[tuple[int, ...], ...]:
     """Axes of each of `KINDS`, by number."""
-    words = axes.split()
     return tuple(
-        tuple(i for i, word in enumerate(words) if word == kind) for kind in KINDS
+        tuple(i for i, axis in enumerate(axes.split()) if axis == kind)
+        for kind in KINDS
     )
 
 
-@contextlib.contextmanager
-def convolutions() -> Iterator[dict[str, str]]:
-    """Notes the axes of the weights of Haiku's convolutions that are called inside."""
-    found = {}
+def convolutions(trace: Callable[[], Any]) -> dict[str, str]:
+    """Axes, by path, of the weights of Haiku's convolutions that `trace` calls."""
+    axes = {}
 
     def note(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         if isinstance(module, CONVOLUTIONS) and context.method_name == "__call__":
             last = "out in" if isinstance(module, hk.ConvNDTranspose) else MATRIX
             kernel = "in " * len(module.kernel_shape)
-            found[f"{module.module_name}/w"] = kernel + last
+            axes[f"{module.module_name}/w"] = kernel + last
         return run(*args, **kwargs)
 
     with hk.intercept_methods(note):
-        yield found
+        trace()
+    return axes
 
 
 def is_adapter(name: str) -> bool:

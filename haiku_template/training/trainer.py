@@ -116,8 +116,7 @@ class Trainer:
             self._whole, self._net_state = shapes["params"], shapes["net_state"]
         self.plan = tuning.Plan(frozenset(flatten(self._whole)))  # All train.
         if experiment.finetuning != tuning.Finetuning():
-            with tuning.convolutions() as axes:
-                devices.abstract(self.model_init)
+            axes = tuning.convolutions(lambda: devices.abstract(self.model_init))
             self.plan = tuning.make_plan(experiment.finetuning, self._whole, axes)
         self.recipe = self.recipe._replace(plan=self.plan)
         functions = self.functions(devices.axis_name)
