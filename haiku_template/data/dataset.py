@@ -127,22 +127,20 @@ def epochs(
     return np.concatenate(indices)
 
 
-def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:
-    """Names the arrays of a set, which may have no labels (None).
+def named(inputs: Any, labels: Any) -> Batch:
+    """Names the arrays of a set, which may have no labels (None)."""
+    return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
 
-    Raises `ConfigError` if there are no examples, or some without their label.
-    """
-    arrays = {"inputs": inputs} | ({} if labels is None else {"labels": labels})
+
+def check_arrays(arrays: Batch, where: str = "the data set") -> None:
+    """Raises `ConfigError` for no examples, or some without their label."""
     shapes = {name: check_array(x, name, where) for name, x in arrays.items()}
-    if () in shapes.values() or len(inputs) == 0:
+    if () in shapes.values() or shapes["inputs"][0] == 0:
         facts = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
         raise ConfigError(f"{where} has no examples: {facts}; one at least is needed")
-    if len({len(x) for x in arrays.values()}) > 1:
-        raise ConfigError(
-            f"{where} has {len(inputs)} inputs and {len(labels)} labels; each input "
-            "needs one label"
-        )
-    return arrays
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        counts = " and ".join(f"{x[0]} {name}" for name, x in shapes.items())
+        raise ConfigError(f"{where} has {counts}; each input needs one label")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +157,7 @@ class ArrayDataset:
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
+        check_arrays(self.staged())
         self.spec.check(sum(x[:1].nbytes for x in self.staged().values()))
 
     @property
@@ -199,7 +198,7 @@ class EvaluationSet:
     batch_size: int
 
     def __post_init__(self) -> None:
-        named(self.inputs, self.labels)
+        check_arrays(named(self.inputs, self.labels))
 
     @property
     def num_batches(self) -> int:

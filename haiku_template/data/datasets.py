@@ -40,8 +40,10 @@ def from_split(
         the part.
     """
     train_part, test_part = f"the training part of {where}", f"the test part of {where}"
-    train = dataset.named(split.x_train, split.y_train, train_part)
-    test = dataset.named(split.x_test, split.y_test, test_part)
+    train = dataset.named(split.x_train, split.y_train)
+    test = dataset.named(split.x_test, split.y_test)
+    dataset.check_arrays(train, train_part)
+    dataset.check_arrays(test, test_part)
     if train.keys() != test.keys():
         raise ConfigError(f"one part of {where} has labels; give both, or neither")
     for name, array in train.items():
@@ -130,8 +132,11 @@ def digits(spec: BatchSpec) -> Data:
     order = np.random.default_rng(0).permutation(len(table))
     x = (table[order, :-1] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     y = table[order, -1].astype(np.int32)
-    split = files.Split(x[:1437], y[:1437], x[1437:], y[1437:])
-    return from_split(split, spec, num_classes=10, where="digits")
+    return Data(
+        dataset.ArrayDataset(x[:1437], y[:1437], spec),
+        dataset.EvaluationSet(x[1437:], y[1437:], spec.batch_size),
+        1 if spec.labels == "numbers" else 10,
+    )
 
 
 def _from_file(
