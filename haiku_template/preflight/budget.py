@@ -132,7 +132,7 @@ def memory_budget(
     compiled = trainer.lower(largest).compile()
     # On several devices the program, and so its analysis, is one device's.
     analysis = compiled.memory_analysis()
-    batch = tree_bytes(devices.abstract_batch(largest)) // len(devices.devices)
+    batch = tree_bytes(devices.abstract_batch(largest)) // devices.num_devices
     data = tree_bytes(trainer.abstract_staged)
     waiting = WAITING_BLOCKS if data else WAITING_BATCHES + devices.steps_in_flight - 1
     closed_over = sum(x.nbytes for x in _closed_over(trainer))

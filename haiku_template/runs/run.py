@@ -97,7 +97,11 @@ class Run:
                 )
             return step, trainer.init()
         step, saved = restore(
-            self.workdir, self.which, lambda files, step: files.restore(step, abstract)
+            self.workdir,
+            self.which,
+            lambda checkpoints, step: self.devices.load(
+                functools.partial(checkpoints.restore, step), abstract, trainer.layout
+            ),
         )
         state = TrainState(**saved, frozen=trainer.frozen())
         if trainer.experiment.init_from is not None:
