@@ -65,8 +65,8 @@ def _at(method: str) -> Callable[..., Any]:
     return update
 
 
-# What has no path of the same meaning; each gets the module `jax`.
-MADE: dict[str, Callable[[Any], Any]] = {
+# Makers of what has no path of the same meaning; each gets the module `jax`.
+MAKERS: dict[str, Callable[[Any], Any]] = {
     "jax.config.config": lambda jax: jax.config,
     "jax.core.get_aval": lambda jax: jax.typeof,
     "jax.experimental.disable_x64": lambda jax: lambda: jax.enable_x64(False),
@@ -106,7 +106,7 @@ NOT_SERVED = {
     "jax.experimental.pjit.pjit(out_axis_resources)": "None meant replicated",
 }
 _used: set[str] = set()
-_taken: set[str] = set()
+_wrapped: set[str] = set()
 
 
 class _Module(ModuleType):
@@ -126,8 +126,8 @@ def removed() -> dict[str, "Removed"]:
     """The doctor's table of removed names, with what this package has of them."""
     from jax_doctor.code.names import REMOVED
 
-    own = {name: REMOVED[name]._replace(instead=path) for name, path in MOVED.items()}
-    return REMOVED | own
+    here = {name: REMOVED[name]._replace(instead=path) for name, path in MOVED.items()}
+    return REMOVED | here
 
 
 def install() -> None:
@@ -148,9 +148,9 @@ def install() -> None:
 def _take_keywords(path: str) -> None:
     """Makes a function take again what it no longer does."""
     lost = {row for row in removed().keys() - NOT_SERVED if row.startswith(f"{path}(")}
-    if not lost or path in _taken:
+    if not lost or path in _wrapped:
         return
-    _taken.add(path)
+    _wrapped.add(path)
     (module, name), function = path.rpartition(".")[::2], _find(path)
     has = inspect.signature(function).parameters
     rows = {row[len(path) + 1 : -1]: row for row in lost}
@@ -164,8 +164,8 @@ def _take_keywords(path: str) -> None:
             if rows[word] == FIRST:
                 args = (value, *args)
             else:
-                made = KEYWORDS.get(rows[word], lambda value, now=now: {now: value})
-                kwargs |= made(value)
+                today = KEYWORDS.get(rows[word], lambda value, now=now: {now: value})
+                kwargs |= today(value)
         return function(*args, **kwargs)
 
     setattr(_find(module), name, call)
@@ -177,27 +177,27 @@ def _value(module: str, name: str) -> Any:
     row = removed().get(path)
     if path in HOMES and path in sys.modules:
         return sys.modules[path]
-    if path in MADE:
-        return MADE[path](sys.modules["jax"])
+    if path in MAKERS:
+        return MAKERS[path](sys.modules["jax"])
     if row and PATH.fullmatch(row.instead):
         return _find(row.instead)
     # Of a module that is there, names in the table alone: others never were.
-    held = not row.instead if row else module in removed()
-    if held and module in HOMES and not name.startswith("_"):
+    still_there = not row.instead if row else module in removed()
+    if still_there and module in HOMES and not name.startswith("_"):
         return getattr(_find(HOMES[module]), name)
     raise AttributeError(path)
 
 
 def _find(path: str) -> Any:
     """Finds what a dotted path names, importing modules as needed."""
-    first, *rest = path.split(".")
-    found, name = importlib.import_module(first), first
-    for part in rest:
-        name = f"{name}.{part}"
-        if not hasattr(found, part):
-            importlib.import_module(name)
-        found = getattr(found, part)
-    return found
+    module, *names = path.split(".")
+    value = importlib.import_module(module)
+    for name in names:
+        module = f"{module}.{name}"
+        if not hasattr(value, name):
+            importlib.import_module(module)
+        value = getattr(value, name)
+    return value
 
 
 def _say(module: str, name: str) -> None:

@@ -31,7 +31,7 @@ from jax_doctor.table import Facts
 
 WORKS, USAGE, UNAVAILABLE = 0, 64, 69
 SPEC = re.compile(r"auto|(?:cpu|gpu|tpu)(?::\d+(?:,\d+)*)?")
-SHOWN = ("jax", "jaxlib", "dm-haiku", "libtpu")
+PACKAGES = ("jax", "jaxlib", "dm-haiku", "libtpu")
 Checks = list[tuple[str, str]]
 
 
@@ -47,17 +47,16 @@ def parse(
     argv: list[str] | None = None, program: str = "python -m jax_doctor"
 ) -> argparse.Namespace:
     """Parses the flags; exits with code 64 when they cannot be understood."""
-    words = "Says why the GPU is not used, and what to do about it."
-    parser = Parser(prog=program, description=words, allow_abbrev=False)
+    description = "Says why the GPU is not used, and what to do about it."
+    parser = Parser(prog=program, description=description, allow_abbrev=False)
+    add = parser.add_argument
     choices = "auto, cpu, gpu, tpu, or chosen devices such as gpu:0,2"
-    parser.add_argument("--device", default="auto", metavar="SPEC", help=choices)
-    parser.add_argument("--json", action="store_true", help="print JSON, no table")
-    words = "list the names in DIR, or a file, that JAX, Haiku and optax removed"
-    parser.add_argument("--code", type=Path, metavar="DIR", help=words)
+    add("--device", default="auto", metavar="SPEC", help=choices)
+    add("--json", action="store_true", help="print JSON, no table")
+    code = "list the names in DIR, or a file, that JAX, Haiku and optax removed"
+    add("--code", type=Path, metavar="DIR", help=code)
     limit = "limit of each child process (default 60)"
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help=limit
-    )
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help=limit)
     flags = parser.parse_args(argv)
     if not SPEC.fullmatch(flags.device):
         parser.error(
@@ -75,19 +74,19 @@ def walk(machine: Machine, facts: Facts, timeout: float) -> tuple[Facts, Checks]
     """Checks link after link until one is broken: the facts so far, and each result."""
     checks = []
     for step, healthy in CHEAP.items():
-        found = table.examine(machine, facts, step)
-        ids = "; ".join(f"{finding.id} {finding.title}" for finding in found)
+        findings = table.examine(machine, facts, step)
+        ids = "; ".join(f"{finding.id} {finding.title}" for finding in findings)
         checks.append((step, ids or healthy(machine)))
     if table.has_error(table.diagnose(machine, facts)):
         return facts, checks
     if table.driver_matters(machine, facts):
         driver = children.probe_driver(timeout, machine.environ)
         facts = facts._replace(driver=driver)
-        checks.append(("the driver's answer", _driver_words(driver)))
+        checks.append(("the driver's answer", _answer(driver)))
         if table.has_error(table.diagnose(machine, facts)):
             return facts, checks
     jax = children.probe_jax(timeout, machine.environ, facts.platform, facts.indices)
-    facts, checks = facts._replace(jax=jax), checks + _jax_words(jax)
+    facts, checks = facts._replace(jax=jax), checks + _jax_checks(jax)
     # Without the flag, the sums were among what this child computed.
     flags = machine.environ.get("XLA_FLAGS", "")
     if jax.default == "cpu" and jax.works() and OPTION in flags:
@@ -101,9 +100,10 @@ def _variables(machine: Machine) -> str:
 
 
 def _packages(machine: Machine) -> str:
-    known = machine.distributions
-    extra = [n for n in known if re.fullmatch(r"jax-\w+-(plugin|pjrt)", n)]
-    return ", ".join(f"{n} {known[n]}" for n in (*SHOWN, *extra) if n in known)
+    versions = machine.distributions
+    plugins = [n for n in versions if re.fullmatch(r"jax-\w+-(plugin|pjrt)", n)]
+    names = [name for name in (*PACKAGES, *plugins) if name in versions]
+    return ", ".join(f"{name} {versions[name]}" for name in names)
 
 
 def _libraries(machine: Machine) -> str:
@@ -112,8 +112,10 @@ def _libraries(machine: Machine) -> str:
 
 
 def _files(machine: Machine) -> str:
-    driver, nodes = machine.kernel_driver(), machine.cards() or machine.nodes()
-    return ", ".join([*nodes, *[f"driver {driver}"] * bool(driver)]) or "no NVIDIA card"
+    files = machine.cards() or machine.nodes()
+    if driver := machine.kernel_driver():
+        files.append(f"driver {driver}")
+    return ", ".join(files) or "no NVIDIA card"
 
 
 # Each step, and what to say where nothing is found in it.
@@ -125,7 +127,7 @@ CHEAP = {
 }
 
 
-def _driver_words(driver: DriverResult) -> str:
+def _answer(driver: DriverResult) -> str:
     if driver.code is None:
         return driver.problem
     if driver.code != 0:
@@ -135,26 +137,26 @@ def _driver_words(driver: DriverResult) -> str:
     return f"CUDA {cuda}, {driver.count} devices ({driver.seconds:.2f} s)"
 
 
-def _jax_words(jax: JaxResult) -> Checks:
+def _jax_checks(jax: JaxResult) -> Checks:
     names = ", ".join(f"{device.backend}:{device.id}" for device in jax.devices)
     seconds = f"({jax.child.seconds:.1f} s)"
     if not jax.num_devices:
         return [("JAX and its devices", f"{names or jax.child.last_words()} {seconds}")]
-    good = len(jax.stages) - len(jax.failures())
-    words = f"{good} operations on {jax.num_devices} devices gave the right values"
-    return [("JAX and its devices", names), ("test run", f"{words} {seconds}")]
+    right = len(jax.stages) - len(jax.failures())
+    text = f"{right} operations on {jax.num_devices} devices gave the right values"
+    return [("JAX and its devices", names), ("test run", f"{text} {seconds}")]
 
 
-def report(machine: Machine, asked: str, timeout: float) -> dict[str, Any]:
-    """Report of everything found, for JSON. Memory in bytes, time in seconds."""
+def report(machine: Machine, spec: str, timeout: float) -> dict[str, Any]:
+    """Report of all checks and findings, for JSON. Memory in bytes, time in seconds."""
     start = time.monotonic()
-    facts, checks = walk(machine, Facts(asked), timeout)
+    facts, checks = walk(machine, Facts(spec), timeout)
     findings = table.diagnose(machine, facts)
     errors = [finding for finding in findings if finding.severity == "error"]
     jax = facts.jax
     on_cpu = facts.platform == "auto" and bool(jax) and jax.default == "cpu"
     return {
-        "asked": asked,
+        "asked": spec,
         "works": bool(jax) and jax.works() and not errors,
         "card_unused": on_cpu and machine.has_card(),
         "cause": errors[0]._asdict() if errors else None,
@@ -176,7 +178,7 @@ def main(
     program: str = "python -m jax_doctor",
     advice: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Examines this machine, prints what was found, and returns the exit code.
+    """Examines this machine, or code; prints a report and returns the exit code.
 
     Of a package's own command: `program` is its name, and `advice` what the package has
     in place of a general advice.
@@ -184,17 +186,17 @@ def main(
     flags = parse(argv, program)
     sys.stdout.reconfigure(errors="backslashreplace")  # Names of files may be bytes.
     if flags.code is not None:
-        found, text = files.report(flags.code), files.lines
+        result, format_ = files.report(flags.code), files.lines
     else:
-        found, text = report(Machine.here(), flags.device, flags.timeout), lines
-    words = json.dumps(found, indent=1) if flags.json else "\n".join(text(found))
+        result, format_ = report(Machine.here(), flags.device, flags.timeout), lines
+    text = json.dumps(result, indent=1) if flags.json else "\n".join(format_(result))
     for general, special in advice.items():
-        words = words.replace(general, special)
+        text = text.replace(general, special)
     try:
-        print(words, flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # As `head` does, which has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return WORKS if found["works"] else UNAVAILABLE
+    return WORKS if result["works"] else UNAVAILABLE
 
 
 def _end(number: int, _: Any) -> NoReturn:

@@ -39,7 +39,7 @@ def ask_cuda() -> dict:
         answer["count"] = _integer(cuda.cuDeviceGetCount)
         ask = getattr(cuda, "cuDeviceGetAttribute", None)
         answer["capabilities"] = [
-            [_integer(ask, what, device) or 0 for what in CAPABILITY]
+            [_integer(ask, attribute, device) or 0 for attribute in CAPABILITY]
             for device in range(answer["count"] or 0 if ask else 0)
         ]
     return answer
@@ -88,10 +88,10 @@ def _processes(ask: ctypes._CFuncPtr, card: ctypes.c_void_p) -> list[Process] | 
     """Processes that one of NVML's functions lists; None if it does not tell."""
     room = 64
     for _ in range(3):  # Between two questions a process may start.
-        count, found = ctypes.c_uint(room), (Process * room)()
-        code = ask(card, ctypes.byref(count), found)
+        count, processes = ctypes.c_uint(room), (Process * room)()
+        code = ask(card, ctypes.byref(count), processes)
         if code != TOO_SMALL:
-            return found[: count.value] if code == 0 else None
+            return processes[: count.value] if code == 0 else None
         room = 2 * max(room, count.value)
     return None
 
@@ -101,10 +101,10 @@ def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list[dict] | None:
     users = {}
     for kind in ("Compute", "Graphics"):
         ask = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3", None)
-        found = _processes(ask, card) if ask else None
-        if found is None and kind == "Compute":
+        processes = _processes(ask, card) if ask else None
+        if processes is None and kind == "Compute":
             return None
-        for process in found or ():
+        for process in processes or ():
             used = None if process.used == UNAVAILABLE else process.used
             users[process.pid] = used
     return [{"pid": pid, "bytes_in_use": users[pid]} for pid in sorted(users)]
@@ -120,12 +120,12 @@ def ask_nvml() -> dict:
     memory = []
     count = _integer(nvml.nvmlDeviceGetCount_v2) if code == 0 else 0
     for index in range(count or 0):
-        card, found, users = ctypes.c_void_p(), Memory(), None
+        card, size, users = ctypes.c_void_p(), Memory(), None
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)) == 0:
-            nvml.nvmlDeviceGetMemoryInfo(card, ctypes.byref(found))
+            nvml.nvmlDeviceGetMemoryInfo(card, ctypes.byref(size))
             users = _users(nvml, card)
-        sizes = {"bytes_in_use": found.used, "bytes": found.total}
-        memory.append({**sizes, "processes": users})
+        row = {"bytes_in_use": size.used, "bytes": size.total, "processes": users}
+        memory.append(row)
     return {"nvml": code, "memory": memory}
 
 

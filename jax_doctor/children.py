@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,8 @@ _RUNNING: set[int] = set()  # Process groups of children.
 class Child(NamedTuple):
     """Result of a child process: exit code, output, seconds."""
 
-    returncode: (
-        int | None
-    )  # None when it was killed at the limit; negative: the signal.
+    # None when it was killed at the limit; negative: the signal.
+    returncode: int | None
     output: str
     errors: str
     seconds: float
@@ -37,10 +37,10 @@ class Child(NamedTuple):
     def last_words(self) -> str:
         """Last line on standard error, and the signal that ended the child, if any."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        said = lines[-1] if lines else "it said nothing"
+        last = lines[-1] if lines else "it said nothing"
         if self.returncode is None or self.returncode >= 0:
-            return said
-        return f"ended by {signal.Signals(-self.returncode).name}: {said}"
+            return last
+        return f"ended by {signal.Signals(-self.returncode).name}: {last}"
 
 
 class DriverResult(NamedTuple):
@@ -102,8 +102,8 @@ class JaxResult(NamedTuple):
 
     def works(self) -> bool:
         """True if every operation gave the right values."""
-        done = self.child.returncode == 0 and bool(self.stages)
-        return done and not self.failures() and not self.unfinished
+        end = self.child.returncode == 0 and bool(self.stages)
+        return end and not self.failures() and not self.unfinished
 
 
 def run_child(
@@ -155,7 +155,7 @@ def _kill_group(child: subprocess.Popen) -> None:
         child.returncode = -signal.SIGKILL
 
 
-def _said(child: Child, kind: type) -> list[Any]:
+def _values(child: Child, kind: type) -> list[Any]:
     """Parses the lines of JSON that a child wrote, without an unfinished one."""
     values = []
     for line in child.output.splitlines():
@@ -172,14 +172,14 @@ def probe_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
     result = _ask_driver(timeout, environ)
     none = result.code == 100 or (result.code == 0 and not result.count)
     if none and "CUDA_VISIBLE_DEVICES" in environ:
-        rest = {k: v for k, v in environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        result = result._replace(count_unmasked=_ask_driver(timeout, rest).count)
+        unmasked = {k: v for k, v in environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        result = result._replace(count_unmasked=_ask_driver(timeout, unmasked).count)
     return result
 
 
 def _ask_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
     child = run_child(["-I", "-S", str(ASK_DRIVER)], timeout, environ)
-    answer = {key: value for part in _said(child, dict) for key, value in part.items()}
+    answer = dict(ChainMap(*_values(child, dict)))
     if "code" not in answer:
         problem = f"the child ended with code {child.returncode}: {child.last_words()}"
         if child.returncode is None:
@@ -197,7 +197,7 @@ def probe_jax(
     platform: str = "auto",
     indices: tuple[int, ...] = (),
 ) -> JaxResult:
-    """Imports JAX in a child, asks for all its devices, and computes on those chosen.
+    """Imports JAX in a child, asks for all its devices, and computes on some of them.
 
     A round trip and the operations of `programs` on each device; with several, copies
     between them and one sum over all. Every value is compared.
@@ -207,8 +207,8 @@ def probe_jax(
     if platform == "cpu":
         # As the commands do, so that a broken card does not keep a run off the CPU.
         environ["JAX_PLATFORMS"] = "cpu"
-    chosen = ",".join(str(index) for index in indices)
-    return _read(run_child(["-c", ASK_JAX, platform, chosen], timeout, environ))
+    devices = ",".join(map(str, indices))
+    return _read(run_child(["-c", ASK_JAX, platform, devices], timeout, environ))
 
 
 def probe_sums(timeout: float, environ: Mapping[str, str]) -> JaxResult:
@@ -221,24 +221,24 @@ def probe_sums(timeout: float, environ: Mapping[str, str]) -> JaxResult:
 def _read(child: Child) -> JaxResult:
     """Findings of a child, from the lines that it wrote."""
     result = JaxResult(child)
-    for kind, *words in _said(child, list):
+    for kind, *values in _values(child, list):
         if kind == "shown":
-            devices = tuple(Device(*device) for device in words[0])
-            result = result._replace(devices=devices, default=words[1])
+            devices = tuple(Device(*device) for device in values[0])
+            result = result._replace(devices=devices, default=values[1])
         elif kind == "devices":
-            result = result._replace(num_devices=words[0])
+            result = result._replace(num_devices=values[0])
         elif kind == "start":
-            result = result._replace(unfinished=words[0])
+            result = result._replace(unfinished=values[0])
         else:
-            stages = (*result.stages, Stage(*words))
+            stages = (*result.stages, Stage(*values))
             result = result._replace(stages=stages, unfinished="")
     return result
 
 
 def driver_of(jax: JaxResult | None) -> DriverResult | None:
     """Answer of the driver to JAX itself, from JAX's error; None if it did not fail."""
-    said = jax.child.errors if jax else ""
-    if "No visible GPU devices" in said:
+    errors = jax.child.errors if jax else ""
+    if "No visible GPU devices" in errors:
         return DriverResult(0, count=0)
-    name = re.search(r"cuInit\(0\) failed: (\w+(?: CUDA error \d+)?)", said)
+    name = re.search(r"cuInit\(0\) failed: (\w+(?: CUDA error \d+)?)", errors)
     return DriverResult(-1, name[1]) if name else None

@@ -4,6 +4,7 @@ Nothing here starts a process that could hang, opens a device, or imports JAX. E
 path is looked up under `root`, so that a test can describe any machine as a folder.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +44,7 @@ WITH_REQUIREMENTS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 def numbers(version: str) -> tuple[int, ...]:
     """Leading numbers of a version: (0, 11, 0) of 0.11.0.dev2+cuda."""
     match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 class Requirement(NamedTuple):
@@ -69,10 +71,8 @@ class Requirement(NamedTuple):
         """True if a version lies within the bounds; zeros at its end do not count."""
         pattern = r"(>=|<=|==|!=|>|<)\s*(\d[\d.]*\d|\d)(?![\d.]*\*)"
         for sign, bound in re.findall(pattern, self.bounds):
-            left, right = numbers(version), numbers(bound)
-            length = max(len(left), len(right))
-            pad = [part + (0,) * (length - len(part)) for part in (left, right)]
-            if not COMPARE[sign](*pad):
+            pairs = zip_longest(numbers(version), numbers(bound), fillvalue=0)
+            if not COMPARE[sign](*zip(*pairs, strict=True)):
                 return False
         return True
 
@@ -85,7 +85,8 @@ class Machine:
       root: folder that holds dev/, proc/, sys/, usr/.
       distributions: installed packages, normalized name to version.
       requires: requirements of some of them, as in their metadata, `python` included.
-      ptxas: version of the compiler on PATH, "" when it does not tell; None: no such.
+      ptxas: asks the compiler on PATH for its version: "" when it does not tell; None:
+        no such.
       site_packages: folders that packages were installed in.
       conda_meta: folder in which conda keeps its records.
     """
@@ -95,22 +96,22 @@ class Machine:
     distributions: Mapping[str, str] = field(default_factory=dict)
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     python: tuple[int, ...] = sys.version_info[:3]
-    ptxas: str | None = None
     site_packages: tuple[Path, ...] = ()
     conda_meta: Path | None = None
     may_write: Callable[[Path], bool] = lambda path: os.access(path, os.W_OK)
+    ptxas: Callable[[], str | None] = lambda: None
 
     @classmethod
     def here(cls) -> "Machine":
         """This machine, as this process sees it."""
         distributions = dict(_distributions(sys.path))
-        known = [name for name in WITH_REQUIREMENTS if name in distributions]
+        names = [name for name in WITH_REQUIREMENTS if name in distributions]
         sites = [Path(p) for p in sys.path if p and Path(p, "nvidia").is_dir()]
         return cls(
             environ=dict(os.environ),
             distributions=distributions,
-            requires={name: _requires(name) for name in known},
-            ptxas=_ptxas(),
+            requires={name: _requires(name) for name in names},
+            ptxas=_ptxas,
             site_packages=tuple(sites),
             conda_meta=Path(sys.prefix, "conda-meta"),
         )
@@ -126,21 +127,25 @@ class Machine:
         except OSError:
             return ""
 
+    def version(self, package: str) -> str:
+        """Version of an installed package; empty if it is not installed."""
+        return self.distributions.get(package, "")
+
     def nodes(self) -> list[str]:
         """Device nodes by which JAX recognizes an NVIDIA card."""
         return [node for node in NVIDIA_NODES if self.path(node).exists()]
 
     def cards(self) -> list[str]:
         """Nodes of single cards: /dev/nvidia0, /dev/nvidia1 and so on."""
-        found = self.path("/dev").glob("nvidia[0-9]*")
-        return sorted("/dev/" + node.name for node in found)
+        nodes = self.path("/dev").glob("nvidia[0-9]*")
+        return sorted("/dev/" + node.name for node in nodes)
 
     def nvidia_on_pci(self) -> str:
         """Address of the first NVIDIA display or 3D controller; empty if none."""
         for device in sorted(self.path("/sys/bus/pci/devices").glob("*")):
-            where = f"/sys/bus/pci/devices/{device.name}"
-            shows = self.read(f"{where}/class").startswith(("0x0300", "0x0302"))
-            if shows and self.read(f"{where}/vendor") == "0x10de":
+            folder = f"/sys/bus/pci/devices/{device.name}"
+            display = self.read(f"{folder}/class").startswith(("0x0300", "0x0302"))
+            if display and self.read(f"{folder}/vendor") == "0x10de":
                 return device.name
         return ""
 
@@ -165,14 +170,14 @@ class Machine:
         return amd and not self.nodes()
 
     def platforms(self) -> list[str]:
-        """Words of JAX_PLATFORMS without the spaces around them."""
+        """Names in JAX_PLATFORMS without the spaces around them."""
         value = self.environ.get("JAX_PLATFORMS", "")
-        return [word.strip() for word in value.split(",")] if value else []
+        return [name.strip() for name in value.split(",")] if value else []
 
     def cuda_families(self) -> list[str]:
         """CUDA plugin families of which a part is installed: `12`, `13`."""
-        found = re.findall(r"\bjax-cuda(1[23])-p", " ".join(self.distributions))
-        return sorted(set(found))
+        names = " ".join(self.distributions)
+        return sorted(set(re.findall(r"\bjax-cuda(1[23])-p", names)))
 
     def has_cuda(self) -> bool:
         """True if JAX was installed with CUDA, by pip or by conda."""
@@ -192,13 +197,15 @@ class Machine:
         """Folders in LD_LIBRARY_PATH."""
         return [p for p in self.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
 
+    def find(self, pattern: str, *folders: str) -> Iterator[Path]:
+        """Finds files of a pattern in LD_LIBRARY_PATH, then in these folders."""
+        for folder in (*self.library_path(), *folders):
+            yield from sorted(self.path(folder).glob(pattern))
+
     def libcuda(self) -> str:
         """Real name of the libcuda.so.1 that the loader would find, or empty."""
-        for folder in (*self.library_path(), *LIBRARY_FOLDERS):
-            file = self.path(folder) / "libcuda.so.1"
-            if file.exists():
-                return str(file.resolve())
-        return ""
+        files = (f for f in self.find("libcuda.so.1", *LIBRARY_FOLDERS) if f.exists())
+        return next((str(file.resolve()) for file in files), "")
 
     def conda_build(self, package: str) -> str:
         """Version and build of a conda package, as 0.6.0-cpu_py312h1_0, or empty."""
@@ -212,19 +219,17 @@ class Machine:
 
         Processes of other users show only to root.
         """
-        found = []
+        rows = []
         for process in self.path("/proc").glob("[0-9]*"):
-            nodes = set()
-            try:
+            files = set()
+            # It may have ended, or belong to another user.
+            with contextlib.suppress(OSError):
                 for handle in (process / "fd").iterdir():
-                    nodes.add(os.readlink(handle))
-            except OSError:
-                pass  # It has ended, or belongs to another user.
-            held = sorted(n for n in nodes if re.match(r"/dev/nvidia\d", n))
-            if held:
+                    files.add(os.readlink(handle))
+            if nodes := sorted(f for f in files if re.match(r"/dev/nvidia\d", f)):
                 pid = int(process.name)
-                found.append((pid, self.program(pid), held))
-        return sorted(found)
+                rows.append((pid, self.program(pid), nodes))
+        return sorted(rows)
 
     def program(self, pid: int) -> str:
         """Name of the program that a process runs; empty if there is none."""
@@ -240,7 +245,7 @@ class Machine:
 
 def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
     """Names and versions from the names of the metadata folders: no file is read."""
-    seen = set()
+    earlier = set()
     for folder in folders:
         try:
             names = os.listdir(folder or ".")
@@ -251,8 +256,8 @@ def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
                 r"(.+?)-(\d[^-]*)(?:-py[\d.]+)?\.(dist|egg)-info", entry
             )
             name = re.sub(r"[-_.]+", "-", match[1]).lower() if match else None
-            if name and name not in seen:
-                seen.add(name)
+            if name and name not in earlier:
+                earlier.add(name)
                 yield name, match[2]
 
 
@@ -263,14 +268,14 @@ def _requires(name: str) -> tuple[str, ...]:
 
 
 def _ptxas() -> str | None:
-    found = shutil.which("ptxas")
-    if not found:
+    program = shutil.which("ptxas")
+    if not program:
         return None
     try:
-        said = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, timeout=2
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        text = subprocess.check_output(
+            [program, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=2
+        )
+    except (OSError, subprocess.SubprocessError):
         return ""
-    match = re.search(r"release (\d+\.\d+)", said)
+    match = re.search(r"release (\d+\.\d+)", text)
     return match[1] if match else ""

@@ -22,16 +22,16 @@ def memory_in_use(
     Names are "" inside a container, where the host's ids mean other processes.
     """
 
-    def named(process: dict[str, Any]) -> dict[str, Any]:
+    def with_name(process: dict[str, Any]) -> dict[str, Any]:
         name = machine.program(process["pid"]) if machine.sees_all_processes() else ""
         return {"pid": process["pid"], "program": name, **process}
 
-    cards = driver.memory if driver else ()
-    users = [card["processes"] for card in cards]
-    return [
-        {**card, "processes": None if listed is None else [named(p) for p in listed]}
-        for card, listed in zip(cards, users, strict=True)
-    ]
+    cards = []
+    for card in driver.memory if driver else ():
+        users = card["processes"]
+        users = users if users is None else [with_name(process) for process in users]
+        cards.append({**card, "processes": users})
+    return cards
 
 
 def holders(machine: Machine, driver: DriverResult | None) -> str:
@@ -57,47 +57,47 @@ def size(count: int | None) -> str:
 def memory_rows(
     cards: list[dict[str, Any]], sees_all_processes: bool
 ) -> list[tuple[str, str]]:
-    """Formats what `memory_in_use` found as rows of a table."""
+    """Formats the cards of `memory_in_use` as rows of a table."""
     rows = []
     for index, card in enumerate(cards):
         used = f"{size(card['bytes_in_use'])} of {size(card['bytes'])} in use by all"
         rows.append((f"card {index}", used if card["bytes"] else "not known"))
-        rest = card["bytes_in_use"]
+        remainder = card["bytes_in_use"]
         for process in card["processes"] or ():
             name, used = process["program"] or UNSEEN, process["bytes_in_use"]
             rows.append((f"  process {process['pid']}", f"{name}: {size(used)}"))
-            rest -= used or 0
+            remainder -= used or 0
         if card["processes"] is None:
             rows.append(("  others", "NVML does not tell which processes"))
-        elif rest > 0:
-            rows.append(("  others", f"{NOT_LISTED}: {size(rest)}"))
+        elif remainder > 0:
+            rows.append(("  others", f"{NOT_LISTED}: {size(remainder)}"))
     if cards and not sees_all_processes:
         rows.append(("  (a container)", IN_CONTAINER))
     return rows
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(report: dict[str, Any]) -> list[str]:
     """Formats the report as a plain table."""
-    rows = [(row["check"], row["result"]) for row in found["checks"]]
-    for d in found["devices"]:
+    rows = [(row["check"], row["result"]) for row in report["checks"]]
+    for d in report["devices"]:
         memory = "memory not known"
         if d["bytes_in_use"] is not None:
             memory = f"{size(d['bytes_in_use'])} of {size(d['bytes_limit'])} in use"
         rows.append((f"device {d['backend']}:{d['id']}", f"{d['kind']}, {memory}"))
-    rows += memory_rows(found["card_memory"], found["sees_all_processes"])
-    for holder in found["holders"]:
-        held = f"{holder['program']}: {', '.join(holder['nodes'])}"
-        rows.append((f"held by process {holder['pid']}", held))
-    text = [f"{label:<24}{words}" for label, words in rows]
+    rows += memory_rows(report["card_memory"], report["sees_all_processes"])
+    for holder in report["holders"]:
+        nodes = f"{holder['program']}: {', '.join(holder['nodes'])}"
+        rows.append((f"held by process {holder['pid']}", nodes))
+    text = [f"{label:<24}{value}" for label, value in rows]
     text.append("")
-    for finding in found["findings"]:
+    for finding in report["findings"]:
         kind = "also" if finding["severity"] == "error" else "warning"
-        kind = "CAUSE" if finding == found["cause"] else kind
+        kind = "CAUSE" if finding == report["cause"] else kind
         text.append(f"{kind} {finding['id']}: {finding['title']}")
         text.append(f"    found: {finding['found']}")
         text.append(f"    fix:   {finding['fix']}")
-    verdict = "works" if found["works"] else "does not work"
-    if found["works"] and found["card_unused"]:
+    verdict = "works" if report["works"] else "does not work"
+    if report["works"] and report["card_unused"]:
         verdict = "works on the CPU, and this machine's GPU is not used"
-    text.append(f"--device={found['asked']} {verdict} ({found['seconds']:.1f} s)")
+    text.append(f"--device={report['asked']} {verdict} ({report['seconds']:.1f} s)")
     return text

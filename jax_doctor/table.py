@@ -3,10 +3,10 @@
     cause = step("installed packages")
 
     @cause("A36", fix="pip uninstall -y jax-metal")
-    def _metal(machine: Machine, facts: Facts) -> Words:
+    def _metal(machine: Machine, facts: Facts) -> Signs:
         "The package jax-metal is no longer maintained and breaks JAX."
         if "jax-metal" in machine.distributions:
-            yield "what was found; the first counts"
+            yield "a version, value or path; the first counts"
 
 Ids are those of the project's list of device failures; its own are A38, A39 and A59
 (codes of the driver), A58 (a misspelled variable), A120 and A121 (a jaxlib that
@@ -15,6 +15,7 @@ program itself can see them: A46 and A53 (`devices.selection`), A54 and A55 (the
 verdicts of `devices.checks`).
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,29 +26,29 @@ from jax_doctor.machine import Machine
 
 
 class Facts(NamedTuple):
-    """Request, and findings of child processes; None: not asked yet."""
+    """Request, and answers of child processes; None: not asked yet."""
 
-    asked: str = "gpu"  # Or `auto`, `cpu`, `tpu`, or chosen devices as in `gpu:0,2`.
+    spec: str = "gpu"  # Or `auto`, `cpu`, `tpu`, or chosen devices as in `gpu:0,2`.
     driver: DriverResult | None = None
     jax: JaxResult | None = None
     sums: JaxResult | None = None  # On the CPU, without the flag against wrong ones.
 
     @property
     def platform(self) -> str:
-        """Platform that was asked for: `auto`, `cpu`, `gpu` or `tpu`."""
-        return self.asked.partition(":")[0]
+        """Platform of the request: `auto`, `cpu`, `gpu` or `tpu`."""
+        return self.spec.partition(":")[0]
 
     @property
     def indices(self) -> tuple[int, ...]:
         """Indices of the platform's devices that were asked for; empty for all."""
-        return tuple(int(i) for i in self.asked.partition(":")[2].split(",") if i)
+        return tuple(int(i) for i in self.spec.partition(":")[2].split(",") if i)
 
     def problems(self) -> str:
         """Errors and wrong values in computing, as one text."""
         if not self.jax or not self.jax.num_devices or self.jax.works():
             return ""
-        said = [stage.problem for stage in self.jax.failures()]
-        return "\n".join([*said, self.jax.child.errors])
+        errors = [stage.problem for stage in self.jax.failures()]
+        return "\n".join([*errors, self.jax.child.errors])
 
     def on_gpu(self) -> bool:
         """True if JAX showed a GPU."""
@@ -55,8 +56,10 @@ class Facts(NamedTuple):
 
     def reached(self) -> bool:
         """True if JAX showed what was asked for."""
-        shown = [device.platform for device in self.jax.devices] if self.jax else []
-        return self.platform in shown or (self.platform == "auto" and bool(shown))
+        platforms = [device.platform for device in self.jax.devices] if self.jax else []
+        return self.platform in platforms or (
+            self.platform == "auto" and bool(platforms)
+        )
 
     def failed_start(self, machine: Machine) -> Child | None:
         """The child in which JAX did not show what was asked for.
@@ -72,21 +75,26 @@ class Facts(NamedTuple):
         return re.search(pattern, child.errors) if child else None
 
 
-class Found(NamedTuple):
-    """Result of a detector with its own fix or severity."""
+class Sign(NamedTuple):
+    """Sign of a cause on this machine, with a fix or a severity of its own."""
 
-    words: str
+    text: str
     fix: str = ""
     severity: str = ""
 
 
-Words = Iterator[str | Found]
-# The first thing that a detector yields, or None.
-First = Callable[[Machine, Facts], str | Found | None]
+def warning(text: str, fix: str = "") -> Sign:
+    """Sign of a cause that does not keep the device from working."""
+    return Sign(text, fix, "warning")
+
+
+Signs = Iterator[str | Sign]
+# The first sign that a detector yields, or None.
+First = Callable[[Machine, Facts], str | Sign | None]
 
 
 class Finding(NamedTuple):
-    """A cause that was found on this machine."""
+    """A cause that was found on this machine; its fields are the keys of `--json`."""
 
     id: str
     severity: str  # `error`: what was asked for cannot work; `warning`: it can.
@@ -103,8 +111,8 @@ class Cause(NamedTuple):
 
     Attributes:
       fix: the command or the change, or a function that knows it for the machine.
-      asked: requests it concerns. `all`; `default`: all but the CPU, whose platform the
-        commands set themselves; `gpu`; `tpu`.
+      scope: requests it concerns. `all`; `default`: all but the CPU, whose platform
+        programs that ask for it set themselves; `gpu`; `tpu`.
     """
 
     id: str
@@ -112,62 +120,65 @@ class Cause(NamedTuple):
     detect: First
     fix: str | Callable[[Machine], str]
     severity: str = "error"
-    asked: str = "gpu"
+    scope: str = "gpu"
 
     def examine(self, machine: Machine, facts: Facts) -> Finding | None:
         """Examines a machine for this cause; None when this is not it."""
         unused = False
-        if self.asked == "default" and facts.platform == "cpu":
+        if self.scope == "default" and facts.platform == "cpu":
             return None
-        if self.asked in ("gpu", "tpu") and self.asked != facts.platform:
+        if self.scope in ("gpu", "tpu") and self.scope != facts.platform:
             if facts.platform != "auto" or not machine.has_card():
                 return None
             # A card that nobody insists on, and that JAX does not use: not an error.
             unused = not (facts.jax and facts.jax.default == "gpu")
-        found = self.detect(machine, facts)
-        if not found:
+        sign = self.detect(machine, facts)
+        if not sign:
             return None
-        words, fix, severity = found if isinstance(found, Found) else (found, "", "")
+        text, fix, severity = sign if isinstance(sign, Sign) else Sign(sign)
         severity = "warning" if unused else severity or self.severity
         fix = fix or (self.fix if isinstance(self.fix, str) else self.fix(machine))
-        return Finding(self.id, severity, self.title, words, fix)
+        return Finding(self.id, severity, self.title, text, fix)
 
 
 OTHERWISE = "anything else"
-# What is checked, in this order: each step costs more than the one before.
-STEPS: dict[str, list[Cause]] = {
-    "environment variables": [],
-    "installed packages": [],
-    "CUDA libraries": [],
-    "card and driver files": [],
-    "JAX and its devices": [],
-    OTHERWISE: [],  # Looked for only when no other cause explains what happened.
-}
+# Of what JAX said in a child; the last only if no other cause explains it.
+AFTER_JAX = ("JAX and its devices", OTHERWISE)
+BEFORE_JAX = (
+    "environment variables",
+    "installed packages",
+    "CUDA libraries",
+    "card and driver files",
+)
+# Causes by what is checked, in this order: each step costs more than the one before.
+STEPS: dict[str, list[Cause]] = {step: [] for step in (*BEFORE_JAX, *AFTER_JAX)}
 
 
-def step(name: str) -> Callable[..., Callable[[Callable[..., Words]], First]]:
-    """Decorator that adds a cause to a step, with the arguments of `Cause`."""
+def step(name: str) -> Callable[..., Callable[[Callable[..., Signs]], First]]:
+    """Decorator of the causes of a step, which takes an id and fields of `Cause`."""
+    return functools.partial(_cause, STEPS[name])
 
-    def cause(id_: str, **rest: Any) -> Callable[[Callable[..., Words]], First]:
-        def add(detector: Callable[..., Words]) -> First:
-            def first(machine: Machine, facts: Facts) -> str | Found | None:
-                return next(filter(None, detector(machine, facts)), None)
 
-            title = detector.__doc__.removesuffix(".")
-            STEPS[name].append(Cause(id_, title, first, **rest))
-            return first
+def _cause(
+    causes: list[Cause], id_: str, **options: Any
+) -> Callable[[Callable[..., Signs]], First]:
+    def add(detector: Callable[..., Signs]) -> First:
+        def first(machine: Machine, facts: Facts) -> str | Sign | None:
+            return next(filter(None, detector(machine, facts)), None)
 
-        return add
+        title = detector.__doc__.removesuffix(".")
+        causes.append(Cause(id_, title, first, **options))
+        return first
 
-    return cause
+    return add
 
 
 def examine(machine: Machine, facts: Facts, *steps: str) -> list[Finding]:
     """Examines these steps: errors first, each id once, in the table's order."""
     causes = [cause for step in steps for cause in STEPS[step]]
-    found = [f for f in (cause.examine(machine, facts) for cause in causes) if f]
+    findings = filter(None, (cause.examine(machine, facts) for cause in causes))
     unique = {}
-    for finding in sorted(found, key=lambda f: f.severity != "error"):
+    for finding in sorted(findings, key=lambda f: f.severity != "error"):
         unique.setdefault(finding.id, finding)
     return list(unique.values())
 
@@ -180,16 +191,20 @@ def diagnose(machine: Machine, facts: Facts | None = None) -> list[Finding]:
         cause. Empty when nothing is wrong.
     """
     facts = facts or Facts()
+    if facts.jax is None:
+        return examine(machine, facts, *BEFORE_JAX)
     if facts.driver is None or facts.driver.code == 0:
         # A driver that answered to us may still have failed JAX.
         driver = children.driver_of(facts.jax) or facts.driver
         facts = facts._replace(driver=driver)
-    found = examine(machine, facts, *(name for name in STEPS if name != OTHERWISE))
-    if has_error(found):
-        return found
+    findings = examine(machine, facts, *BEFORE_JAX, AFTER_JAX[0])
+    if has_error(findings):
+        return findings
     # Nothing so far keeps JAX from its device; if it failed, that comes first.
-    rest = examine(machine, facts, OTHERWISE)
-    return rest + found if has_error(rest) else found or rest
+    unexplained = examine(machine, facts, OTHERWISE)
+    if has_error(unexplained):
+        return unexplained + findings
+    return findings or unexplained
 
 
 def has_error(findings: list[Finding]) -> bool:
@@ -203,7 +218,7 @@ def driver_matters(machine: Machine, facts: Facts) -> bool:
 
 
 def check_environment(
-    asked: str, machine: Machine | None = None, timeout: float = 20.0
+    spec: str, machine: Machine | None = None, timeout: float = 20.0
 ) -> list[Finding]:
     """Diagnoses, cheaply, before JAX starts; the findings as in `diagnose`.
 
@@ -211,9 +226,9 @@ def check_environment(
     driver, for at most `timeout` seconds, unless an error was found already. Where
     `auto` was asked, faults of a card are warnings.
     """
-    machine, facts = machine or Machine.here(), Facts(asked)
-    found = diagnose(machine, facts)
-    if has_error(found) or not driver_matters(machine, facts):
-        return found
+    machine, facts = machine or Machine.here(), Facts(spec)
+    findings = diagnose(machine, facts)
+    if has_error(findings) or not driver_matters(machine, facts):
+        return findings
     driver = children.probe_driver(timeout, machine.environ)
     return diagnose(machine, facts._replace(driver=driver))

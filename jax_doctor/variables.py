@@ -5,7 +5,7 @@ import re
 import shlex
 
 from jax_doctor.machine import GPU_NAMES, Machine
-from jax_doctor.table import Facts, Found, Words, step
+from jax_doctor.table import Facts, Sign, Signs, step, warning
 
 cause = step("environment variables")
 
@@ -14,8 +14,8 @@ cause = step("environment variables")
 # silence, and a value that it cannot read ends `import jax`.
 
 
-def _names(words: str, prefix: str = "JAX_") -> frozenset[str]:
-    return frozenset(prefix + word for word in words.split())
+def _names(text: str, prefix: str = "JAX_") -> frozenset[str]:
+    return frozenset(prefix + name for name in text.split())
 
 
 # Read without regard to case; anything that is not of TRUTH is a ValueError.
@@ -110,8 +110,8 @@ def _reads(kind: type, value: str) -> bool:
     return True
 
 
-@cause("A51", fix="write each flag as --name=value", asked="all")
-def _flags(machine: Machine, facts: Facts) -> Words:
+@cause("A51", fix="write each flag as --name=value", scope="all")
+def _flags(machine: Machine, facts: Facts) -> Signs:
     """XLA_FLAGS holds a word that is no flag."""
     value = machine.environ.get("XLA_FLAGS", "").strip()
     if value and not value.startswith("-"):
@@ -120,19 +120,19 @@ def _flags(machine: Machine, facts: Facts) -> Words:
             yield f"XLA_FLAGS={value} does not begin with -- and is not a file"
         return
     try:
-        words = shlex.split(value)
+        flags = shlex.split(value)
     except ValueError:
-        yield Found(f"XLA_FLAGS={value} has an unclosed quotation mark", "", "warning")
+        yield warning(f"XLA_FLAGS={value} has an unclosed quotation mark")
         return
-    for word in words:
-        if not word.startswith("-"):
-            yield Found(f"XLA_FLAGS holds {word!r}, which XLA ignores", "", "warning")
+    for flag in flags:
+        if not flag.startswith("-"):
+            yield warning(f"XLA_FLAGS holds {flag!r}, which XLA ignores")
 
 
 @cause(
-    "A52", fix="unset it, or give true or false (a number where needed)", asked="all"
+    "A52", fix="unset it, or give true or false (a number where needed)", scope="all"
 )
-def _unreadable(machine: Machine, facts: Facts) -> Words:
+def _unreadable(machine: Machine, facts: Facts) -> Signs:
     """A JAX variable has a value that JAX cannot read."""
     for name, value in sorted(machine.environ.items()):
         if name in BOOLEANS and value.lower() not in TRUTH:
@@ -144,7 +144,7 @@ def _unreadable(machine: Machine, facts: Facts) -> Words:
 
 
 @cause("A48", fix="unset XLA_PYTHON_CLIENT_MEM_FRACTION")
-def _both_fractions(machine: Machine, facts: Facts) -> Words:
+def _both_fractions(machine: Machine, facts: Facts) -> Signs:
     """The GPU memory fraction is set under both of its names."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     if all(machine.environ.get(name) for name in names):
@@ -152,7 +152,7 @@ def _both_fractions(machine: Machine, facts: Facts) -> Words:
 
 
 @cause("A47", fix="unset the variable, or give one of its possible values")
-def _gpu_value(machine: Machine, facts: Facts) -> Words:
+def _gpu_value(machine: Machine, facts: Facts) -> Signs:
     """A GPU memory variable has a value that JAX refuses."""
     allocator = machine.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
     if allocator.lower() not in ALLOCATORS:
@@ -165,24 +165,22 @@ def _gpu_value(machine: Machine, facts: Facts) -> Words:
 
 
 @cause("A34", fix="set CUDA_VISIBLE_DEVICES, and no variable of JAX")
-def _visible_devices(machine: Machine, facts: Facts) -> Words:
+def _visible_devices(machine: Machine, facts: Facts) -> Signs:
     """Visible devices are named in a way that JAX or CUDA does not take."""
     value = machine.environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
-    if value != "all" and not all(_reads(int, part) for part in value.split(",")):
-        words = (
-            f"JAX_CUDA_VISIBLE_DEVICES={value}, and JAX's own variable takes numbers"
+    if value != "all" and not all(_reads(int, index) for index in value.split(",")):
+        yield Sign(
+            f"JAX_CUDA_VISIBLE_DEVICES={value}, and JAX's own variable takes numbers",
+            "unset JAX_CUDA_VISIBLE_DEVICES, and set CUDA_VISIBLE_DEVICES instead",
         )
-        fix = "unset JAX_CUDA_VISIBLE_DEVICES, and set CUDA_VISIBLE_DEVICES instead"
-        yield Found(words, fix)
     value = machine.environ.get("CUDA_VISIBLE_DEVICES", "")
     if value.count("MIG-") > 1:
-        words = f"CUDA_VISIBLE_DEVICES={value}: one process sees one MIG slice"
-        fix = "export CUDA_VISIBLE_DEVICES=MIG-..., one of them"
-        yield Found(words, fix, "warning")
+        text = f"CUDA_VISIBLE_DEVICES={value}: one process sees one MIG slice"
+        yield warning(text, "export CUDA_VISIBLE_DEVICES=MIG-..., one of them")
 
 
 @cause("A57", fix="unset JAX_SKIP_CUDA_CONSTRAINTS_CHECK", severity="warning")
-def _skipped_check(machine: Machine, facts: Facts) -> Words:
+def _skipped_check(machine: Machine, facts: Facts) -> Signs:
     """The check of CUDA's versions is switched off."""
     value = machine.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     if value:
@@ -190,20 +188,20 @@ def _skipped_check(machine: Machine, facts: Facts) -> Words:
 
 
 @cause("A49", fix="export XLA_PYTHON_CLIENT_PREALLOCATE=false", severity="warning")
-def _preallocate(machine: Machine, facts: Facts) -> Words:
+def _preallocate(machine: Machine, facts: Facts) -> Signs:
     """Preallocation stays on."""
     value = machine.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     if value not in ("true", "True", "1", "false", "False", "0", ""):
         yield f"XLA_PYTHON_CLIENT_PREALLOCATE={value} counts as true"
 
 
-@cause("A58", fix="export it under its right name", severity="warning", asked="all")
-def _misspelt(machine: Machine, facts: Facts) -> Words:
+@cause("A58", fix="export it under its right name", severity="warning", scope="all")
+def _misspelt(machine: Machine, facts: Facts) -> Signs:
     """A variable's name is misspelled, so that it does nothing."""
-    known = BOOLEANS | INTEGERS | FLOATS | OTHERS
-    for name in sorted(set(machine.environ) - known):
+    names = BOOLEANS | INTEGERS | FLOATS | OTHERS
+    for name in sorted(set(machine.environ) - names):
         if name.startswith(("JAX_", "XLA_")):
-            for near in difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            for near in difflib.get_close_matches(name, names, n=1, cutoff=0.85):
                 yield f"{name} is no variable of JAX; did you mean {near}?"
 
 
@@ -214,42 +212,42 @@ def _right_platforms(machine: Machine) -> str:
     return "unset JAX_PLATFORMS, and see that this machine shows its GPU"
 
 
-@cause("A44", fix=_right_platforms, asked="default")
-def _spaces(machine: Machine, facts: Facts) -> Words:
+@cause("A44", fix=_right_platforms, scope="default")
+def _spaces(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORMS holds a space or an empty name."""
     value = machine.environ.get("JAX_PLATFORMS", "")
     right = ",".join(filter(None, machine.platforms()))
     fix = f"export JAX_PLATFORMS={right}" if right != "cuda" else ""
-    for word in value.split(",") if value else ():
-        if word != word.strip() or not word:
-            yield Found(f"JAX_PLATFORMS={value!r} holds the name {word!r}", fix)
+    for name in value.split(",") if value else ():
+        if name != name.strip() or not name:
+            yield Sign(f"JAX_PLATFORMS={value!r} holds the name {name!r}", fix)
 
 
-@cause("A41", fix=_right_platforms, asked="default")
-def _unknown_platform(machine: Machine, facts: Facts) -> Words:
+@cause("A41", fix=_right_platforms, scope="default")
+def _unknown_platform(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORMS names a backend that JAX does not have."""
-    named = f"JAX_PLATFORMS={machine.environ.get('JAX_PLATFORMS')}"
+    setting = f"JAX_PLATFORMS={machine.environ.get('JAX_PLATFORMS')}"
     if "gpu" in machine.platforms():
         yield (
-            f"{named}: 'gpu' stands for cuda, rocm and oneapi together, and JAX fails "
-            "on the first of them that is not installed"
+            f"{setting}: 'gpu' stands for cuda, rocm and oneapi together, and JAX "
+            "fails on the first of them that is not installed"
         )
     # A plugin package of another maker bears the name of its platform.
     plugins = [n for n in machine.distributions if re.search("jax|xla|pjrt", n)]
-    known = ("METAL", *BUILT_IN) if "jax-metal" in plugins else BUILT_IN
-    for word in filter(None, machine.platforms()):
-        if word not in known and not any(word in name for name in plugins):
-            yield f"{named}: no backend {word!r} is installed"
+    backends = ("METAL", *BUILT_IN) if "jax-metal" in plugins else BUILT_IN
+    for name in filter(None, machine.platforms()):
+        if name not in backends and not any(name in plugin for plugin in plugins):
+            yield f"{setting}: no backend {name!r} is installed"
 
 
-@cause("A45", fix="unset JAX_PLATFORM_NAME", asked="all")
-def _platform_name(machine: Machine, facts: Facts) -> Words:
+@cause("A45", fix="unset JAX_PLATFORM_NAME", scope="all")
+def _platform_name(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORM_NAME, deprecated, names another platform."""
     name = machine.environ.get("JAX_PLATFORM_NAME", "").lower()
-    asked = facts.platform
-    same = name in ("", asked) or (name in GPU_NAMES and asked == "gpu")
-    if not same and (asked != "auto" or not (name == "cpu" or machine.has_card())):
-        yield f"JAX_PLATFORM_NAME={name} sends arrays there, not to the {asked}"
+    platform = facts.platform
+    same = name in ("", platform) or (name in GPU_NAMES and platform == "gpu")
+    if not same and (platform != "auto" or not (name == "cpu" or machine.has_card())):
+        yield f"JAX_PLATFORM_NAME={name} sends arrays there, not to the {platform}"
 
 
 def hides_the_hint(machine: Machine) -> bool:
@@ -259,7 +257,7 @@ def hides_the_hint(machine: Machine) -> bool:
 
 
 @cause("A43", fix=_right_platforms)
-def _cpu_first(machine: Machine, facts: Facts) -> Words:
+def _cpu_first(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORMS puts another platform before the GPU."""
     first = (machine.platforms() or [""])[0]
     if first in BUILT_IN and first not in GPU_NAMES and not hides_the_hint(machine):
@@ -270,26 +268,26 @@ def _cpu_first(machine: Machine, facts: Facts) -> Words:
 @cause(
     "A40",
     fix=f"{GIVE_CARD} unset JAX_PLATFORMS and ask for --device=cpu",
-    asked="default",
+    scope="default",
 )
-def _only_cuda(machine: Machine, facts: Facts) -> Words:
+def _only_cuda(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORMS=cuda on a machine that shows no NVIDIA card."""
     if machine.platforms() == ["cuda"] and not machine.nodes():
         yield f"JAX_PLATFORMS=cuda allows CUDA alone, and {NO_CARD}"
 
 
 @cause("A42", fix=f"{GIVE_CARD} ask for --device=cpu")
-def _cuda_then_cpu(machine: Machine, facts: Facts) -> Words:
+def _cuda_then_cpu(machine: Machine, facts: Facts) -> Signs:
     """JAX_PLATFORMS allows another platform, and there is no card."""
-    words, value = machine.platforms(), machine.environ.get("JAX_PLATFORMS")
-    if words[1:] and words[0] == "cuda" and not machine.nodes():
-        yield f"JAX_PLATFORMS={value} falls back to {words[1]}, because {NO_CARD}"
+    names, value = machine.platforms(), machine.environ.get("JAX_PLATFORMS")
+    if names[1:] and names[0] == "cuda" and not machine.nodes():
+        yield f"JAX_PLATFORMS={value} falls back to {names[1]}, because {NO_CARD}"
 
 
-@cause("A56", fix='pip install -U "jax[tpu]"', asked="default")
-def _no_libtpu(machine: Machine, facts: Facts) -> Words:
+@cause("A56", fix='pip install -U "jax[tpu]"', scope="default")
+def _no_libtpu(machine: Machine, facts: Facts) -> Signs:
     """A TPU is asked for and libtpu is not installed."""
-    wanted = facts.platform == "tpu" or "tpu" in machine.platforms()
-    there = {"libtpu", "libtpu-nightly"} & set(machine.distributions)
-    if wanted and not there and not machine.environ.get("TPU_LIBRARY_PATH"):
+    request = facts.platform == "tpu" or "tpu" in machine.platforms()
+    installed = {"libtpu", "libtpu-nightly"} & set(machine.distributions)
+    if request and not installed and not machine.environ.get("TPU_LIBRARY_PATH"):
         yield "the package libtpu is not installed"

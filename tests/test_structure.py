@@ -90,7 +90,7 @@ DOCTOR_COSTS = {
     "after the rebuild": 2_400,
     "--code: removed names, found in a folder": 686,
     "a jaxlib that miscomputes": 136,
-    "a package of its own: a command, signals and advice for any user of JAX": 26,
+    "a package of its own: a command, signals and advice for any user of JAX": 28,
 }
 TEXT_COSTS = {
     "language models": 2_639,

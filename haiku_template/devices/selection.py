@@ -214,7 +214,7 @@ def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
     if platform != "cpu":
         return f"--device=auto, and JAX found {platform} ({share} of them used)"
     variable = os.environ.get("JAX_PLATFORMS", "")
-    unused = why_no_gpu() if Machine.here().has_card() else ""
+    unused = why_no_gpu() if Machine(os.environ).has_card() else ""
     if unused:
         words = "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s"
         logger.warning(words, unused)
@@ -278,7 +278,7 @@ def ignored_platforms() -> str:
     if not wanted or words[0] == used:
         return ""
     # Without a card JAX passes over CUDA in silence: then it may have come in time.
-    if words[0] == "gpu" and used in words and not Machine.here().has_card():
+    if words[0] == "gpu" and used in words and not Machine(os.environ).has_card():
         return ""
     return (
         f"[A46] jax_platforms was changed to {wanted!r} after JAX had started on "

@@ -19,7 +19,7 @@ from jax_doctor.code.scan import removed_names
 SKIPPED = {".git", ".hg", ".tox", ".nox", ".venv", "site-packages", "node_modules"}
 SKIPPED |= {"__pycache__", ".ipynb_checkpoints"}
 MOST_BYTES = 2**25
-MENTIONED = re.compile(rb"jax|haiku|optax")
+MENTION = re.compile(rb"jax|haiku|optax")
 # Of notebooks: lines that are no Python, and the first line of cells that are not.
 MAGIC = re.compile(
     r"(?m)^([ \t]*)(?:(?:%[%\w]|[!?]|[\w, ]+=\s*[%!])(?:.*\\\n)*.*|[\w.]+\?+[ \t]*)$"
@@ -34,43 +34,41 @@ class Unread(Exception):
 
 def report(top: Path) -> dict[str, Any]:
     """Report of the removed names in a folder or a file, for JSON. Time in seconds."""
-    begun, names, unread, count, seen = time.monotonic(), [], [], 0, set()
+    start, names, unread, files = time.monotonic(), [], [], set()
     for path in _files(top, unread):
         try:
             info = path.stat()
-            if (info.st_dev, info.st_ino) in seen:
+            if (info.st_dev, info.st_ino) in files:
                 continue
-            seen.add((info.st_dev, info.st_ino))
-            count += 1
+            files.add((info.st_dev, info.st_ino))
             source = _source(path, info)
-            if not MENTIONED.search(source):
-                continue
-            names += _names(path, source, unread)
+            if MENTION.search(source):
+                names += _names(path, source, unread)
         except (OSError, Unread) as error:
             why = error.strerror if isinstance(error, OSError) else error.args[0]
             unread.append({"file": str(path), "cell": 0, "line": 0, "why": why})
     return {
         "asked": f"--code={top}",
         "works": not names,
-        "files": count,
+        "files": len(files),
         "names": names,
         "not_read": unread,
-        "seconds": round(time.monotonic() - begun, 3),
+        "seconds": round(time.monotonic() - start, 3),
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(report: dict[str, Any]) -> list[str]:
     """Formats the report, one line for each place."""
     text = []
-    for row in found["names"]:
-        words = Removed(row["name"], row["removed_in"], row["instead"])
-        text.append(f"{_place(row)}: {words}")
-    text += [f"{_place(row)}: not read: {row['why']}" for row in found["not_read"]]
-    uses, files = found["names"], len({row["file"] for row in found["names"]})
-    words = f"uses of removed names: {len(uses) or 'none'}; files: {found['files']}"
-    words += f", {files} with such names" * bool(uses)
-    words += f", not read: {len(found['not_read'])}" * bool(found["not_read"])
-    return [*text, f"{found['asked']}: {words} ({found['seconds']:.1f} s)"]
+    for row in report["names"]:
+        name = Removed(row["name"], row["removed_in"], row["instead"])
+        text.append(f"{_place(row)}: {name}")
+    text += [f"{_place(row)}: not read: {row['why']}" for row in report["not_read"]]
+    uses, files = report["names"], len({row["file"] for row in report["names"]})
+    sums = f"uses of removed names: {len(uses) or 'none'}; files: {report['files']}"
+    sums += f", {files} with such names" * bool(uses)
+    sums += f", not read: {len(report['not_read'])}" * bool(report["not_read"])
+    return [*text, f"{report['asked']}: {sums} ({report['seconds']:.1f} s)"]
 
 
 def _place(row: dict[str, Any]) -> str:
@@ -90,8 +88,8 @@ def _files(top: Path, unread: Rows) -> Iterator[Path]:
         return
     for folder, folders, files in os.walk(top, onerror=note):
         inside = Path(folder)
-        kept = [f for f in folders if not (inside / f / "pyvenv.cfg").exists()]
-        folders[:] = sorted(set(kept) - SKIPPED)
+        environments = {f for f in folders if (inside / f / "pyvenv.cfg").exists()}
+        folders[:] = sorted(set(folders) - environments - SKIPPED)
         yield from (inside / f for f in sorted(files) if f.endswith((".py", ".ipynb")))
 
 
@@ -137,7 +135,7 @@ def _parsed(source: str | bytes) -> ast.Module:
 def _names(path: Path, source: bytes, unread: Rows) -> Rows:
     """Finds the removed names in a file; its cells share their variables."""
     cells = _cells(source) if path.suffix == ".ipynb" else [(0, source)]
-    whole, starts, place = ast.Module([], []), [], {"file": str(path)}
+    module, starts, place = ast.Module([], []), [], {"file": str(path)}
     start = 0
     for number, text in cells:
         starts.append((start, number))
@@ -147,10 +145,10 @@ def _names(path: Path, source: bytes, unread: Rows) -> Rows:
             why, line = error.args
             unread.append({**place, "cell": number, "line": line, "why": why})
         else:
-            whole.body += ast.increment_lineno(tree, start).body
+            module.body += ast.increment_lineno(tree, start).body
             start += len(text.splitlines()) + 1
     rows = []
-    for line, name in sorted(removed_names(whole)):
+    for line, name in sorted(removed_names(module)):
         start, number = starts[bisect.bisect(starts, (line, 0)) - 1]
         rows.append(
             {**place, "cell": number, "line": line - start}

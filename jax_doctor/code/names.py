@@ -310,15 +310,15 @@ def _table() -> dict[str, Removed]:
     """Reads the lines: removed names by their path."""
     table = {}
     for line in filter(None, NAMES.split("\n")):
-        left, _, instead = line.partition(" =")
-        version, _, names = left.partition(" ")
+        names, _, instead = line.partition(" =")
+        version, _, names = names.partition(" ")
         module, colon, names = names.partition(": ")
         package = "dm-haiku" if module.startswith("haiku") else module
         package = package.removeprefix("import ").partition(".")[0]
         for name in names.split() or [""]:
             path = f"{module}.{name}".removesuffix(".")
-            words = instead.strip().replace("{}", name)
-            table[path] = Removed(path, f"{package} {version}", words)
+            advice = instead.strip().replace("{}", name)
+            table[path] = Removed(path, f"{package} {version}", advice)
     return table
 
 

@@ -12,7 +12,7 @@ SCOPES = (*FUNCTIONS, ast.ClassDef, *COMPREHENSIONS)
 MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 VERSION = re.compile(r"(?i)jax.*version|__version(_info)?__")
 PACKAGES = ("jax", "haiku", "optax")  # And jaxlib.
-NAMED = (*FUNCTIONS[:2], ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+BINDERS = (*FUNCTIONS[:2], ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 Paths = dict[str, str]  # Of modules and what they hold, by the variable bound to them.
 
 
@@ -23,17 +23,17 @@ def removed_names(tree: ast.Module) -> set[tuple[int, Removed]]:
     version, is no finding, nor is a name that the module itself puts back.
     """
     guarded = _guarded(tree)
-    found, put_back = set(), set()
+    uses, restored = set(), set()
     paths = _bound(tree.body, {}, guarded)
-    waiting: list[tuple[ast.AST, Paths]] = [(node, paths) for node in tree.body]
-    while waiting:
-        node, paths = waiting.pop()
-        waiting += _inside(node, paths, guarded)
+    stack: list[tuple[ast.AST, Paths]] = [(node, paths) for node in tree.body]
+    while stack:
+        node, paths = stack.pop()
+        stack += _inside(node, paths, guarded)
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            put_back.add(_path(node, paths))
+            restored.add(_path(node, paths))
         elif id(node) not in guarded:
-            found.update(_uses(node, paths))
-    return {(line, row) for line, row in found if row.name not in put_back}
+            uses.update(_uses(node, paths))
+    return {(line, row) for line, row in uses if row.name not in restored}
 
 
 def _uses(node: ast.AST, paths: Paths) -> Iterator[tuple[int, Removed]]:
@@ -109,31 +109,30 @@ def _inside(
 
 def _bound(nodes: Iterable[ast.AST], outer: Paths, guarded: set[int]) -> Paths:
     """Variables that a scope sees, without those that it binds to something else."""
-    imports, others, aliases = {}, set(), []
-    waiting = list(nodes)[::-1]
-    while waiting:
-        node = waiting.pop()
+    imports, variables, aliases = {}, set(), []
+    stack = list(nodes)[::-1]
+    while stack:
+        node = stack.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            others.update(name.asname or name.name for name in node.names)
-            bound = dict(_bindings(node))
-            old = {name for name, path in bound.items() if _row(path)}
-            for name in bound.keys() - (old if id(node) in guarded else set()):
-                imports[name] = bound[name]
+            variables.update(name.asname or name.name for name in node.names)
+            for name, path in _bindings(node):
+                if id(node) not in guarded or not _row(path):
+                    imports[name] = path
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = getattr(node, "targets", None) or [node.target]
-            named = [target.id for target in targets if isinstance(target, ast.Name)]
-            aliases += [(name, node.value) for name in named]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            aliases += [(name, node.value) for name in names]
         elif isinstance(node, ast.Global | ast.Nonlocal):
-            others.difference_update(node.names)
-        elif isinstance(node, NAMED):
-            others.add(node.name)
+            variables.difference_update(node.names)
+        elif isinstance(node, BINDERS):
+            variables.add(node.name)
         elif isinstance(node, ast.arg):
-            others.add(node.arg)
+            variables.add(node.arg)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            others.add(node.id)
+            variables.add(node.id)
         if not isinstance(node, SCOPES):
-            waiting += list(ast.iter_child_nodes(node))[::-1]
-    paths = {name: path for name, path in outer.items() if name not in others} | imports
+            stack += list(ast.iter_child_nodes(node))[::-1]
+    paths = {name: outer[name] for name in outer.keys() - variables} | imports
     for name, value in aliases:
         if name not in imports and (path := _path(value, outer | imports)):
             paths[name] = path
@@ -144,44 +143,43 @@ def _guarded(tree: ast.Module) -> set[int]:
     """Identities of the nodes that run under a condition on what JAX has."""
     guarded, nodes = set(), list(ast.walk(tree))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    bound = [binding for node in imports for binding in _bindings(node)]
-    known = {variable for variable, path in bound if path.startswith(PACKAGES)}
+    bindings = [binding for node in imports for binding in _bindings(node)]
+    modules = {variable for variable, path in bindings if path.startswith(PACKAGES)}
     for node in nodes:
-        held = []
+        block = []
         if isinstance(node, ast.Try) and any(_catches(h.type) for h in node.handlers):
-            held = [*node.body, *node.handlers]
+            block = [*node.body, *node.handlers]
         elif isinstance(node, ast.With):  # Such as contextlib.suppress(ImportError).
-            held = (
-                node.body if any(_catches(i.context_expr) for i in node.items) else []
-            )
+            catches = any(_catches(item.context_expr) for item in node.items)
+            block = node.body if catches else []
         elif isinstance(node, FUNCTIONS[:2]):
-            held = _after_return(node.body, known)
+            block = _after_return(node.body, modules)
         elif isinstance(node, ast.If | ast.IfExp | ast.BoolOp):
-            held = [node] if _asks(getattr(node, "test", node), known) else []
-        guarded.update(id(inner) for part in held for inner in ast.walk(part))
+            block = [node] if _asks(getattr(node, "test", node), modules) else []
+        guarded.update(id(inner) for outer in block for inner in ast.walk(outer))
     return guarded
 
 
-def _after_return(body: list[ast.stmt], known: set[str]) -> list[ast.stmt]:
+def _after_return(body: list[ast.stmt], modules: set[str]) -> list[ast.stmt]:
     """Statements behind a condition that returns where JAX has what it asks for."""
     for i, node in enumerate(body):
         returns = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return)
-        if returns and _asks(node.test, known):
+        if returns and _asks(node.test, modules):
             return body[i:]
     return []
 
 
-def _catches(what: ast.expr | None) -> bool:
-    names = ast.walk(what) if what else ()
+def _catches(exceptions: ast.expr | None) -> bool:
+    names = ast.walk(exceptions) if exceptions else ()
     return any(isinstance(name, ast.Name) and name.id in MISSING for name in names)
 
 
-def _asks(test: ast.expr, known: set[str]) -> bool:
-    """True if a condition asks for a version, or for a name of a known module."""
+def _asks(test: ast.expr, modules: set[str]) -> bool:
+    """True if a condition asks for a version, or for a name of one of these modules."""
     for node in ast.walk(test):
         if VERSION.search(getattr(node, "id", "") or getattr(node, "attr", "")):
             return True
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr":
             owner = {getattr(n, "id", "") for arg in node.args for n in ast.walk(arg)}
-            return bool(owner & known)
+            return bool(owner & modules)
     return False

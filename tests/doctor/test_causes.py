@@ -101,7 +101,7 @@ ERRORS = [
     ("A04", CARD, dist(jaxlib="0.9.0"), {}),
     ("A04", CARD, dist(jaxlib="0.13.0"), {}),
     ("A05", CARD, dist(jaxlib=None), {}),
-    ("A05", BARE, dist(jax=None, jaxlib=None), {"asked": "cpu"}),
+    ("A05", BARE, dist(jax=None, jaxlib=None), {"spec": "cpu"}),
     ("A06", CARD, dist(nvidia_cudnn_cu13=None), {}),
     ("A06", CARD, lambda m: m.remove("/site/site-packages/nvidia/x/lib/libcudnn.so.9"),
      {}),
@@ -124,7 +124,7 @@ ERRORS = [
                                      "could not be loaded\nImportError: triton")),
     ("A13", CARD, both(dist(jax="0.4.30", jaxlib="0.4.30", dm_haiku="0.0.13"),
                        lambda m: m.fields.update(requires={})), {}),
-    ("A13", BARE, None, {"jax": jax_result(returncode=-11), "asked": "cpu"}),
+    ("A13", BARE, None, {"jax": jax_result(returncode=-11), "spec": "cpu"}),
     ("A14", CARD, conda, {}),
     ("A15", CARD, lambda m: m.fields.update(python=(3, 11, 9)), {}),
     ("A15", CARD, dist(numpy="1.26.4"), {}),
@@ -166,7 +166,7 @@ ERRORS = [
     ("A34", CARD, env(JAX_CUDA_VISIBLE_DEVICES="MIG-1b2c"), {}),
     ("A35", BARE, amd, {}),
     ("A35", BARE, lambda m: amd(m, may_write=False), {}),
-    ("A36", BARE, dist(jax_metal="0.1.1"), {"asked": "auto"}),
+    ("A36", BARE, dist(jax_metal="0.1.1"), {"spec": "auto"}),
     ("A37", CARD, None, ran(("matmul", "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))),
     ("A40", BARE, env(JAX_PLATFORMS="cuda"), {}),
     ("A41", CARD, env(JAX_PLATFORMS="gpu"), {}),
@@ -176,8 +176,8 @@ ERRORS = [
     ("A43", CARD, env(JAX_PLATFORMS="cpu"), {}),
     ("A44", CARD, env(JAX_PLATFORMS="cuda, cpu"), {}),
     ("A44", CARD, env(JAX_PLATFORMS="cuda,"), {}),
-    ("A44", BARE, env(JAX_PLATFORMS="tpu, cpu"), {"asked": "tpu"}),
-    ("A45", BARE, env(JAX_PLATFORM_NAME="gpu"), {"asked": "cpu"}),
+    ("A44", BARE, env(JAX_PLATFORMS="tpu, cpu"), {"spec": "tpu"}),
+    ("A45", BARE, env(JAX_PLATFORM_NAME="gpu"), {"spec": "cpu"}),
     ("A45", CARD, env(JAX_PLATFORM_NAME="cpu"), {}),
     ("A47", CARD, env(XLA_PYTHON_CLIENT_ALLOCATOR="bogus"), {}),
     ("A47", CARD, env(XLA_CLIENT_MEM_FRACTION="half"), {}),
@@ -187,15 +187,15 @@ ERRORS = [
      failed_start("F... Unknown flag in XLA_FLAGS: --xla_gpu_bogus=1")),
     ("A51", CARD, env(XLA_FLAGS="xla_foo=1"), {}),
     ("A52", CARD, env(JAX_ENABLE_X64="maybe"), {}),
-    ("A52", BARE, env(JAX_NUM_CPU_DEVICES="eight"), {"asked": "cpu"}),
-    ("A56", BARE, None, {"asked": "tpu"}),
-    ("A56", BARE, env(JAX_PLATFORMS="tpu,cpu"), {"asked": "auto"}),
+    ("A52", BARE, env(JAX_NUM_CPU_DEVICES="eight"), {"spec": "cpu"}),
+    ("A56", BARE, None, {"spec": "tpu"}),
+    ("A56", BARE, env(JAX_PLATFORMS="tpu,cpu"), {"spec": "auto"}),
     ("A61", CARD, None, ran(("matmul", "RESOURCE_EXHAUSTED: Out of memory"))),
     ("A63", CARD, None, ran(("convolution", DNN), errors="Memory usage: 1048576 bytes "
                             "free, 85899345920 bytes total.")),
     ("A90", CARD, None, ran(("round trip", "wrong values: [0. 0.] and not [1. 2.]"))),
-    ("A120", BARE, None, {"jax": WRONG_SUM, "asked": "cpu"}),
-    ("A120", BARE, None, {"jax": CRASHED_SUM, "asked": "auto"}),
+    ("A120", BARE, None, {"jax": WRONG_SUM, "spec": "cpu"}),
+    ("A120", BARE, None, {"jax": CRASHED_SUM, "spec": "auto"}),
     ("A121", CARD, None, ran(("square root", "wrong values: [0.] and not [22.627]"))),
     ("A00", CARD, None, {"driver": HEALTHY, "jax": jax_result("cpu")}),
 ]  # fmt: skip
@@ -206,7 +206,7 @@ WARNINGS = [
                        env(LD_LIBRARY_PATH="/opt/cuda")), {}),
     ("A16", CARD, maps, {}),
     ("A17", CARD, dist(nvidia_cuda_nvcc=None), {}),
-    ("A17", CARD, lambda m: m.fields.update(ptxas="12.4"), {}),
+    ("A17", CARD, lambda m: m.fields.update(ptxas=lambda: "12.4"), {}),
     ("A19", CARD, dist(jaxline="0.0.8"), ran(("matmul", ""))),
     ("A21", CARD, lambda m: m.remove("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), {}),
     ("A24", CARD, both(lambda m: m.file("/usr/local/cuda/compat/libcuda.so.1"),
@@ -221,7 +221,7 @@ WARNINGS = [
     ("A58", CARD, env(JAX_PLATFORM="cuda"), {}),
     ("A108", CARD, both(lambda m: m.file("/dev/nvidia1"), dist(nvidia_nccl_cu13=None)),
      {}),
-    ("A120", BARE, None, {"jax": jax_result("cpu"), "sums": WRONG_SUM, "asked": "cpu"}),
+    ("A120", BARE, None, {"jax": jax_result("cpu"), "sums": WRONG_SUM, "spec": "cpu"}),
 ]  # fmt: skip
 
 
@@ -465,7 +465,7 @@ def follow(m, fix):
 
 PLATFORMS = ["cpu", "cpu,cuda", "gpu", "CUDA", "cuda", "cuda,cpu", "cuda, cpu", "cuda,"]
 FIXED = ERRORS + [
-    ("A4", fixture, env(JAX_PLATFORMS=value), {"asked": asked})
+    ("A4", fixture, env(JAX_PLATFORMS=value), {"spec": asked})
     for fixture in (BARE, CARD)
     for asked in ("gpu", "auto", "tpu")
     for value in (*PLATFORMS, "tpu, cpu", "cpu,tpu")
