@@ -24,11 +24,8 @@ LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # that ends with the last step.
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
-# Keys that later versions added.
-LATER = ("init_from", "loop", "step", "writers", "early_stop", "compat")
-LATER += ("reduce_dtype", "sharding")
-# Keys of `finetuning` that earlier versions had: they changed no number.
-RETIRED = {"features", "features_dir"}
+# Keys that earlier versions had: they changed no number.
+RETIRED = {"config.finetuning.features", "config.finetuning.features_dir"}
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -192,25 +189,24 @@ def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Adds keys that came later to a saved config; an empty one stays empty."""
-    if not values:
-        return values
-    defaults = to_dict(default_config())
-    keys = ("finetuning", "optimizer")
-    tuning = values.get("finetuning", {})
-    parts = {f"config.{key}": values.get(key, {}) for key in keys}
-    if isinstance(tuning, dict):
-        parts["config.finetuning.lora"] = tuning.get("lora", {})
-    for key, part in parts.items():
-        if not isinstance(part, dict):
-            raise ConfigError(f"{key}={part!r}; it must have its own keys")
-    nested = {key: defaults[key] | values.get(key, {}) for key in keys}
-    lora = defaults["finetuning"]["lora"] | nested["finetuning"]["lora"]
-    nested["finetuning"]["lora"] = lora
-    nested["finetuning"] = {
-        key: x for key, x in nested["finetuning"].items() if key not in RETIRED
+    """Adds keys that came later to a saved config, and drops those that are retired.
+
+    An empty one stays empty. A new key's default is what runs did before it, so that
+    `default_config` is the one list. Raises `ConfigError` for a value instead of keys.
+    """
+    return _merged(to_dict(default_config()), values, "config") if values else values
+
+
+def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}={values!r}; it must have its own keys")
+    nested = {
+        key: _merged(default, values[key], f"{name}.{key}")
+        for key, default in defaults.items()
+        if isinstance(default, dict) and key in values and key not in NAMED
     }
-    return {key: defaults[key] for key in LATER} | values | nested
+    merged = defaults | values | nested
+    return {k: v for k, v in merged.items() if f"{name}.{k}" not in RETIRED}
 
 
 def check(config: config_dict.ConfigDict) -> None:

@@ -23,17 +23,20 @@ def test_saved_and_read_again_it_is_the_same(tmp_path):
 
 def test_a_config_from_before_a_key_means_what_it_meant(tmp_path):
     values = config.to_dict(default_config())
-    later = ("init_from", "finetuning", "loop", "step", "reduce_dtype")
-    older = {k: v for k, v in values.items() if k not in later}
+    assert config.completed({}) == {}
+    for path in config.flatten(values):
+        *parents, key = path.split(".")
+        if parents and parents[0] in config.NAMED:
+            continue  # A function's own.
+        keys = older = copy.deepcopy(values)
+        for parent in parents:
+            keys = keys[parent]
+        del keys[key]
+        assert config.completed(older) == values, path
+    older = {k: v for k, v in values.items() if k not in ("finetuning", "optimizer")}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(older))
     assert config.to_dict(config.load(path)) == values
-    assert config.completed(older) == values
-    del (older := copy.deepcopy(values))["finetuning"]["lora"]["axes"]
-    assert config.completed(older) == values
-    del (older := copy.deepcopy(values))["optimizer"]["mu_dtype"]
-    assert config.completed(older) == values
-    assert config.completed({}) == {}
 
 
 def test_keys_that_earlier_versions_had_are_left_out():
@@ -41,6 +44,15 @@ def test_keys_that_earlier_versions_had_are_left_out():
     older = copy.deepcopy(values)
     older["finetuning"] |= {"features": "head", "features_dir": "runs/features"}
     assert config.completed(older) == values
+
+
+@pytest.mark.parametrize("key", ["finetuning", "finetuning.lora", "optimizer"])
+def test_a_value_instead_of_keys_is_one_sentence(key):
+    values = config.to_dict(default_config())
+    *parents, last = key.split(".")
+    (values[parents[0]] if parents else values)[last] = 3
+    with pytest.raises(ConfigError, match=f"config.{key}=3; it must have its own keys"):
+        config.completed(values)
 
 
 def test_differences_name_every_key_that_changed():
