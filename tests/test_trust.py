@@ -231,7 +231,7 @@ WALK = """
 import json, pkgutil, sys, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
-import haiku, jax, optax, orbax.checkpoint, tensorboardX  # What a command has.
+import haiku, jax, optax, orbax.checkpoint  # What a command has.
 import haiku_text.data, haiku_text.models, haiku_text.tasks
 from haiku_template import config, trust
 from haiku_template.training import experiment

@@ -1,5 +1,7 @@
 """Metrics on disk: one JSON object a line, and TensorBoard events."""
 
+import ctypes
+import functools
 import json
 import logging
 import math
@@ -9,10 +11,6 @@ import struct
 import time
 from pathlib import Path
 from typing import Any
-
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
 
 from haiku_template.bounded import contents, parse
 from haiku_template.storage.files import Note, dispensable
@@ -24,6 +22,9 @@ from haiku_template.storage.workdir import (
 )
 
 logger = logging.getLogger(__name__)
+# Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
+WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
+VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5
 
 
 class MetricsWriter:
@@ -37,36 +38,77 @@ class MetricsWriter:
     def __init__(self, workdir: Path, start: int) -> None:
         path, self._lines = workdir / METRICS, None
         with dispensable(path):
-            kept = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
-            write_atomically(path, "".join(f"{line}\n" for line in kept))
+            lines = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
+            write_atomically(path, "".join(f"{line}\n" for line in lines))
             self._lines = Note(path)
-        # Not tensorboardX's own writer: its thread ends at the first error, and who
-        # then adds to its queue waits for ever.
         file = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
         self._events = Note(workdir / TENSORBOARD / file, "ab")
-        self._event(file_version="brain.Event:2")
+        self._events.write(event(FILE_VERSION, b"brain.Event:2"))
         if start:  # TensorBoard leaves out what it has read of later steps.
-            self._event(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+            starts = _number(1, VARINT) + _number(1)  # SessionLog.START.
+            self._events.write(event(SESSION_LOG, starts, start + 1))
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line: `step` and the metrics, in full precision; null for NaN."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         if self._lines is not None:
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
-        self._event(step=step, summary=Summary(value=values))
+        self._events.write(event(SUMMARY, summary(metrics), step))
 
     def close(self) -> None:
         """Closes the files."""
         for note in filter(None, (self._lines, self._events)):
             note.close()
 
-    def _event(self, **fields: Any) -> None:
-        """Writes a TensorBoard record: length and data, each with a checksum."""
-        data = Event(wall_time=time.time(), **fields).SerializeToString()
-        parts = struct.pack("<Q", len(data)), data
-        sums = (struct.pack("<I", masked_crc32c(part)) for part in parts)
-        self._events.write(b"".join(map(operator.add, parts, sums)))
+
+def event(field: int, contents: bytes, step: int = 0) -> bytes:
+    """Encodes an `Event` as a record of a TFRecord file: length, data, checksums."""
+    data = _number(WALL_TIME, DOUBLE) + struct.pack("<d", time.time())
+    if step:
+        data += _number(STEP, VARINT) + _number(step)
+    data += _sized(field, contents)
+    length = struct.pack("<Q", len(data))
+    return length + _checksum(length) + data + _checksum(data)
+
+
+def summary(metrics: dict[str, float]) -> bytes:
+    """Encodes a `Summary` of scalars, each a tag and a float32 (infinite if large)."""
+    values = [
+        _sized(1, tag.encode()) + _number(2, FLOAT) + bytes(ctypes.c_float(value))
+        for tag, value in metrics.items()
+    ]
+    return b"".join(_sized(1, value) for value in values)
+
+
+def _sized(field: int, contents: bytes) -> bytes:
+    return _number(field, BYTES) + _number(len(contents)) + contents
+
+
+def _number(number: int, kind: int | None = None) -> bytes:
+    """Encodes a varint: seven bits a byte. With a kind it is a field's number."""
+    if kind is not None:
+        number = number << 3 | kind
+    if number < 0x80:
+        return bytes([number])
+    return bytes([number & 0x7F | 0x80]) + _number(number >> 7)
+
+
+def _checksum(data: bytes) -> bytes:
+    """CRC-32C, masked as TensorFlow masks it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _crc_table()[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    masked = (crc >> 15 | crc << 17) + 0xA282EAD8
+    return struct.pack("<I", masked & 0xFFFFFFFF)
+
+
+@functools.cache
+def _crc_table() -> list[int]:
+    table = [*range(256)]
+    for _ in range(8):
+        table = [crc >> 1 ^ (crc & 1) * 0x82F63B78 for crc in table]
+    return table
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -82,7 +124,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Parses the lines; a kill cuts off the last one, and a disk may damage any."""
     if not path.exists():
         return []
-    rows, lost = [], []
+    rows, damaged = [], []
     text = contents(path, MOST_METRICS).decode("utf-8", "replace")
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
@@ -90,7 +132,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             row = parse(line, dict)
             rows.append({"step": operator.index(row["step"])} | row)
         except (ValueError, TypeError, KeyError):
-            lost.append(number)
-    if lost and lost != [len(lines)]:
-        logger.warning("%s: lines %s are damaged, and left out", path, lost)
+            damaged.append(number)
+    if damaged and damaged != [len(lines)]:
+        logger.warning("%s: lines %s are damaged, and left out", path, damaged)
     return rows
