@@ -1,7 +1,5 @@
 """State that a run begins with: its newest checkpoint, or the first."""
 
-import functools
-
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.storage import Checkpoints
@@ -32,8 +30,7 @@ def restored_or_first(
             f"{num_steps}; a run does not go back: use another --workdir"
         )
     if start:
-        read = functools.partial(checkpoints.restore, start)
-        saved = trainer.devices.load(read, trainer.abstract.saved(), trainer.layout)
+        saved = checkpoints.restore(start, trainer.abstract.saved())
         state = TrainState(**saved, frozen=trainer.frozen())
     else:
         state = trainer.init()

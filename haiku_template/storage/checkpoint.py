@@ -7,17 +7,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import checkpoint_manager
-from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
-from orbax.checkpoint.path import step as steps
+import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.config import differences
@@ -27,11 +23,10 @@ from haiku_template.storage import workdir as workdirs
 
 logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
-UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are whole.
-METRICS, STEP = "metrics/metrics", "step"  # In a checkpoint; and a field of a state.
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
+STATE, METRICS = "state", "metrics"  # Folders in a checkpoint.
+STEP = "step"  # Field of a state.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
-# TensorStore never frees the names in its metrics, for which Orbax asks at each save.
-tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 
 
@@ -66,46 +61,28 @@ class Checkpoints:
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
         self._saves = jax.process_index() == 0  # Others have a link to what it saves.
         self.directory = directory.absolute() if self._saves else directory.resolve()
-        self._metric, self._highest, self._run = best_metric, best_mode == "max", run
-        self._saving: Any = None  # Orbax's response to the last save.
-        self._trusted = False  # True once a save was read back.
-        context = _context()
-        # Otherwise the first save compiles a slice for each device and shape.
-        context.array.saving.use_replica_parallel = False
-        kept = ocp.training.preservation_policies
-        best = SimpleNamespace(
-            should_preserve=lambda found, context: [
-                x.step in self.best_first(found)[:keep_best] for x in found
-            ]
-        )
-        self.policies = [kept.LatestN(keep_last), best]
-        try:
-            # Orbax's own cleanup is a thread that a start which fails would outrun.
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._metric, self._sign = best_metric, -1 if best_mode == "max" else 1
+        self._run = run
+        self._is_saving = self._is_trusted = False  # Trusted once a save was read back.
+        with _faults(f"{self.directory} cannot be used"):
             if cleanup and self._saves:
                 _remove_unfinished(self.directory)
-            if jax.process_count() > 1:
-                # Orbax refuses to make a folder for some of the processes.
-                self.directory.mkdir(parents=True, exist_ok=True)
-                checkpoint_manager._create_root_directory = lambda *_, **__: None
-                # It would ask for a signal as well, which `StopSignals` does.
-                checkpoint_manager.utils.reached_preemption = lambda _: False
-            self._checkpointer = ocp.training.Checkpointer(
-                self.directory,
-                preservation_policy=kept.AnyPreservationPolicy(self.policies),
-                step_name_format=_Committed(),
-                context=context,
-            )
-        except (OSError, ValueError) as error:
-            raise StorageError(f"{self.directory} cannot be used: {error}") from error
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._checkpointer = _checkpointer()
 
-    def best_first(self, found: Sequence[Any]) -> list[int]:
+    def best_first(self, metrics: dict[int, dict[str, float]]) -> list[int]:
         """Steps whose metric is a number, the best first and of equals the earlier."""
-        sign = -1 if self._highest else 1
-        known = [
-            (x.metrics.get(self._metric, math.nan), x.step) for x in found if x.metrics
+        ranks = [
+            (self._sign * values.get(self._metric, math.nan), step)
+            for step, values in metrics.items()
         ]
-        ranks = [(sign * value, step) for value, step in known if math.isfinite(value)]
-        return [step for _, step in sorted(ranks)]
+        return [step for rank, step in sorted(x for x in ranks if math.isfinite(x[0]))]
+
+    def preserved(self, metrics: dict[int, dict[str, float]]) -> set[int]:
+        """Steps that stay on disk, of those with these metrics: newest and best."""
+        newest = sorted(metrics, reverse=True)[: self._keep_last]
+        return {*newest, *self.best_first(metrics)[: self._keep_best]}
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -114,18 +91,22 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):
-                self._checkpointer.close()  # It has nothing to add.
+            self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, upwards."""
-        return [found.step for found in self._checkpointer.checkpoints]
+        """Steps that have a checkpoint on disk, upwards."""
+        return workdirs.saved_steps(self.directory)
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of each step on disk; {} for one that was not evaluated."""
+        return {step: _metrics(self.directory / str(step)) for step in self.steps}
 
     @property
     def evaluated(self) -> list[int]:
         """Steps that were evaluated before they were saved, upwards."""
-        return [x.step for x in self._checkpointer.checkpoints if x.metrics]
+        return [step for step, values in self.metrics.items() if values]
 
     @property
     def latest(self) -> int | None:
@@ -135,7 +116,7 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """Best step by the metric; None when none was evaluated."""
-        return next(iter(self.best_first(self._checkpointer.checkpoints)), None)
+        return next(iter(self.best_first(self.metrics)), None)
 
     def check_metric(self, metrics: dict[str, float]) -> None:
         """Raises `StorageError` unless `best_metric` is among the metrics."""
@@ -155,74 +136,91 @@ class Checkpoints:
         Raises:
           StorageError: this save, or the one before it, failed.
         """
-        if not self._saves or step in self.steps:
+        if not self._saves:
             return
         self.wait()
-        if jax.process_count() > 1:
-            # Of JAX's arrays Orbax would wait for the other processes.
-            state = jax.tree.map(np.asarray, state)
-        held = {"run": self._run, "step": step}
+        if step in self.steps:
+            return
+        # Why: docs/decisions/storage.md#host-arrays
+        state = _on_host(state)
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state), metrics=ocp.args.JsonSave(metrics or {})
+        )
+        ids = {"run": self._run, "step": step}
         with _faults(f"step {step} could not be saved in {self.directory}"):
-            self._saving = self._checkpointer.save_async(
-                step, state, metrics=metrics, custom_metadata=held, force=True
-            )
-        if not self._trusted:
+            folder = self.directory / str(step)
+            self._checkpointer.save(folder, args=items, custom_metadata=ids)
+        self._is_saving = True
+        if not self._is_trusted:
             self.wait()
             self._read_back(step, state)
-            self._trusted = True
+            self._is_trusted = True
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises `StorageError` if it failed."""
-        saving, self._saving = self._saving, None
+        """Waits until the last save is on disk, and removes what it replaces.
+
+        Raises:
+          StorageError: the save failed.
+        """
         with _faults(f"the last checkpoint in {self.directory} was not finished"):
-            if saving is not None:
-                saving.result()  # Its event loop and thread would stay otherwise.
-            self._checkpointer.wait()
+            self._checkpointer.wait_until_finished()
+            if self._is_saving:
+                metrics = self.metrics
+                for step in metrics.keys() - self.preserved(metrics):
+                    _remove(self.directory / str(step))
+        self._is_saving = False
 
     def _read_back(self, step: int, state: dict[str, Any]) -> None:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
         sizes = {k: sum(x.nbytes for x in jax.tree.leaves(v)) for k, v in state.items()}
-        part = min(filter(sizes.get, sizes), key=sizes.__getitem__)
-        found = self.restore(step, state[part], part)
-        same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), found, state[part])
+        field = min(filter(sizes.get, sizes), key=sizes.__getitem__)
+        arrays = self.restore(step, state[field], field)
+        same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), arrays, state[field])
         if not jax.tree.all(same):
             raise StorageError(
                 f"the checkpoint of step {step} in {self.directory} was read back, and "
-                f"its {part} is not what was saved"
+                f"its {field} is not what was saved"
             )
 
     def restore(
         self,
         step: int,
         abstract: Any,
-        part: str | None = None,
+        field: str | None = None,
         skip: Collection[str] = (),
     ) -> Any:
         """Restores the state of `step` straight to its devices.
 
         `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices:
-        of the whole state, or of its field `part`, such as `params`, less the leaves
+        of the complete state, or of one `field`, such as `params`, less the leaves
         (`module/name`) in `skip`.
 
         Raises:
           StorageError: no such step, a damaged checkpoint, or one of another structure:
             lists the leaves that differ. Nothing is loaded then.
         """
-        saved, context = self.saved(step), _context()
-        _check_fits(step, saved[part] if part else saved, abstract, skip)
-        context.pytree.loading.partial_load = part is not None
-        tree = abstract if part is None else {part: abstract}
-        if counts := getattr(saved.get(STEP), "shape", None) == ():
+        saved = self.saved(step)
+        _check_fits(step, saved[field] if field else saved, abstract, skip)
+        tree = {field: abstract} if field else abstract
+        has_step = getattr(saved.get(STEP), "shape", None) == ()
+        if has_step:
             tree = tree | {STEP: tree.get(STEP, np.zeros((), saved[STEP].dtype))}
-        with self._damage_as_error(step), context:
-            state = self._checkpointer.load(step, tree)
-        if counts and (there := int(np.asarray(state[STEP]))) != step:
+        args = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,
+        )
+        with self._damage_as_error(step):
+            items = ocp.args.Composite(state=args)
+            folder = self.directory / str(step)
+            state = self._checkpointer.restore(folder, args=items)[STATE]
+        if has_step and (saved_step := int(np.asarray(state[STEP]))) != step:
             raise StorageError(
                 f"{self.directory / str(step)} is not the checkpoint that its name "
-                f"says: its arrays are of step {there}, put there from another; move "
-                f"it away, and those that are left in {self.directory} count"
+                f"says: its arrays are of step {saved_step}, put there from another; "
+                f"move it away, and those that are left in {self.directory} count"
             )
-        return state if part is None else state[part]
+        return state[field] if field else state
 
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
@@ -237,19 +235,19 @@ class Checkpoints:
             )
         with self._damage_as_error(step):
             _check_files(self.directory / str(step))
-            found = self._checkpointer.metadata(step)
-            if found.metadata is None:
+            listing = self._checkpointer.metadata(self.directory / str(step))
+            if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
-        held = found.custom_metadata or {}
-        ours = self._run in (None, held.get("run"))
-        if not ours or held.get("step") != step:
+        ids = listing.custom_metadata or {}
+        is_of_run = self._run in (None, ids.get("run"))
+        if not is_of_run or ids.get("step") != step:
             raise StorageError(
                 f"{self.directory / str(step)} is not the checkpoint that its name "
-                f"says: it is of step {held.get('step')} of "
-                f"{'this' if ours else 'another'} run; move it away, and those that "
-                f"are left in {self.directory} count"
+                f"says: it is of step {ids.get('step')} of "
+                f"{'this' if is_of_run else 'another'} run; move it away, and those "
+                f"that are left in {self.directory} count"
             )
-        return found.metadata
+        return state.tree
 
     def _damage_as_error(self, step: int) -> contextlib.AbstractContextManager[None]:
         return quiet(f"the checkpoint of step {step} in {self.directory} is damaged")
@@ -297,33 +295,64 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     return step
 
 
-def _context() -> Any:
-    """Options of Orbax, to whom each process is the only one."""
-    context, index = ocp.Context(), jax.process_index()
-    if jax.process_count() == 1:
-        return context
-    context.multiprocessing.primary_host = index
-    context.multiprocessing.active_processes = {index}
-    context.multiprocessing.barrier_sync_key_prefix = f"process_{index}"
-    return context
+def _checkpointer() -> ocp.AsyncCheckpointer:
+    """Makes Orbax's checkpointer, to which each process is the only one."""
+    processes = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        index = jax.process_index()
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=index,
+            active_processes={index},
+            barrier_sync_key_prefix=f"process_{index}",
+        )
+    arrays = ocp.type_handlers.create_type_handler_registry(
+        # Copies of the state, which nobody changes.
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
+    state = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, multiprocessing_options=processes, type_handler_registry=arrays
+    )
+    metrics = ocp.JsonCheckpointHandler(METRICS, multiprocessing_options=processes)
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+            state=state,
+            metrics=metrics,
+        ),
+        multiprocessing_options=processes,
+    )
 
 
 @contextlib.contextmanager
 def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]:
     """Turns what Orbax raises into one sentence, and silences its log."""
-    _ignore_abandoned_reads()
-    orbax = logging.getLogger("absl")
+    orbax, report = logging.getLogger("absl"), sys.unraisablehook
     level = orbax.level
     orbax.setLevel(logging.CRITICAL)
+    # Why: docs/decisions/patches.md#abandoned-reads
+    sys.unraisablehook = functools.partial(_report_unabandoned, report)
     try:
         yield
+        sys.unraisablehook = report
     except Exception as error:
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        words = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
-        raise kind(f"{sentence}: {words}") from error
+        cause = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
+        raise kind(f"{sentence}: {cause}") from error
     finally:
         orbax.setLevel(level)
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    return "never retrieved" not in record.getMessage()
+
+
+def _report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
+    """Reports no read that goes on after Orbax gave up a damaged checkpoint."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        report(unraisable)
 
 
 @contextlib.contextmanager
@@ -332,6 +361,14 @@ def _faults(sentence: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as error:
         raise StorageError(f"{sentence}: {error}") from error
+
+
+def _on_host(state: Any) -> Any:
+    """Copies arrays to NumPy's, all at once."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+    return jax.tree.map(np.asarray, state)
 
 
 def _bytes(array: jax.Array) -> bytes:
@@ -355,36 +392,26 @@ def _remove_unfinished(directory: Path) -> None:
             )
 
 
-class _Committed(type(steps.standard_name_format())):
-    """Checkpoints by the names of their folders, if these have their commit file."""
-
-    def _build_metadata(self, step_path: Any, step: int | None = None) -> Any:
-        if not (step_path / workdirs.COMMIT).is_file():
-            return None
-        listed = super()._build_metadata(step_path, step)
-        if listed is not None:  # Its own time is in a file that may be damaged.
-            vars(listed)["_checkpoint_metadata"] = None
-        return listed
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint: under its name it is there as a whole, or not at all."""
+    away = folder.with_name(f"{folder.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
+    shutil.rmtree(folder.rename(away))
 
 
-def _metrics(manager: Any, step: int) -> dict[str, float] | None:
-    """Reads the metrics of a checkpoint; None if there are none, or damaged ones."""
-    file = Path(manager.directory) / str(step) / METRICS
+def _metrics(folder: Path) -> dict[str, float]:
+    """Reads the metrics of a checkpoint; {} if there are none, or damaged ones."""
+    file = folder / METRICS / METRICS
     try:
         metrics = bounded.read_json(file)
         if all(isinstance(value, int | float) for value in metrics.values()):
             return metrics
         raise ValueError("it holds other things than numbers")
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as error:
-        words = f"{file} is damaged, and step {step} counts as not evaluated"
-        _warn_once(f"{words}: {error}")
-        return None
-
-
-# Orbax raises for one damaged file, and no checkpoint of the run could be read.
-checkpoint_manager.CheckpointManager._get_metrics = _metrics
+        sentence = f"{file} is damaged, and step {folder.name} counts as not evaluated"
+        _warn_once(f"{sentence}: {error}")
+        return {}
 
 
 def _check_files(folder: Path) -> None:
@@ -411,16 +438,3 @@ def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> 
             f"the checkpoint of step {step} does not fit this model, and nothing was "
             f"loaded: {'; '.join(lines[:10])}{more}"
         )
-
-
-@functools.cache
-def _ignore_abandoned_reads() -> None:
-    """Silences errors of reads that Orbax gave up, at any later time."""
-    asyncio, report = logging.getLogger("asyncio"), sys.unraisablehook
-    asyncio.addFilter(lambda record: "never retrieved" not in record.getMessage())
-
-    def hook(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            report(unraisable)
-
-    sys.unraisablehook = hook

@@ -31,6 +31,7 @@ CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN = ".lock", "run.json"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
+ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 MOST_METRICS = 2**29  # Bytes.
 PROCESSES, PROGRAM = "processes", "program.json"
@@ -163,8 +164,13 @@ def of_script(
 
 def has_checkpoints(workdir: Path) -> bool:
     """True if a run has saved anything here."""
-    steps = (workdir / CHECKPOINTS).glob(f"*/{COMMIT}")
-    return any(path.parent.name.isdecimal() for path in steps)
+    return bool(saved_steps(workdir / CHECKPOINTS))
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Steps of the folders that have the commit file of a complete checkpoint."""
+    names = [file.parent.name for file in checkpoints.glob(f"*/{COMMIT}")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def run_id(workdir: Path) -> str | None:
@@ -280,8 +286,10 @@ def _wait_for_lock(workdir: Path, is_free: Callable[[], bool]) -> None:
     A lost process of several may keep it for a while after all others ended: a stopped
     one, or one of a node that is cut off.
     """
-    if is_free():
-        return
+    for _ in range(ASKED_TRIES):
+        if is_free():
+            return
+        time.sleep(ASKED_SECONDS)
     words = f"another run is writing to {workdir}"
     if jax.process_count() == 1:
         raise ConfigError(f"{words}; wait for it, or use another --workdir")
@@ -315,13 +323,19 @@ def environment(devices: DeviceManager) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "platform": devices.platform,
         "device_kind": devices.devices[0].device_kind,
         "num_devices": devices.num_devices,
         "devices": devices.describe(),
         "commit": _commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # An extra.
+        return importlib.metadata.version(package)
+    return None
 
 
 def _commit() -> str | None:

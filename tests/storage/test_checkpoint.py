@@ -1,6 +1,5 @@
 import functools
 import itertools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +95,14 @@ def test_the_last_and_the_best_stay(tmp_path):
 
 
 def left(values, keep_last, keep_best, best_mode, folder):
-    """Steps that stay of saves with these metrics, as Orbax asks, and the best."""
+    """Steps that stay of saves with these metrics, and the best."""
     options = {"keep_last": keep_last, "keep_best": keep_best, "best_mode": best_mode}
     with Checkpoints(folder, **options) as checkpoints:
-        policies = checkpoints.policies
-        kept = []
+        kept = {}
         for step, value in enumerate(values, 1):
-            metrics = None if value is None else {"eval/loss": value}
-            kept.append(SimpleNamespace(step=step, metrics=metrics))
-            flags = [x.should_preserve(kept, context=None) for x in policies]
-            kept = [x for x, *keep in zip(kept, *flags, strict=True) if any(keep)]
-        return [x.step for x in kept], next(iter(checkpoints.best_first(kept)), None)
+            kept[step] = {} if value is None else {"eval/loss": value}
+            kept = {x: kept[x] for x in sorted(checkpoints.preserved(kept))}
+        return [*kept], next(iter(checkpoints.best_first(kept)), None)
 
 
 @pytest.mark.parametrize("best_mode", ["min", "max"])

@@ -372,6 +372,15 @@ def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
         run(tmp_path)
 
 
+def test_who_asks_for_the_lock_keeps_nobody_from_it(tmp_path):
+    """`is_locked` holds a shared lock for a moment, in which a run may start."""
+    with (tmp_path / workdir.LOCK).open("w") as file:
+        workdir.fcntl.flock(file, workdir.fcntl.LOCK_SH)
+        threading.Timer(workdir.ASKED_SECONDS, file.close).start()
+        with workdir.locked(tmp_path):
+            assert workdir.is_locked(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog, error):
