@@ -10,6 +10,7 @@ from haiku_template.data.dataset import BatchSpec as BatchSpec
 from haiku_template.data.dataset import Data as Data
 from haiku_template.data.dataset import Dataset as Dataset
 from haiku_template.data.dataset import EvaluationSet as EvaluationSet
+from haiku_template.data.dataset import count_batches as count_batches
 from haiku_template.data.dataset import each_shape as each_shape
 from haiku_template.data.dataset import whole_batches as whole_batches
 from haiku_template.data.datasets import DATASETS as DATASETS

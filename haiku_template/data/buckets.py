@@ -47,8 +47,8 @@ class BucketedDataset:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
         count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
         rows, lengths = _block(self, step // count, count)
-        own = rows[step % count][self.spec.share()]
-        return self.examples.batch(own, lengths[step % count])
+        share = rows[step % count][self.spec.share()]
+        return self.examples.batch(share, lengths[step % count])
 
     def each_shape(self) -> list[Batch]:
         """Makes a batch of each length, the longest first."""
@@ -70,8 +70,8 @@ def _by_length(
 @functools.lru_cache(maxsize=2)
 def _block(dataset: BucketedDataset, index: int, count: int) -> tuple:
     spec = dataset.spec
-    whole = spec._replace(batch_size=count * spec.batch_size)
-    rows = epochs(len(dataset.examples.sizes), whole, index)
+    block = spec._replace(batch_size=count * spec.batch_size)
+    rows = epochs(len(dataset.examples.sizes), block, index)
     rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
     order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
     return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
@@ -93,15 +93,15 @@ class BucketedEvaluationSet:
     def batch(self, index: int) -> Batch:
         """Makes one batch, padded to the bucket of its longest example."""
         rows, lengths = self._order
-        own = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.examples.batch(rows[own], lengths[own][-1])
+        places = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return self.examples.batch(rows[places], lengths[places][-1])
 
     def each_shape(self) -> list[Batch]:
         """Makes a batch of each length, the longest first."""
         rows, lengths = self._order
         ends = [*range(self.batch_size, len(rows), self.batch_size), len(rows)]
-        found = sorted({int(lengths[end - 1]) for end in ends}, reverse=True)
-        return [self.examples.batch(rows[: self.batch_size], n) for n in found]
+        longest = sorted({int(lengths[end - 1]) for end in ends}, reverse=True)
+        return [self.examples.batch(rows[: self.batch_size], n) for n in longest]
 
     @functools.cached_property
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
@@ -116,32 +116,32 @@ class Trees:
     differ in length.
     """
 
-    def __init__(self, examples: Sequence[Any], mask: str | None, what: str) -> None:
+    def __init__(self, examples: Sequence[Any], mask: str | None, name: str) -> None:
         self._first, self._mask = examples[0], mask
         self._leaves = [leaves_by_path(example) for example in examples]
         shapes = {path: _described(x) for path, x in self._leaves[0].items()}
         lengths = []
         for i, leaves in enumerate(self._leaves):
-            found = {path: _described(x) for path, x in leaves.items()}
-            if found != shapes:
-                path = min(dict(found.items() ^ shapes.items()))
+            kinds = {path: _described(x) for path, x in leaves.items()}
+            if kinds != shapes:
+                path = min(dict(kinds.items() ^ shapes.items()))
                 raise ConfigError(
-                    f"{path or 'the array'} of {what} {i} is "
-                    f"{found.get(path, 'not there')}, and of "
-                    f"{what} 0 {shapes.get(path, 'not there')}; examples may differ in "
+                    f"{path or 'the array'} of {name} {i} is "
+                    f"{kinds.get(path, 'not there')}, and of "
+                    f"{name} 0 {shapes.get(path, 'not there')}; examples may differ in "
                     "length L alone"
                 )
             sizes = {path: len(x) for path, x in leaves.items() if np.ndim(x)}
             if len(set(sizes.values())) != 1 or 0 in sizes.values():
                 raise ConfigError(
-                    f"the arrays of {what} {i} have the lengths {sizes}; an example "
+                    f"the arrays of {name} {i} have the lengths {sizes}; an example "
                     "has one length of 1 or more, the first dimension of its arrays"
                 )
             lengths.append(next(iter(sizes.values())))
         self.sizes = np.array(lengths, np.int64)
         if mask is not None and not isinstance(self._first, dict):
             raise ConfigError(
-                f"mask={mask!r} names an array of a dictionary, and {what} 0 is a "
+                f"mask={mask!r} names an array of a dictionary, and {name} 0 is a "
                 f"{type(self._first).__name__}"
             )
         if mask is not None and mask in self._first:
@@ -154,12 +154,12 @@ class Trees:
         """Pads with zeros: arrays [B, L, ...] and [B]; the mask is bool [B, L]."""
 
         def joined(path: str, leaf: Any) -> np.ndarray:
-            parts = [self._leaves[row][path] for row in rows]
+            leaves = [self._leaves[row][path] for row in rows]
             if np.ndim(leaf) == 0:
-                return np.array(parts)
+                return np.array(leaves)
             padded = np.zeros((len(rows), length, *leaf.shape[1:]), leaf.dtype)
-            for row, part in zip(padded, parts, strict=True):
-                row[: len(part)] = part
+            for row, values in zip(padded, leaves, strict=True):
+                row[: len(values)] = values
             return padded
 
         batch = map_leaves(joined, self._first)
@@ -211,19 +211,20 @@ def bucketed(
         )
     if not examples:
         raise ConfigError("there are no examples to train on; one at least is needed")
-    parts = []
-    for what, part in (("example", examples), ("evaluation example", evaluation)):
-        if not part:
-            continue
-        trees = Trees(part, mask, what)
-        longest = trees.sizes.argmax()
-        if trees.sizes[longest] > lengths[-1]:
-            raise ConfigError(
-                f"{what} {longest} has length {trees.sizes[longest]}, and the largest "
-                f"of sizes is {lengths[-1]}; give a larger one, or leave it out"
-            )
-        parts.append(trees)
-    train, *rest = parts
-    held_out = [BucketedEvaluationSet(x, lengths, spec.batch_size) for x in rest]
-    train = BucketedDataset(train, lengths, spec)
-    return Data(train, held_out[0] if held_out else None, num_outputs)
+    train = _trees("example", examples, mask, lengths[-1])
+    held_out = None
+    if evaluation:
+        trees = _trees("evaluation example", evaluation, mask, lengths[-1])
+        held_out = BucketedEvaluationSet(trees, lengths, spec.batch_size)
+    return Data(BucketedDataset(train, lengths, spec), held_out, num_outputs)
+
+
+def _trees(name: str, examples: Sequence[Any], mask: str | None, most: int) -> Trees:
+    trees = Trees(examples, mask, name)
+    longest = trees.sizes.argmax()
+    if trees.sizes[longest] > most:
+        raise ConfigError(
+            f"{name} {longest} has length {trees.sizes[longest]}, and the largest of "
+            f"sizes is {most}; give a larger one, or leave it out"
+        )
+    return trees

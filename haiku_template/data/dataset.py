@@ -39,8 +39,8 @@ class BatchSpec(NamedTuple):
 
     def share(self) -> slice:
         """Rows of a batch that this process reads; all processes read as many."""
-        size, rest = divmod(self.batch_size, self.process_count)
-        if rest:
+        size, remainder = divmod(self.batch_size, self.process_count)
+        if remainder:
             raise ConfigError(
                 f"a batch of {self.batch_size} examples cannot be shared evenly by "
                 f"{self.process_count} processes"
@@ -51,8 +51,8 @@ class BatchSpec(NamedTuple):
         """Raises `ConfigError` unless a batch can be shared, and fits this machine."""
         self.share()
         size = self.batch_size * example_bytes
-        words = f"a batch of {self.batch_size} examples has {size:,} bytes"
-        check_memory(size, words, "use a smaller config.batch_size")
+        fact = f"a batch of {self.batch_size} examples has {size:,} bytes"
+        check_memory(size, fact, "use a smaller config.batch_size")
 
 
 class Data(NamedTuple):
@@ -75,6 +75,17 @@ def each_shape(dataset: Dataset) -> list[Batch]:
     """Makes a batch of each shape, the largest first: `dataset.each_shape`, if any."""
     several = getattr(dataset, "each_shape", None)
     return several() if several else [dataset.batch(0)]
+
+
+def count_batches(dataset: Any) -> int:
+    """Number of batches of an evaluation set; raises `ConfigError` for none."""
+    if dataset.num_batches > 0:
+        return dataset.num_batches
+    raise ConfigError(
+        f"the evaluation set, a {type(dataset).__name__}, has num_batches="
+        f"{dataset.num_batches}, and metrics are of one batch at least; give it "
+        "examples, or train without: Data(evaluation=None)"
+    )
 
 
 def whole_batches(dataset: Dataset) -> Dataset:
@@ -108,28 +119,28 @@ def epochs(
     Epochs follow without a gap: a batch may hold the end of one and the next's start.
     """
     start, stop = step * spec.batch_size, (step + 1) * spec.batch_size
-    parts = []
+    indices = []
     for epoch in range(start // size, (stop - 1) // size + 1):
         first = epoch * size
         places = range(max(start - first, 0), min(stop - first, size))
-        parts.append(permute(places, size, (spec.seed, 0, epoch)))
-    return np.concatenate(parts)
+        indices.append(permute(places, size, (spec.seed, 0, epoch)))
+    return np.concatenate(indices)
 
 
-def named(inputs: Any, labels: Any, where: str = "the data set") -> Batch:
-    """Names the arrays of a set, which may have no labels (None).
+def named(inputs: Any, labels: Any) -> Batch:
+    """Names the arrays of a set, which may have no labels (None)."""
+    return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
 
-    Raises `ConfigError` if there are no examples, or some without their label.
-    """
-    arrays = {"inputs": inputs} | ({} if labels is None else {"labels": labels})
+
+def check_arrays(arrays: Batch, where: str = "the data set") -> None:
+    """Raises `ConfigError` for no examples, or some without their label."""
     shapes = {name: check_array(x, name, where) for name, x in arrays.items()}
-    if () in shapes.values() or len(inputs) == 0:
-        found = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
-        raise ConfigError(f"{where} has no examples: {found}; one at least is needed")
-    if len({len(x) for x in arrays.values()}) > 1:
-        found = f"{len(inputs)} inputs and {len(labels)} labels"
-        raise ConfigError(f"{where} has {found}; each input needs one label")
-    return arrays
+    if () in shapes.values() or shapes["inputs"][0] == 0:
+        facts = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
+        raise ConfigError(f"{where} has no examples: {facts}; one at least is needed")
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        counts = " and ".join(f"{x[0]} {name}" for name, x in shapes.items())
+        raise ConfigError(f"{where} has {counts}; each input needs one label")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +157,7 @@ class ArrayDataset:
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
+        check_arrays(self.staged())
         self.spec.check(sum(x[:1].nbytes for x in self.staged().values()))
 
     @property
@@ -172,9 +184,9 @@ class ArrayDataset:
             return self.gather(self.staged(), self.rows(step))
         # Drawn for the whole batch, so that shares do not change what is drawn.
         rng = np.random.default_rng((self.spec.seed, 1, step))
-        whole = self.gather(self.staged(), epochs(len(self.inputs), self.spec, step))
-        whole["inputs"] = self.augment(whole["inputs"], rng)
-        return self.gather(whole, self.spec.share())
+        batch = self.gather(self.staged(), epochs(len(self.inputs), self.spec, step))
+        batch["inputs"] = self.augment(batch["inputs"], rng)
+        return self.gather(batch, self.spec.share())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +198,7 @@ class EvaluationSet:
     batch_size: int
 
     def __post_init__(self) -> None:
-        named(self.inputs, self.labels)
+        check_arrays(named(self.inputs, self.labels))
 
     @property
     def num_batches(self) -> int:

@@ -7,6 +7,7 @@ and returns `Data`. It imports no JAX and downloads nothing.
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,61 +39,68 @@ def from_split(
         dtypes, labels that are missing, outside the classes or of the wrong type; names
         the part.
     """
-    parts = {
-        f"the training part of {where}": (split.x_train, split.y_train),
-        f"the test part of {where}": (split.x_test, split.y_test),
-    }
-    train, test = (dataset.named(*part, name) for name, part in parts.items())
+    train_part, test_part = f"the training part of {where}", f"the test part of {where}"
+    train = dataset.named(split.x_train, split.y_train)
+    test = dataset.named(split.x_test, split.y_test)
+    dataset.check_arrays(train, train_part)
+    dataset.check_arrays(test, test_part)
     if train.keys() != test.keys():
         raise ConfigError(f"one part of {where} has labels; give both, or neither")
     for name, array in train.items():
         a, b = list(array.shape[1:]), list(test[name].shape[1:])
         if a != b:
             raise ConfigError(
-                f"an example's {name} in the training part of {where} has shape {a} "
-                f"and in the test part {b}; they must agree"
+                f"an example's {name} in {train_part} has shape {a} and in the test "
+                f"part {b}; they must agree"
             )
     a, b = train["inputs"].dtype, test["inputs"].dtype
     if a != b:
         raise ConfigError(
-            f"the inputs in the training part of {where} are {a} and in the test part "
-            f"{b}, which a model would take for other values; they must agree"
+            f"the inputs in {train_part} are {a} and in the test part {b}, which a "
+            "model would take for other values; they must agree"
         )
+    num_outputs, is_classes = _count_outputs(
+        train, spec.labels, num_classes, train_part
+    )
+    if is_classes:
+        _check_classes(test["labels"], num_outputs, test_part)
     data = Data(
         dataset.ArrayDataset(split.x_train, split.y_train, spec, augment),
         dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
-        _count_outputs(parts, spec.labels, num_classes),
+        num_outputs,
     )
     return data._replace(preprocess=preprocess) if preprocess else data
 
 
 def _count_outputs(
-    parts: dict[str, tuple[np.ndarray, Any]], kind: str, num_classes: int | None
-) -> int:
-    (where, (inputs, labels)), (test, (_, test_labels)) = parts.items()
+    arrays: dataset.Batch, kind: str, num_classes: int | None, where: str
+) -> tuple[int, bool]:
+    """Number of outputs, and True if they are classes."""
+    labels = arrays.get("labels")
     if labels is None:
         if kind != "any":
             raise ConfigError(
                 f"{where} has no labels, and the task needs {kind}; for one that needs "
                 'none, give BatchSpec(..., labels="any")'
             )
-        return math.prod(inputs.shape[1:])
+        return math.prod(arrays["inputs"].shape[1:]), False
     # Of a task that takes any, numbers with a fraction are no classes.
     if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
-        num_outputs = _check_classes(labels, num_classes, where)
-        return _check_classes(test_labels, num_outputs, test)
+        return _check_classes(labels, num_classes, where), True
     if labels.dtype.kind not in "fiub":
-        found = f"labels of type {labels.dtype}"
-        raise ConfigError(f"{where} has {found}; regression takes numbers")
-    return math.prod(labels.shape[1:])
+        raise ConfigError(
+            f"{where} has labels of type {labels.dtype}; regression takes numbers"
+        )
+    return math.prod(labels.shape[1:]), False
 
 
 def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
     """Number of classes, by default one more than the largest label."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        found = f"labels of type {labels.dtype} and shape {list(labels.shape)}"
-        words = "classification takes one whole number an example"
-        raise ConfigError(f"{where} has {found}; {words}")
+        raise ConfigError(
+            f"{where} has labels of type {labels.dtype} and shape "
+            f"{list(labels.shape)}; classification takes one whole number an example"
+        )
     classes = num_classes or max(int(labels.max()) + 1, 1)
     if not num_classes and classes > MANY_CLASSES:
         raise ConfigError(
@@ -101,11 +109,11 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
         )
     outside = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(outside):
-        found = (
-            f"{len(outside)} labels outside the {classes} classes (0 to {classes - 1})"
+        raise ConfigError(
+            f"{where} has {len(outside)} labels outside the {classes} classes (0 to "
+            f"{classes - 1}); the first is {labels[outside[0]]}, of example "
+            f"{outside[0]}"
         )
-        first = f"the first is {labels[outside[0]]}, of example {outside[0]}"
-        raise ConfigError(f"{where} has {found}; {first}")
     return classes
 
 
@@ -124,43 +132,52 @@ def digits(spec: BatchSpec) -> Data:
     order = np.random.default_rng(0).permutation(len(table))
     x = (table[order, :-1] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     y = table[order, -1].astype(np.int32)
-    split = files.Split(x[:1437], y[:1437], x[1437:], y[1437:])
-    return from_split(split, spec, num_classes=10, where="digits")
+    return Data(
+        dataset.ArrayDataset(x[:1437], y[:1437], spec),
+        dataset.EvaluationSet(x[1437:], y[1437:], spec.batch_size),
+        1 if spec.labels == "numbers" else 10,
+    )
 
 
-def _arrays(
-    name: str, what: str, read: Callable[[Path], files.Split]
-) -> Callable[..., Data]:
-    def arrays(
-        spec: BatchSpec,
-        *,
-        path: str | None = None,
-        num_classes: int | None = None,
-        scale_pixels: bool = False,  # Bytes to [0, 1], as of images.
-    ) -> Data:
-        split = read(files.given_path(path, name, what))
-        preprocess = images.scale_pixels if scale_pixels else None
-        options = {"num_classes": num_classes, "preprocess": preprocess}
-        return from_split(split, spec, **options, where=str(path))
-
-    return arrays
+def _from_file(
+    name: str,
+    description: str,
+    read: Callable[[Path], files.Split],
+    spec: BatchSpec,
+    *,
+    path: str | None = None,
+    num_classes: int | None = None,
+    scale_pixels: bool = False,  # Bytes to [0, 1], as of images.
+) -> Data:
+    """Reads a file of arrays; `name`, `description` and `read` are of its kind."""
+    return from_split(
+        read(files.data_path(path, name, description)),
+        spec,
+        num_classes=num_classes,
+        preprocess=images.scale_pixels if scale_pixels else None,
+        where=str(path),
+    )
 
 
 def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
-    what = "the directory with MNIST's or Fashion-MNIST's four idx files"
-    split = files.read_mnist(files.given_path(path, "mnist", what))
-    options = {"num_classes": 10, "preprocess": images.scale_pixels}
-    return from_split(split, spec, **options, where=str(path))
+    description = "the directory with MNIST's or Fashion-MNIST's four idx files"
+    return from_split(
+        files.read_mnist(files.data_path(path, "mnist", description)),
+        spec,
+        num_classes=10,
+        preprocess=images.scale_pixels,
+        where=str(path),
+    )
 
 
 def cifar10(
     spec: BatchSpec, *, path: str | None = None, crop_and_flip: bool = False
 ) -> Data:
     """CIFAR-10: 50,000 images 32 x 32 to train on, 10,000 to test."""
-    what = "the directory with CIFAR-10's binary files"
+    description = "the directory with CIFAR-10's binary files"
     return from_split(
-        files.read_cifar10(files.given_path(path, "cifar10", what)),
+        files.read_cifar10(files.data_path(path, "cifar10", description)),
         spec,
         num_classes=10,
         preprocess=images.standardize_cifar10,
@@ -171,11 +188,11 @@ def cifar10(
 
 DATASETS: dict[str, Callable[..., Data] | str] = {
     "digits": digits,
-    "npz": _arrays("npz", "a .npz file", files.read_npz),
-    "safetensors": _arrays(
-        "safetensors", "a .safetensors file", files.read_safetensors
+    "npz": partial(_from_file, "npz", "a .npz file", files.read_npz),
+    "safetensors": partial(
+        _from_file, "safetensors", "a .safetensors file", files.read_safetensors
     ),
-    "npy": _arrays("npy", "a directory of .npy files", files.read_npy),
+    "npy": partial(_from_file, "npy", "a directory of .npy files", files.read_npy),
     "mnist": mnist,
     "cifar10": cifar10,
     "jsonl": "haiku_text.data:jsonl",

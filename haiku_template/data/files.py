@@ -40,11 +40,12 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(size: int, words: str, advice: str) -> None:
-    """Raises `ConfigError` unless `size` bytes, as the words say, fit this machine."""
+def check_memory(size: int, fact: str, advice: str) -> None:
+    """Raises `ConfigError` unless `size` bytes, which `fact` states, fit in memory."""
     if size > (memory := host_memory()):
-        found = f"this machine has {memory:,} bytes of memory"
-        raise ConfigError(f"{words}, and {found}; {advice}")
+        raise ConfigError(
+            f"{fact}, and this machine has {memory:,} bytes of memory; {advice}"
+        )
 
 
 def check_array(array: Any, name: str, where: str) -> tuple[int, ...]:
@@ -58,11 +59,13 @@ def check_array(array: Any, name: str, where: str) -> tuple[int, ...]:
     return array.shape
 
 
-def given_path(path: str | None, name: str, what: str) -> Path:
-    """Expands the path of a data set, which must be given."""
+def data_path(path: str | None, name: str, description: str) -> Path:
+    """Expands the path of a data set, which must not be None."""
     if not path:
-        words = "--config.data.path=PATH (nothing is downloaded)"
-        raise ConfigError(f"the data set {name} needs {what}: {words}")
+        raise ConfigError(
+            f"the data set {name} needs {description}: --config.data.path=PATH "
+            "(nothing is downloaded)"
+        )
     return Path(path).expanduser()
 
 
@@ -74,15 +77,15 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     except ConfigError:
         raise
     except Exception as error:  # zipfile, zlib, tokenize, struct: each has its own.
-        words = str(error).split("\n")[0] or type(error).__name__
-        problem = f"is damaged, or of another kind: {words}"
+        reason = str(error).split("\n")[0] or type(error).__name__
+        problem = f"is damaged, or of another kind: {reason}"
         if isinstance(error, OSError) and error.strerror:
             problem = f"cannot be read: {error.strerror}"
         raise ConfigError(f"the data file {path} {problem}") from error
     near = sorted(p.name for p in path.parent.glob("*"))[:8]
     there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
-    what = "is a directory" if path.is_dir() else "does not exist"
-    raise ConfigError(f"the data file {path} {what}; {there}")
+    problem = "is a directory" if path.is_dir() else "does not exist"
+    raise ConfigError(f"the data file {path} {problem}; {there}")
 
 
 def read_npz(path: Path) -> Split:
@@ -103,8 +106,8 @@ def _read_member(archive: zipfile.ZipFile, name: str, file: Path) -> np.ndarray:
     with archive.open(info) as packed:
         header = io.BytesIO(packed.read(NPY_HEADER))
     _check_promise(*npy_header(header), info.file_size - header.tell())
-    words = f"the data file {file} has {info.file_size:,} bytes of {name}"
-    check_memory(info.file_size, words, "config.data.name=npy maps files of any size")
+    fact = f"the data file {file} has {info.file_size:,} bytes of {name}"
+    check_memory(info.file_size, fact, "config.data.name=npy maps files of any size")
     with archive.open(info) as packed:
         return np.lib.format.read_array(packed, allow_pickle=False)
 
@@ -122,8 +125,8 @@ def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
 def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:
     expected = math.prod(shape) * dtype.itemsize
     if not dtype.hasobject and (expected != follow or min(shape, default=0) < 0):
-        words = f"its header promises {expected} bytes for shape {list(shape)}"
-        raise ValueError(f"{words} and {follow} follow")
+        promise = f"{expected} bytes for shape {list(shape)}"
+        raise ValueError(f"its header promises {promise} and {follow} follow")
 
 
 def read_safetensors(path: Path) -> Split:
@@ -173,14 +176,14 @@ def _read_idx(data: BinaryIO, most: int, file: Path) -> np.ndarray:
     expected = math.prod(shape) * dtype.itemsize
     if expected > most:
         _check_promise(shape, dtype, "fewer")
-    words = f"the data file {file} has {expected:,} bytes of values"
-    check_memory(expected, words, "config.data.name=npy maps files of any size")
+    fact = f"the data file {file} has {expected:,} bytes of values"
+    check_memory(expected, fact, "config.data.name=npy maps files of any size")
     array, filled = np.empty(shape, dtype), 0
     body = array.reshape(-1).view(np.uint8)  # Filled in place: memory holds it once.
     while count := data.readinto(body[filled : filled + PIECE]):
         filled += count
-    more = data.read(1) and "more"  # Only after it is the checksum compared.
-    _check_promise(shape, dtype, more or filled)
+    surplus = data.read(1) and "more"  # Only after it is the checksum compared.
+    _check_promise(shape, dtype, surplus or filled)
     if not dtype.isnative:
         array.byteswap(inplace=True)
     return array.view(dtype.newbyteorder("="))
@@ -211,8 +214,10 @@ def read_cifar10(directory: Path) -> Split:
     def records(file: Path) -> np.ndarray:
         data = np.frombuffer(file.read_bytes(), np.uint8)
         if len(data) == 0 or len(data) % CIFAR_RECORD:
-            words = f"are no whole number of {CIFAR_RECORD}-byte records"
-            raise ValueError(f"its {len(data)} bytes {words}")
+            raise ValueError(
+                f"its {len(data)} bytes are no whole number of {CIFAR_RECORD}-byte "
+                "records"
+            )
         return data.reshape(-1, CIFAR_RECORD)
 
     def examples(*names: str) -> tuple[np.ndarray, np.ndarray]:

@@ -30,9 +30,9 @@ def crop_and_flip(
     b, h, w, _ = images.shape
     edge = (padding, padding)
     padded = np.pad(images, ((0, 0), edge, edge, (0, 0)))
-    top, left = rng.integers(0, 2 * padding + 1, (2, b))
-    rows = top[:, None] + np.arange(h)
-    columns = left[:, None] + np.arange(w)
+    y, x = rng.integers(0, 2 * padding + 1, (2, b))
+    rows = y[:, None] + np.arange(h)
+    columns = x[:, None] + np.arange(w)
     mirrored = rng.random(b) < 0.5
     columns[mirrored] = columns[mirrored, ::-1]
     return padded[np.arange(b)[:, None, None], rows[:, :, None], columns[:, None, :]]

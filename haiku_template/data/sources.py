@@ -23,11 +23,11 @@ def _check(element: Any, source: str) -> None:
     has_rows = all(np.ndim(leaf) > 0 for leaf in leaves)
     # Labels alone are no inputs, of which the model is made.
     if not has_rows or not leaves or (is_dict and set(element) == {"labels"}):
-        found = sorted(map(str, element)) if is_dict else type(element).__name__
+        kind = sorted(map(str, element)) if is_dict else type(element).__name__
         raise ConfigError(
             f"each element of {source} must be one batch, a dictionary with inputs and "
             "labels (these only where the task needs them), or another tree of arrays "
-            f"[B, ...], which the model takes whole; one is {found}"
+            f"[B, ...], which the model takes whole; one is {kind}"
         )
 
 
@@ -49,8 +49,10 @@ class GrainDataset:
     def num_batches(self) -> int:
         """Number of batches that hold each example once; a pipeline may not repeat."""
         if len(self.source) > ENDLESS:
-            words = "repeats without end; leave out .repeat()"
-            raise ConfigError(f"the Grain data set to evaluate on {words}")
+            raise ConfigError(
+                "the Grain data set to evaluate on repeats without end; leave out "
+                ".repeat()"
+            )
         return len(self.source)
 
     def batch(self, step: int) -> Batch:
@@ -101,8 +103,9 @@ class _Forward:
             if step < self._next[which]:
                 self._batches[which], self._next[which] = self._endless(), 0
             if count := step - self._next[which]:
-                words = "reading past %d batches, to that of step %d"
-                logger.warning(words, count, step)
+                logger.warning(
+                    "reading past %d batches, to that of step %d", count, step
+                )
             while self._next[which] <= step:
                 batch = next(self._batches[which])
                 self._next[which] += 1

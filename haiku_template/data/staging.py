@@ -18,8 +18,10 @@ def why_not_staged(dataset: Any) -> str:
         return "its batches are made on the host"
     if size[0] < 2**31:
         return ""
-    found = f"it has {size[0]:,} rows ({size[1] / 2**30:.2f} GiB)"
-    return f"{found}, and the 32-bit numbers of devices count to {2**31 - 1:,}"
+    return (
+        f"it has {size[0]:,} rows ({size[1] / 2**30:.2f} GiB), and the 32-bit numbers "
+        f"of devices count to {2**31 - 1:,}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -84,9 +84,9 @@ def audit(
 
     Without a layout every leaf should be replicated.
     """
-    shardings = (layout or Layout(devices.devices)).of(tree)
+    shardings = (layout or Layout(devices.everyone)).of(tree)
     return [
-        _placement(path, leaf, devices.devices, not sharding.is_fully_replicated)
+        _placement(path, leaf, devices.everyone, not sharding.is_fully_replicated)
         for (path, leaf), sharding in zip(
             leaves_by_path(tree).items(), jax.tree.leaves(shardings), strict=True
         )

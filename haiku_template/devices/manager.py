@@ -61,9 +61,14 @@ class DeviceManager(NamedTuple):
         return self.devices[0].platform
 
     @property
+    def everyone(self) -> tuple[jax.Device, ...]:
+        """Devices of all processes, over which each batch is sharded."""
+        return self.processes.devices or self.devices
+
+    @property
     def num_devices(self) -> int:
-        """Number of devices, of all processes, that each batch is split over."""
-        return len(self.processes.devices or self.devices)
+        """Number of devices of all processes."""
+        return len(self.everyone)
 
     @property
     def axis_name(self) -> str | None:
@@ -79,8 +84,8 @@ class DeviceManager(NamedTuple):
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
-        """Sharding of an array that is whole on every device."""
-        return sharding_on(self.devices)
+        """Sharding of an array of which every device has a copy."""
+        return sharding_on(self.everyone)
 
     def init(
         self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
@@ -109,7 +114,7 @@ class DeviceManager(NamedTuple):
     ) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
         transfer.check_numbers(args)
-        layout = layout or Layout(self.devices)
+        layout = layout or Layout(self.everyone)
         return layout.place(jax.eval_shape(self._once(fn, None), *args))
 
     def _once(self, fn: Callable[..., Any], layout: Layout | None, *args: Any) -> Any:
@@ -128,10 +133,22 @@ class DeviceManager(NamedTuple):
         """
         tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
-            placed = jax.device_put(tree, self.replicated)
+            placed = transfer.device_put_everywhere(tree, self.replicated)
             jax.block_until_ready(placed)
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
         return placed
+
+    def place(self, tree: Any, layout: Layout) -> Any:
+        """Puts arrays where a layout has them; those that are there stay."""
+        if self.processes.count > 1:  # Layouts are replicated there.
+            return transfer.device_put_everywhere(tree, self.replicated)
+        return jax.device_put(tree, layout.of(tree))
+
+    def load(self, read: Callable[[Any], Any], abstract: Any, layout: Layout) -> Any:
+        """Reads a tree straight to its devices; `read(abstract)` is each process's."""
+        if self.processes.count > 1:
+            abstract = transfer.canonical_shapes(abstract, sharding_on(self.devices))
+        return self.place(read(abstract), layout)
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
@@ -145,7 +162,7 @@ class DeviceManager(NamedTuple):
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)
         with self.ledger.timed("to_devices"):
-            placed = transfer.device_put_split(batch, self.devices, self.axis_name)
+            placed = transfer.device_put_batch(batch, self.devices, self.everyone)
             jax.block_until_ready(placed)
         self.ledger.add("bytes_to_devices", tree_bytes(placed))
         return placed
@@ -154,11 +171,13 @@ class DeviceManager(NamedTuple):
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.by_device(batch, len(self.devices), self.axis_name)
-        sharding = sharding_on(self.devices, AXIS_NAME)
-        return transfer.canonical_shapes(batch, sharding)
+        rows = None if self.axis_name is None else self.num_devices
+        sharding = sharding_on(self.everyone, AXIS_NAME)
+        return transfer.canonical_shapes(batch, sharding, rows=rows)
 
     # `jax.jit`, or `jax.pmap` over the batch with the state replicated; it is donated.
     compile = step.compile_step
+    compile_per_example = step.compile_per_example
     map_batches = step.map_batches
     audit = checks.audit
     check = checks.check

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from haiku_template.devices.checks import describe, device_name
 from haiku_template.devices.processes import Processes
 from haiku_template.devices.step import check_alive
-from haiku_template.devices.transfer import first_copy
+from haiku_template.devices.transfer import first_copy, own_part
 from haiku_template.errors import PlacementError, ReplicaError
 from haiku_template.params import leaves_by_path
 
@@ -34,6 +34,7 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
     groups: dict[frozenset, dict[str, jax.Array]] = {}
     for path, leaf in leaves_by_path(tree).items():
         if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+            leaf = own_part(leaf)
             groups.setdefault(frozenset(leaf.devices()), {})[path] = leaf
     differing, total = [], 0
     for where, leaves in groups.items():
@@ -59,7 +60,7 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
         "step is not averaged over devices (a step of your own averages gradients and "
         "scalars by mean_over(axis_name, ...), hk.BatchNorm needs cross_replica_axis="
         "devices.axis_name), or gives results of each example without "
-        "devices.compile(..., out='split')"
+        "devices.compile_per_example"
     )
 
 

@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.layout import AXIS_NAME, sharding_on
-from haiku_template.devices.spanning import Spanning
 from haiku_template.devices.transfer import (
-    canonical_shapes,
     check_host_batch,
+    own_part,
     pad_rows,
 )
 from haiku_template.errors import PlacementError
@@ -66,19 +65,20 @@ def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
 
 
 def check_placed(
-    tree: Any, devices: Sequence[jax.Device], what: str, split: bool = False
+    tree: Any, devices: Sequence[jax.Device], what: str, sharded: bool = False
 ) -> None:
     """Raises `PlacementError` for leaves that are not on exactly these devices.
 
-    With `split` each must have one share on each device, as `shard` gives them: `pmap`
-    uses fewer devices for other batches in silence. `what` begins the message.
+    If they are `sharded` each must have one share on each device, as `shard` gives
+    them: `pmap` uses fewer devices for other batches in silence. `what` begins the
+    message.
     """
     wanted, n = set(devices), len(devices)
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if isinstance(leaf, jax.core.Tracer):
             continue
         placed = isinstance(leaf, jax.Array) and leaf.devices() == wanted
-        if placed and (n == 1 or not split):
+        if placed and (n == 1 or not sharded):
             continue
         if placed and leaf.shape[:1] == (n,) and not leaf.is_fully_replicated:
             continue
@@ -102,12 +102,12 @@ class CompiledStep:
     devices: "DeviceManager"
     compiled: Any  # Returns results and a token.
     takes_state: bool  # Takes over the memory of its first argument.
-    lowers: Callable[..., Any]  # Maps shapes of arguments to the lowered step.
+    place: Callable[[Any], Any] = lambda args: args  # Gives the arguments their form.
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
         with checks.leaks_named():
-            return self.lowers(*args)
+            return self.compiled.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
@@ -116,24 +116,24 @@ class CompiledStep:
           PlacementError: an argument is on other devices or was donated before; the
             batch is not from `shard`; or the step leaks a tracer. Names the leaf.
         """
-        *whole, batch = args
-        devices, ledger = self.devices.devices, self.devices.ledger
-        check_alive(whole[0], "the state's ", distinct=self.takes_state)
+        *trees, batch = args
+        devices, ledger = self.devices.everyone, self.devices.ledger
+        check_alive(trees[0], "the state's ", distinct=self.takes_state)
         check_alive(batch, "the batch's ")
-        check_placed(batch, devices, "the batch's ", split=True)
+        check_placed(batch, devices, "the batch's ", sharded=True)
         try:
             with checks.leaks_named(), LOCK:
                 with ledger.timed("compute"), self.devices.processes.waiting():
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
                         IN_FLIGHT.popleft().block_until_ready()
                 with ledger.timed("dispatch"):
-                    results, token = self.compiled(*args)
+                    results, token = self.compiled(*self.place(args))
                 if not isinstance(token, jax.core.Tracer):  # Of another program.
                     IN_FLIGHT.append(token)
                 return results
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if any(words in str(error) for words in MISPLACED):
-                for tree in whole:
+                for tree in trees:
                     check_placed(tree, devices, "the state's ")
             raise
 
@@ -142,130 +142,123 @@ def compile_step(
     devices: "DeviceManager",
     step: Callable[..., Any],
     donate_argnums: int | tuple = 0,
-    replicated: int = 1,
-    out: str = "whole",
     update: Callable[[Any, Any], Any] | None = None,
     out_shardings: Any = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
-    The step sees whole trees, gathered if they are sharded, and its share of a batch
-    from `shard`. Its results must be the same on every device: average them with
+    The step sees replicated trees, gathered if they are sharded, and its share of a
+    batch from `shard`. Its results must be the same on every device: average them with
     `mean_over`; `fetch` checks that they are.
 
     Args:
-      step: pure function of `replicated` trees, the state first, and of the batch.
+      step: pure function of trees, the state first, and of the batch.
       donate_argnums: arguments whose memory the results may take over.
-      replicated: number of arguments before the batch.
-      out: `whole`; or `split` for results of each example: one entry for each row of a
-        share, joined to arrays [B, ...] in the order of the batch.
       update: pure function of the state and of the step's results, which sees the
         arrays of all devices as one; None for the step's results as they are.
       out_shardings: of the results, or a prefix of their tree; None for replicated.
     """
-    if out not in ("whole", "split"):
-        raise PlacementError(f"out={out!r}; possible are whole and split")
+    mapped = over_devices(step, devices, devices.everyone)
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
-    def share(*args: Any) -> Any:
-        results = step(*args)
-        if out == "split":
-            _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
-        return results
-
-    @functools.wraps(step)
-    def run(*args: Any, mapped: Callable[..., Any] = share) -> tuple[Any, jax.Array]:
-        # The token is there when the program has ended, whatever of its results the
-        # next step takes over.
+    def run(*args: Any) -> tuple[Any, jax.Array]:
         results = mapped(*args)
         results = results if update is None else update(args[0], results)
-        return results, jnp.zeros((), jnp.bool_)
+        return results, _token()
 
-    takes_state = 0 in np.atleast_1d(donate_argnums)
-    if devices.processes.count > 1 and out == "whole":
-        compiled, lower = _spanning(devices, run, replicated, donate_argnums)
-        return CompiledStep(devices, compiled, takes_state, lower)
-    mapped = over_devices(share, devices, replicated, out)
-    if devices.axis_name is not None and out_shardings is None:
-        spec = (AXIS_NAME,) if out == "split" else ()
-        out_shardings = sharding_on(devices.devices, *spec)
+    shardings = devices.replicated if out_shardings is None else out_shardings
     compiled = jax.jit(
-        functools.wraps(step)(functools.partial(run, mapped=mapped)),
+        run,
         donate_argnums=donate_argnums,
         out_shardings=None
-        if out_shardings is None
-        else (out_shardings, devices.replicated),
+        if devices.axis_name is None and out_shardings is None
+        else (shardings, devices.replicated),
     )
-    return CompiledStep(devices, compiled, takes_state, compiled.lower)
+    return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
+
+
+def compile_per_example(
+    devices: "DeviceManager", step: Callable[..., Any]
+) -> CompiledStep:
+    """Compiles `step(state, ..., batch)`, whose results have one entry for each row.
+
+    Results of the devices' shares are joined to arrays [B, ...], in the order of the
+    batch; of several processes each has those of its own rows. Nothing is donated.
+    """
+
+    @functools.wraps(step)
+    def share(*args: Any) -> Any:
+        results = step(*args)
+        _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
+        return results
+
+    mapped = over_devices(share, devices, devices.devices, joined=True)
+    run = functools.wraps(step)(lambda *args: (mapped(*args), _token()))
+    shardings = None
+    if devices.axis_name is not None:
+        sharded = sharding_on(devices.devices, AXIS_NAME)
+        shardings = sharded, sharding_on(devices.devices)
+    compiled = jax.jit(run, out_shardings=shardings)
+    return CompiledStep(devices, compiled, takes_state=False, place=own_part)
+
+
+def _token() -> jax.Array:
+    """Makes a result that is there when the program has ended.
+
+    Whatever of its other results the next step takes over.
+    """
+    return jnp.zeros((), jnp.bool_)
 
 
 def over_devices(
-    fn: Callable[..., Any], devices: "DeviceManager", replicated: int, out: str
+    fn: Callable[..., Any],
+    devices: "DeviceManager",
+    mesh_devices: Sequence[jax.Device],
+    joined: bool = False,
 ) -> Callable[..., Any]:
-    """Maps a function over the devices: the one switch between one and several.
+    """Maps a function over devices: the one switch between one and several of them.
 
     On one device it is called. On several it is `jax.pmap`ped over the first axis of
-    its last argument, a batch [n, B / n, ...]; other arguments are whole on each.
+    its last argument, a batch [n, B / n, ...], and other arguments are replicated; with
+    several processes, of whose rows `jax.pmap` inside `jax.jit` takes its own alone, by
+    `jax.shard_map`, which is what `jax.pmap` is. Results are the same on all devices,
+    or, if they are to be `joined`, arrays [B, ...] of their shares.
     """
     if devices.axis_name is None:
         return fn
-    mapped = jax.pmap(
-        fn,
-        devices.axis_name,
-        in_axes=(*(None,) * replicated, 0),
-        out_axes=0 if out == "split" else None,
-        devices=devices.devices,
-    )
-    if out != "split":
-        return mapped
-    return lambda *args: jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:]), mapped(*args)
-    )
+    if devices.processes.count > 1:
+        return _shard_mapped(fn, mesh_devices, joined)
+
+    def mapped(*args: Any) -> Any:
+        results = jax.pmap(
+            fn,
+            devices.axis_name,
+            in_axes=(*(None,) * (len(args) - 1), 0),
+            out_axes=0 if joined else None,
+            devices=mesh_devices,
+        )(*args)
+        if not joined:
+            return results
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+    return mapped
 
 
-def _spanning(
-    devices: "DeviceManager", run: Callable[..., Any], replicated: int, donated: Any
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compiles `run` for the processes of a run; returns it and its `lower`.
+def _shard_mapped(
+    fn: Callable[..., Any], mesh_devices: Sequence[jax.Device], joined: bool
+) -> Callable[..., Any]:
+    replicated, sharded = PartitionSpec(), PartitionSpec(AXIS_NAME)
 
-    Each keeps whole arrays on its own devices, which `pmap` takes and `jit` does not.
-    """
-    everyone = devices.processes.devices
-    compiled = jax.pmap(
-        run,
-        devices.axis_name,
-        in_axes=(*(None,) * replicated, 0),
-        out_axes=None,
-        devices=everyone,
-        donate_argnums=donated,
-    )
-    whole, split = PartitionSpec(), PartitionSpec(devices.axis_name)
-    each = jax.shard_map(
-        lambda *args: run(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
-        mesh=Mesh(everyone, AXIS_NAME),
-        in_specs=(*(whole,) * replicated, split),
-        out_specs=whole,
-        check_vma=False,
-    )
-    mapped = jax.jit(each, donate_argnums=donated)
-    if len(devices.devices) == 1:  # `pmap` takes longer for each leaf.
-        compiled = Spanning(mapped, everyone)
-    return compiled, _lowering(mapped, everyone)
+    def mapped(*args: Any) -> Any:
+        return jax.shard_map(
+            lambda *args: fn(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
+            mesh=Mesh(mesh_devices, AXIS_NAME),
+            in_specs=(*(replicated,) * (len(args) - 1), sharded),
+            out_specs=sharded if joined else replicated,
+            check_vma=False,
+        )(*args)
 
-
-def _lowering(compiled: Any, devices: Sequence[jax.Device]) -> Callable[..., Any]:
-    """Makes `lower` of a step of several processes: their `pmap` lowers no shapes."""
-    mesh = Mesh(devices, AXIS_NAME)
-
-    def lower(*args: Any) -> Any:
-        *trees, batch = args
-        batch = canonical_shapes(
-            batch, NamedSharding(mesh, PartitionSpec(AXIS_NAME)), rows=len(devices)
-        )
-        trees = canonical_shapes(trees, NamedSharding(mesh, PartitionSpec()))
-        return compiled.lower(*trees, batch)
-
-    return lower
+    return mapped
 
 
 def _check_per_row(results: Any, rows: int) -> None:
@@ -273,8 +266,8 @@ def _check_per_row(results: Any, rows: int) -> None:
         if np.shape(leaf)[:1] != (rows,):
             raise PlacementError(
                 f"the step's result {path} has shape {list(np.shape(leaf))} for a "
-                f"share of {rows} rows; out='split' is for results with one entry for "
-                "each row"
+                f"share of {rows} rows; compile_per_example is for results with one "
+                "entry for each row"
             )
 
 
@@ -283,7 +276,7 @@ def map_batches(
 ) -> Iterator[Any]:
     """Maps `step` over host batches: per-example results on the host, in order.
 
-    `step` is from `compile(..., donate_argnums=(), out="split")`; batches and results
+    `step` is from `compile_per_example`; batches and results
     are pytrees of NumPy arrays [B, ...]. A batch that does not split over the devices,
     or has fewer rows than one before it, is padded with rows of zeros, whose results
     are left out.

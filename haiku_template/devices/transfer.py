@@ -105,17 +105,61 @@ def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
     return cut
 
 
-def device_put_split(
-    batch: Any, devices: tuple[jax.Device, ...], axis_name: str | None
+def device_put_batch(
+    batch: Any, devices: tuple[jax.Device, ...], everyone: tuple[jax.Device, ...]
 ) -> Any:
-    """Puts row block i of n on device i: [n, B / n, ...], unless there is no axis."""
+    """Puts row block i of n on device i: [n, B / n, ...]; [B, ...] where n is 1.
+
+    With several processes these are rows of one, and the arrays span `everyone`.
+    """
     n = len(devices)
-    if axis_name is None:
+    if len(everyone) == 1:
         return jax.device_put(batch, sharding_on(devices))
-    if n == 1:  # One of several processes: a fifth of the time that joining takes.
-        return jax.device_put(by_device(batch, n), sharding_on(devices))
-    shares = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
-    return device_put_sharded(shares, devices)
+    if n == 1:  # A fifth of the time that joining takes.
+        own = jax.device_put(by_device(batch, n), sharding_on(devices))
+    else:
+        blocks = [
+            jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)
+        ]
+        own = device_put_sharded(blocks, devices)
+    if n == len(everyone):
+        return own
+    return _spanning(own, sharding_on(everyone, AXIS_NAME))
+
+
+def device_put_everywhere(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Replicates a tree that all processes have, on the devices of all of them."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    devices = tuple(sharding.mesh.local_devices)
+    return _spanning(jax.device_put(tree, sharding_on(devices)), sharding)
+
+
+def own_part(tree: Any) -> Any:
+    """Part of arrays that span processes on this one's devices; others as they are."""
+
+    def part(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        devices = tuple(shard.device for shard in x.addressable_shards)
+        spec = () if x.is_fully_replicated else (AXIS_NAME,)
+        return _spanning(x, sharding_on(devices, *spec))
+
+    return jax.tree.map(part, tree)
+
+
+def _spanning(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Makes arrays on a sharding's devices of this process's shards of others."""
+
+    def join(x: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in x.addressable_shards]
+        shape = x.shape
+        if not (x.is_fully_replicated and sharding.is_fully_replicated):
+            here, there = len(x.sharding.device_set), len(sharding.device_set)
+            shape = (x.shape[0] * there // here, *x.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return jax.tree.map(join, tree)
 
 
 def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Array:
@@ -251,11 +295,18 @@ def _check_number(path: Any, leaf: Any) -> None:
 
 
 def on_devices(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Puts leaves in host memory where `sharding` says; others stay where they are."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, sharding),
-        fitting(tree),
-    )
+    """Puts leaves in host memory where `sharding` says; others stay where they are.
+
+    Arrays of one process's devices are made to span all of the sharding's.
+    """
+
+    def placed(x: Any) -> Any:
+        is_here = isinstance(x, jax.Array) and x.is_fully_addressable
+        if isinstance(x, jax.Array) and is_here <= sharding.is_fully_addressable:
+            return x
+        return device_put_everywhere(x, sharding)
+
+    return jax.tree.map(placed, fitting(tree))
 
 
 def _holds(path: Any) -> str:
@@ -286,9 +337,10 @@ def distinct(tree: Any) -> Any:
 
 
 def first_copy(leaf: Any) -> Any:
-    """A replicated leaf's copy on its first device; other leaves as they are."""
-    whole = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
-    return leaf.addressable_data(0) if whole else leaf
+    """A replicated leaf's copy on its first device; other leaves' own part."""
+    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+        return leaf.addressable_data(0)
+    return own_part(leaf)
 
 
 def canonical_shapes(

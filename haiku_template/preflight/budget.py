@@ -7,7 +7,7 @@ finds these programs compiled.
 import dataclasses
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from haiku.data_structures import tree_bytes
@@ -24,45 +24,47 @@ from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
 from haiku_template.preflight.program import describe_program, read_program
 from haiku_template.reporting.display import in_units, process_bytes, table
-from haiku_template.reporting.display import parse_bytes as parse_bytes
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
 # Two in the prefetch queue, one in the thread's hands. Each step in flight has its own.
 WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
-NOT_PARTS = ("limit", "process", "host", "saved")
-LARGEST = 3
-WHOLE = "no leaf that a rule fits has a dimension that splits evenly over the devices"
-TRIED = 2  # Levels of modules to rematerialize, each compiled.
+LARGEST = 3  # Arrays that an error names.
+NO_SHARDING = "no leaf that a rule fits has a dimension that splits evenly"
+REMAT_LEVELS = 2  # Of modules within modules, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
+# Fields of a budget: what stays in memory from step to step; the rows of its table.
+RESIDENT = ("params", "net_state", "opt_state", "ema_params", "frozen")
+RESIDENT += ("data", "closed_over", "batch", "waiting")
+ROWS = (*RESIDENT, "temporaries", "outside", "step_peak", "init_peak")
+ROWS += ("evaluation_peak", "matmul", "peak")
 
 
 class Budget(NamedTuple):
     """Bytes on each device.
 
     Attributes:
+      data: the staged training set.
       closed_over: arrays that the model or the task closes over: constants of the step.
       batch: one device's share of a batch, or of the row numbers of many.
       waiting: batches that are prefetched, or belong to other steps in flight.
       temporaries: of the step, such as activations and gradients.
-      outside: of a target, workspaces beside XLA's plan, and `MARGIN`.
       step_peak: state, batch, temporaries, code, and outputs that reuse no memory.
       init_peak: of making the first state; 0 for a run that resumes.
-      evaluation_peak: of a target, state, batch and temporaries of an evaluation.
       matmul: of measuring the devices, before there is a state.
-      peak: the largest of these, the step's with the waiting batches.
       limit: bytes available; None where JAX cannot tell.
-      process: on the CPU, bytes that this process holds already; None if unknown.
-      host: `process` and the peaks of all devices, which share the host's memory.
+      process: on the CPU, bytes that this process has already; None if unknown.
+      num_devices: they share the host's memory on the CPU.
       saved: of `opt_state`, by the key of `config.optimizer` that leaves them out.
+      outside: with --target only: cuDNN workspaces that XLA's buffer assignment leaves
+        out, plus a 10 % margin.
+      evaluation_peak: with --target only: state, batch and temporaries of an
+        evaluation.
     """
 
     params: int
@@ -75,33 +77,40 @@ class Budget(NamedTuple):
     batch: int
     waiting: int
     temporaries: int
-    outside: int
     step_peak: int
     init_peak: int
-    evaluation_peak: int
     matmul: int
-    peak: int
     limit: int | None
     process: int | None
-    host: int | None
+    num_devices: int
     saved: dict[str, int]
+    outside: int = 0
+    evaluation_peak: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that no smaller micro-batch saves."""
+        return sum(getattr(self, name) for name in RESIDENT)
+
+    @property
+    def peak(self) -> int:
+        """Largest of all peaks, the step's with the batches that wait."""
+        step = self.step_peak + self.waiting
+        return max(step, self.init_peak, self.evaluation_peak, self.matmul)
 
     def table(self) -> Table:
         """Tabulates the budget, one row for each part."""
-        about = ", about" * bool(self.outside)
-        made = table(f"Memory on each device{about}", "what", "bytes")
-        for name, size in self._asdict().items():
-            if name not in NOT_PARTS and (size or name == "params"):
-                made.add_row(name.replace("_", " "), f"{size:,}")
-        for key, size in self.saved.items():
-            made.add_row(f"saved by {key}", f"{size:,}")
-        made.add_section()
-        known = "not known here" if self.limit is None else f"{self.limit:,}"
-        made.add_row("limit", known)
+        sizes = {name.replace("_", " "): getattr(self, name) for name in ROWS}
+        sizes |= {f"saved by {key}": size for key, size in self.saved.items()}
+        rows = [(k, f"{n:,}") for k, n in sizes.items() if n or k == "params"]
+        limit = "not known here" if self.limit is None else f"{self.limit:,}"
+        limits = [("limit", limit)]
         if self.process is not None:
-            made.add_row("this process already", f"{self.process:,}")
-            made.add_row("with all devices", f"{self.host:,}")
-        return made
+            total = self.process + self.num_devices * self.peak
+            limits += [("this process already", f"{self.process:,}")]
+            limits += [("with all devices", f"{total:,}")]
+        title = f"Memory on each device{', about' if self.outside else ''}"
+        return table(title, ("what", "bytes"), rows, limits)
 
 
 def memory_budget(
@@ -120,42 +129,46 @@ def memory_budget(
     limit = devices.memory_limit() if limit is None else limit
     _check_state(state, limit or host_memory())
     largest = trainer.shapes()[0]
-    batch = devices.abstract_batch(largest)
-    # On several devices the program, and so its analysis, is one device's.
     compiled = trainer.lower(largest).compile()
-    analysis, outside, evaluation = compiled.memory_analysis(), 0, 0
-    if devices.memory is not None:
-        outside = _outside(compiled, analysis.temp_size_in_bytes)
-        evaluation = _evaluation_peak(trainer) if starts else 0
-    share = tree_bytes(batch) // len(devices.devices)
+    # On several devices the program, and so its analysis, is one device's.
+    analysis = compiled.memory_analysis()
+    batch = tree_bytes(devices.abstract_batch(largest)) // devices.num_devices
     data = tree_bytes(trainer.abstract_staged)
-    batches = WAITING_BATCHES + devices.steps_in_flight - 1
-    waiting = share * (WAITING_BLOCKS if data else batches)
+    waiting = WAITING_BLOCKS if data else WAITING_BATCHES + devices.steps_in_flight - 1
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
-    step_peak = _peak(analysis, closed_over) + outside
-    init_peak = _init_peak(trainer) if starts else 0
     dtype = trainer.precision.policy.compute_dtype
-    matmul = matmul_bytes(devices, dtype, limit) if trainer.work.flops else 0
-    peak = max(step_peak + waiting, init_peak, evaluation, matmul)
-    process = process_bytes() if devices.platform == "cpu" else None
-    kept = ("params", "net_state", "opt_state", "ema_params", "frozen")
-    return Budget(
-        **{name: device_bytes(getattr(state, name)) for name in kept},
+    budget = Budget(
+        params=device_bytes(state.params),
+        net_state=device_bytes(state.net_state),
+        opt_state=device_bytes(state.opt_state),
+        ema_params=device_bytes(state.ema_params),
+        frozen=device_bytes(state.frozen),
         data=data,
         closed_over=closed_over,
-        batch=share,
-        waiting=waiting,
+        batch=batch,
+        waiting=waiting * batch,
         temporaries=analysis.temp_size_in_bytes,
-        outside=outside,
-        step_peak=step_peak,
-        init_peak=init_peak,
-        evaluation_peak=evaluation,
-        matmul=matmul,
-        peak=peak,
+        step_peak=_peak(analysis, closed_over),
+        init_peak=_init_peak(trainer) if starts else 0,
+        matmul=matmul_bytes(devices, dtype, limit) if trainer.work.flops else 0,
         limit=limit,
-        process=process,
-        host=process and process + len(devices.devices) * peak,
+        process=process_bytes() if devices.platform == "cpu" else None,
+        num_devices=len(devices.devices),
         saved=_saved(state.opt_state),
+    )
+    if devices.memory is None:
+        return budget
+    return _of_target(trainer, budget, compiled, starts)
+
+
+def _of_target(trainer: Trainer, budget: Budget, compiled: Any, starts: bool) -> Budget:
+    """Adds what XLA's plan leaves out, a margin for other kernels, and evaluation."""
+    workspace = read_program(compiled.as_text()).workspace
+    outside = workspace + int(MARGIN * budget.temporaries)
+    return budget._replace(
+        outside=outside,
+        step_peak=budget.step_peak + outside,
+        evaluation_peak=_evaluation_peak(trainer) if starts else 0,
     )
 
 
@@ -169,19 +182,14 @@ def _check_state(state: TrainState, memory: int) -> None:
         )
 
 
-def _outside(compiled: Any, temporaries: int) -> int:
-    """Bytes beside XLA's plan: cuDNN's workspace, and a margin for other kernels."""
-    return read_program(compiled.as_text()).workspace + int(MARGIN * temporaries)
-
-
 def _saved(opt_state: Any) -> dict[str, int]:
     """Bytes that moments would take beside those they take, by what saves them."""
     leaves = jax.tree.leaves(opt_state)
     floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
-    found = {"mu_dtype": narrow}
-    found["sharding"] = tree_bytes(opt_state) - device_bytes(opt_state)
-    return {key: size for key, size in found.items() if size}
+    sharded = tree_bytes(opt_state) - device_bytes(opt_state)
+    sizes = {"mu_dtype": narrow, "sharding": sharded}
+    return {key: size for key, size in sizes.items() if size}
 
 
 def _largest(state: TrainState) -> str:
@@ -217,8 +225,8 @@ def _evaluation_peak(trainer: Trainer) -> int:
     lowered, state = trainer.lower_evaluation(), trainer.abstract
     if lowered is None:
         return 0
-    kept = device_bytes(state) - tree_bytes((state.variables(), state.frozen))
-    return kept + _peak(lowered.compile().memory_analysis())
+    beside = device_bytes(state) - tree_bytes((state.variables(), state.frozen))
+    return beside + _peak(lowered.compile().memory_analysis())
 
 
 def _closed_over(trainer: Trainer) -> list[Any]:
@@ -236,10 +244,9 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the constants of a jaxpr and of its inner jaxprs."""
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _constants(inner)
+        for inner in jax.tree.leaves(equation.params):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from _constants(inner)
 
 
 def _warn_of_closed_over(trainer: Trainer) -> None:
@@ -258,6 +265,14 @@ def _warn_of_closed_over(trainer: Trainer) -> None:
         )
 
 
+def _warn_of_no_sharding(trainer: Trainer) -> None:
+    leaves = jax.tree.leaves(trainer.abstract)
+    if all(x.sharding.is_fully_replicated for x in leaves):
+        one = trainer.devices.axis_name is None
+        reason = "there is one device" if one else f"{NO_SHARDING} over the devices"
+        logger.warning("config.sharding changes nothing: %s", reason)
+
+
 def check_budget(
     trainer: Trainer, limit: int | None = None, *, starts: bool = True
 ) -> Budget:
@@ -270,17 +285,17 @@ def check_budget(
         by compiling: rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
-    is_sharded = any(
-        not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.abstract)
-    )
-    if trainer.layout.rules and not is_sharded:
-        why = "there is one device" if trainer.devices.axis_name is None else WHOLE
-        logger.warning("config.sharding changes nothing: %s", why)
+    if trainer.layout.rules:
+        _warn_of_no_sharding(trainer)
     if budget.closed_over >= LARGE:
         _warn_of_closed_over(trainer)
-    if budget.limit is None or budget.peak <= budget.limit:
-        return budget
-    raise ConfigError(
+    if budget.limit is not None and budget.peak > budget.limit:
+        raise ConfigError(_refusal(trainer, budget))
+    return budget
+
+
+def _refusal(trainer: Trainer, budget: Budget) -> str:
+    return (
         f"the run needs {in_units(budget.peak)} on each device "
         f"({in_units(budget.temporaries)} of them temporary) and there are "
         f"{in_units(budget.limit)}; the largest arrays of the state are "
@@ -291,75 +306,71 @@ def check_budget(
 def print_budget(trainer: Trainer, limit: int | None = None) -> None:
     """Prints the budget, or raises as `check_budget`; of a target its program, too."""
     devices, budget = trainer.devices, check_budget(trainer, limit)
-    parts = [devices.describe(), budget.table()]
+    console = Console(markup=False)
+    console.print(devices.describe(), budget.table(), sep="\n")
     if devices.memory is not None:
-        parts.append(_program_table(trainer))
-    Console(markup=False).print(*parts, sep="\n")
+        console.print(_program_table(trainer))
 
 
 def _program_table(trainer: Trainer) -> Table:
-    """Tabulates what the compiled train step holds."""
+    """Tabulates facts of the compiled train step."""
     compiled = trainer.lower(trainer.shapes()[0]).compile()
     rows = describe_program(read_program(compiled.as_text()))
     size = device_bytes(trainer.abstract.without_frozen())
     donated = compiled.memory_analysis().alias_size_in_bytes
-    part = f"{in_units(donated)} of {in_units(size)} are donated"
-    rows["state"] = "donated whole" if donated >= size else part
-    made = table("Train step", "what", "found")
-    made.columns[1].no_wrap = False
-    for row in rows.items():
-        made.add_row(*row)
-    return made
+    share = f"{in_units(donated)} of {in_units(size)} are donated"
+    rows["state"] = "donated whole" if donated >= size else share
+    facts = table("Train step", ("what", "found"), rows.items())
+    facts.columns[1].no_wrap = False
+    return facts
 
 
 def _suggestion(trainer: Trainer, budget: Budget) -> str:
-    experiment, devices, limit = trainer.experiment, trainer.devices, budget.limit
-    kept = sum(budget[: Budget._fields.index("temporaries")])
-    fixed = max(budget.init_peak, budget.evaluation_peak)
-
-    def peak_of(**parts: Any) -> int:
-        smaller = dataclasses.replace(experiment, **parts).trainer(devices)
-        return max(memory_budget(smaller, limit, starts=False).peak, fixed)
-
-    # Compiling takes minutes, and would not find a way for what does not shrink.
-    for blocks in _repeated(trainer) if max(kept, fixed) <= limit else ():
-        peak = peak_of(model=remat(experiment.model, blocks))
-        if peak <= limit:
-            return (
-                f"it fits with remat of {', '.join(blocks)}, {in_units(peak)} and the "
-                f'same batch: --config.model.remat="{blocks}" (in a script '
-                f"models.remat(model, {blocks}))"
-            )
-    share = trainer.batch_size // devices.num_devices
-    now = experiment.accumulate_steps
-    possible = [parts for parts in range(now + 1, share + 1) if share % parts == 0]
-    if not possible:
-        return "the batch does not split into smaller micro-batches"
+    """Names a setting that fits, found by compiling; or why there is none."""
+    limit, fixed = budget.limit, max(budget.init_peak, budget.evaluation_peak)
     none = "no accumulate_steps is enough:"
-    if kept > limit:
-        size = in_units(kept)
+    # Compiling takes minutes, and would not find a way for what does not shrink.
+    if budget.resident > limit:
+        size = in_units(budget.resident)
         return f"{none} {size} are what the run keeps, its state, data and batches"
     if fixed > limit:
-        what = "evaluation" if fixed > budget.init_peak else "making the first state"
-        return f"{none} {in_units(fixed)} are what {what} needs"
-    least = budget.peak
-    for parts in possible:
-        peak = peak_of(accumulate_steps=parts)
+        phase = "evaluation" if fixed > budget.init_peak else "making the first state"
+        return f"{none} {in_units(fixed)} are what {phase} needs"
+    peaks = []
+    for changes, sentence in _smaller_runs(trainer):
+        smaller = dataclasses.replace(trainer.experiment, **changes)
+        smaller = smaller.trainer(trainer.devices)
+        peak = max(memory_budget(smaller, limit, starts=False).peak, fixed)
         if peak <= limit:
-            return (
-                f"--config.accumulate_steps={parts} would fit with "
-                f"{in_units(peak)} and the same batch"
+            return sentence.format(in_units(peak))
+        peaks += [peak] * ("accumulate_steps" in changes)
+    if not peaks:
+        return "the batch does not split into smaller micro-batches"
+    return f"{none} the least is {in_units(min(budget.peak, *peaks))}"
+
+
+def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields changes that may take less memory, each with its advice for {} bytes."""
+    experiment, devices = trainer.experiment, trainer.devices
+    levels = []
+    if experiment.step is None and experiment.model is not None:
+        init = trainer.functions(devices.axis_name).init
+        levels = repeated_blocks(lambda: devices.abstract(init, {}))[:REMAT_LEVELS]
+    for blocks in levels:
+        yield (
+            {"model": remat(experiment.model, blocks)},
+            f"it fits with remat of {', '.join(blocks)}, {{}} and the same batch: "
+            f'--config.model.remat="{blocks}" (in a script models.remat(model, '
+            f"{blocks}))",
+        )
+    share = trainer.batch_size // devices.num_devices
+    for number in range(experiment.accumulate_steps + 1, share + 1):
+        if share % number == 0:
+            yield (
+                {"accumulate_steps": number},
+                f"--config.accumulate_steps={number} would fit with {{}} and the same "
+                "batch",
             )
-        least = min(least, peak)
-    return f"{none} the least is {in_units(least)}"
-
-
-def _repeated(trainer: Trainer) -> list[tuple[str, ...]]:
-    """Patterns of the model's blocks whose rematerialization is worth a try."""
-    if trainer.experiment.step is not None or trainer.experiment.model is None:
-        return []
-    init = trainer.functions(trainer.devices.axis_name).init
-    return repeated_blocks(lambda: trainer.devices.abstract(init, {}))[:TRIED]
 
 
 def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
@@ -368,9 +379,12 @@ def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
     `limit` is in bytes on each device; None asks JAX. Other trainers are returned as
     they are.
     """
+    is_auto = trainer.experiment.placement == "auto"
+    return _staged_if_it_fits(trainer, limit) if is_auto else trainer
+
+
+def _staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
     experiment, devices = trainer.experiment, trainer.devices
-    if experiment.placement != "auto":
-        return trainer
     limit = devices.memory_limit() if limit is None else limit
     reason = why_not_staged(experiment.data.train)
     if not reason and limit is None:
@@ -384,5 +398,7 @@ def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
             f"staged it would make a run of {in_units(peak)} on each device, which has "
             f"{in_units(limit)}"
         )
-    on_host = {"placement": "host", "why_on_host": f"because {reason}"}
-    return dataclasses.replace(experiment, **on_host).trainer(devices)
+    experiment = dataclasses.replace(
+        experiment, placement="host", why_on_host=f"because {reason}"
+    )
+    return experiment.trainer(devices)

@@ -9,15 +9,8 @@ import jax
 import numpy as np
 
 from haiku_template.data import ArrayDataset, each_shape
-from haiku_template.devices import (
-    DeviceManager,
-    canonical_shapes,
-)
-from haiku_template.errors import (
-    ConfigError,
-    PlacementError,
-    near,
-)
+from haiku_template.devices import DeviceManager, canonical_shapes
+from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.preflight.budget import Budget, check_budget
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import pad, summarize
@@ -30,9 +23,11 @@ logger = logging.getLogger(__name__)
 def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
     """Raises `ConfigError` unless a metric that `key` asks for is among the names."""
     if metric not in names:
-        found = ", ".join(names) or "none without data to evaluate on"
-        words = f"{key}={metric} is not measured{near(metric, names)}"
-        raise ConfigError(f"{words}; possible are {found}")
+        possible = ", ".join(names) or "none without data to evaluate on"
+        raise ConfigError(
+            f"{key}={metric} is not measured{near(metric, names)}; possible are "
+            f"{possible}"
+        )
 
 
 def check_before_start(
@@ -60,9 +55,12 @@ def check_before_start(
         logger.warning(
             "a batch has %d examples and the training set %d, so that some are in a "
             "batch several times; give a batch_size of %d or less",
-            *(size, len(train.inputs), len(train.inputs)),
+            size,
+            len(train.inputs),
+            len(train.inputs),
         )
-    check_norms(trainer)
+    if trainer.devices.axis_name is not None:
+        check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)
     check_evaluation(trainer, best_metric, stop_when)
     return budget
@@ -71,8 +69,6 @@ def check_before_start(
 def check_norms(trainer: Trainer) -> None:
     """Raises `PlacementError` if normalization does not average over the devices."""
     devices, experiment = trainer.devices, trainer.experiment
-    if devices.axis_name is None:
-        return
     init = trainer.functions(devices.axis_name).init
     alone = _norms_alone(devices, init, {})
     if alone and experiment.step is None:  # Initialized; in training they may be fixed.
@@ -83,8 +79,7 @@ def check_norms(trainer: Trainer) -> None:
             return experiment.steps.forward(recipe, *args, (rng, rng), True)[1]
 
         batch = canonical_shapes(each_shape(experiment.data.train)[0])
-        args = state.variables(), state.frozen, batch
-        alone = _norms_alone(devices, forward, *args)
+        alone = _norms_alone(devices, forward, state.variables(), state.frozen, batch)
     if alone:
         raise PlacementError(
             f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
@@ -128,8 +123,8 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         if early:
             check_measured("early_stop.metric", early, ())
         return
-    for each in (dataset, *trainer.experiment.data.evaluations.values()):
-        trainer.padded_size(each)  # Raises if one does not split over the devices.
+    for evaluation in (dataset, *trainer.experiment.data.evaluations.values()):
+        trainer.padded_size(evaluation)  # Raises if it does not split over the devices.
     if not trainer.pads:
         logger.warning(
             "the model returns one loss for a batch: its evaluation is exact if that "

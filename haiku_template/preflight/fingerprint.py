@@ -202,8 +202,8 @@ def traced(function: Callable[..., Any], *args: Any) -> str:
     return _value(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
 
 
-def _digest(*parts: Any) -> str:
-    text = ADDRESS.sub("", "\0".join(map(str, parts)))
+def _digest(*values: Any) -> str:
+    text = ADDRESS.sub("", "\0".join(map(str, values)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -32,8 +32,8 @@ class Instruction(NamedTuple):
     @property
     def target(self) -> str:
         """Function of a custom call; "" for others."""
-        found = TARGET.search(self.line)
-        return found[1] if found else ""
+        target = TARGET.search(self.line)
+        return target[1] if target else ""
 
 
 class Program(NamedTuple):
@@ -83,13 +83,13 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             name = header[2]
             computations[name] = []
             entry = name if header[1] else entry
-        elif (found := INSTRUCTION.match(line)) and name:
-            arguments = found[4].split("), ")[0]
+        elif (fields := INSTRUCTION.match(line)) and name:
+            arguments = fields[4].split("), ")[0]
             computations[name].append(
                 Instruction(
-                    found[1],
-                    tuple(_sizes(found[2])),
-                    found[3],
+                    fields[1],
+                    tuple(_sizes(fields[2])),
+                    fields[3],
                     tuple(re.findall(r"%([\w.\-]+)", arguments)),
                     line,
                 )
@@ -125,8 +125,8 @@ def read_program(text: str) -> Program:
                 workspace = max(workspace, _workspace(instruction, body))
             for product in gemms:
                 # A fusion's product has its operands in the fusion.
-                known = dtypes | {i.name: i.shapes[0][0] for i in inner if i.shapes}
-                products[_dtypes(product, known)] += times
+                fused_dtypes = {i.name: i.shapes[0][0] for i in inner if i.shapes}
+                products[_dtypes(product, dtypes | fused_dtypes)] += times
             if gemms or fused:
                 open_since = dict.fromkeys(open_since, True)
             if instruction.op in ("all-reduce-start", "all-reduce"):
@@ -135,9 +135,15 @@ def read_program(text: str) -> Program:
                 open_since[instruction.name] = False
             if instruction.op == "all-reduce-done":
                 overlapped += times * open_since.pop(instruction.operands[0], False)
-    where = dict(products.most_common())
-    counts = overlapped, host, launches, workspace
-    return Program(tuple(attention), where, tuple(reduces), *counts)
+    return Program(
+        attention=tuple(attention),
+        products=dict(products.most_common()),
+        all_reduces=tuple(reduces),
+        overlapped=overlapped,
+        host_copies=host,
+        launches=launches,
+        workspace=workspace,
+    )
 
 
 def _workspace(call: Instruction, body: list[Instruction]) -> int:
@@ -149,8 +155,8 @@ def _workspace(call: Instruction, body: list[Instruction]) -> int:
     if call.shapes[-1][1]:
         return 0  # XLA's plan has it.
     sizes = {i.name: i.shapes[0] for i in body if i.shapes}
-    found = (sizes.get(name, ("", 0)) for name in call.operands)
-    sums = next((size for dtype, size in found if dtype == "f32"), 0)
+    operands = (sizes.get(name, ("", 0)) for name in call.operands)
+    sums = next((size for dtype, size in operands if dtype == "f32"), 0)
     return 4 * call.shapes[0][1] + 4 * sums + 256
 
 
@@ -174,8 +180,8 @@ def _inside(
     """Instructions of a fusion, or the instruction itself."""
     if instruction.op != "fusion":
         return [instruction]
-    found = CALLS.search(instruction.line)
-    return computations.get(found[1], []) if found else []
+    name = CALLS.search(instruction.line)
+    return computations.get(name[1], []) if name else []
 
 
 def _is_product(instruction: Instruction) -> bool:
@@ -184,8 +190,8 @@ def _is_product(instruction: Instruction) -> bool:
     )
 
 
-def _dtypes(product: Instruction, known: dict[str, str]) -> str:
-    first, second = (known.get(name, "?") for name in product.operands[:2])
+def _dtypes(product: Instruction, dtypes: dict[str, str]) -> str:
+    first, second = (dtypes.get(name, "?") for name in product.operands[:2])
     return f"{first} x {second} to {product.shapes[0][0]}"
 
 

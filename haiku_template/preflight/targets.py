@@ -96,8 +96,8 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
             platform="cuda", target_config=spec, topology=f"1x1x{number}"
         )
     except (RuntimeError, ValueError) as error:
-        words = str(error).split("\n")[0]
-        raise ConfigError(f"--target={text} is refused by XLA: {words}") from error
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"--target={text} is refused by XLA: {reason}") from error
     share = memory_fraction or POOL
     memory = int(int(size[1]) * share)
     reason = f"--target={text}: compiled for, not here; {share:.0%} of a card's memory"
@@ -110,14 +110,14 @@ def _spec(card: Card) -> str:
     # Blackwell and Hopper have kernels for one generation alone.
     accelerated = " feature_extension: ACCELERATED_FEATURES" * (major >= 9)
     # A thread block may have all shared memory but what the driver keeps.
-    shared, kept = card.shared * 2**10, 0 if major == 7 else 2**10
+    shared, reserve = card.shared * 2**10, 0 if major == 7 else 2**10
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {shared - kept}
+  shared_memory_per_block_optin: {shared - reserve}
   threads_per_core_limit: {card.threads}
   core_count: {card.multiprocessors}
   fpus_per_core: {card.cores}
@@ -148,22 +148,22 @@ def _check_plugin() -> None:
 
     XLA would end the process for a plugin of another version.
     """
-    found = {d.name: d.version for d in importlib.metadata.distributions()}
-    ours = importlib.metadata.version("jaxlib")  # JAX's own leaves out its last part.
-    plugin = next((name for name in PLUGINS if name in found), None)
-    wanted = plugin or PLUGINS[-1]
-    cudnn = f"nvidia-cudnn-cu{wanted[8:10]}"
+    versions = {d.name: d.version for d in importlib.metadata.distributions()}
+    jaxlib = importlib.metadata.version("jaxlib")  # JAX's own leaves out its last part.
+    plugin = next((name for name in PLUGINS if name in versions), None)
+    package = plugin or PLUGINS[-1]
+    cudnn = f"nvidia-cudnn-cu{package[8:10]}"
     # The extra has the wheels of CUDA 12: not those of 13 beside them.
-    extra = '"haiku_template[target]"' if wanted == PLUGINS[-1] else cudnn
-    install = f'pip install {extra} "{wanted}=={ours}"'
-    if plugin is None or cudnn not in found:
+    extra = '"haiku_template[target]"' if package == PLUGINS[-1] else cudnn
+    install = f'pip install {extra} "{package}=={jaxlib}"'
+    if plugin is None or cudnn not in versions:
         missing = "cuDNN" if plugin else "JAX's CUDA plugin"
         raise DeviceError(
             f"--target compiles with {missing}, which is not installed; no GPU and no "
             f"driver are needed, but 1.5 GB of disk: {install}"
         )
-    if found[plugin] != ours:
+    if versions[plugin] != jaxlib:
         raise DeviceError(
-            f"{plugin} is {found[plugin]} and jaxlib is {ours}; XLA aborts on other "
-            f"versions: {install}"
+            f"{plugin} is {versions[plugin]} and jaxlib is {jaxlib}; XLA aborts on "
+            f"other versions: {install}"
         )

@@ -3,11 +3,12 @@
 import collections
 import contextlib
 import datetime
+import functools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from haiku_template.storage.workdir import LOG
 MEMORY = "/proc/self/statm"  # Linux alone has it.
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 REDRAW_SECONDS = 0.2
-WHOLE = Column(no_wrap=True, min_width=14)  # The step is not cut off.
+STEP = Column(no_wrap=True, min_width=14)  # It is not cut off.
 ROWS = 20  # Of parameters on the screen.
-SHOWN = 6  # Leaves that a line names.
+NAMES = 6  # Leaves that a line names.
 WIDTH = 120  # Columns of tables in files and pipes.
 NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
-# Parts of a step's time in the loop's thread, which add up to the whole.
+# Parts of a step's time in the loop's thread, which add up to it.
 PARTS = {
     "perf/data_seconds": "data",
     "perf/to_devices_seconds": "host-to-device",
@@ -73,15 +74,15 @@ class Display:
     def __init__(self, workdir: Path, num_steps: int, quiet: bool = False) -> None:
         self.num_steps = num_steps
         # Brackets in names are no colors, and a notebook would take the log as well.
-        plain = {"highlight": False, "soft_wrap": True, "markup": False}
-        plain["force_jupyter"] = False
+        console = functools.partial(
+            _Screen, highlight=False, soft_wrap=True, markup=False, force_jupyter=False
+        )
         width = None if sys.stdout.isatty() else WIDTH
-        self._screen = _Screen(**plain, width=width, quiet=quiet)
+        self._screen = console(width=width, quiet=quiet)
         self._file = Note(workdir / LOG)
-        log = {"file": self._file, "width": WIDTH, "force_terminal": False}
-        self._log = Console(**plain, **log)
+        self._log = console(file=self._file, width=WIDTH, force_terminal=False)
         self._bar = _Bar(
-            TextColumn("step {task.completed}/{task.total}", table_column=WHOLE),
+            TextColumn("step {task.completed}/{task.total}", table_column=STEP),
             BarColumn(bar_width=None),
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             console=self._screen,
@@ -104,12 +105,12 @@ class Display:
         """Draws the bar for the last time; what is printed then is below it."""
         self._show(self._bar.stop)
 
-    def print(self, *things: Any) -> None:
+    def print(self, *lines: Any) -> None:
         """Prints texts and tables; of a pair one is for the screen, one for the log."""
-        for thing in things:
-            brief, whole = thing if isinstance(thing, tuple) else (thing, thing)
+        for line in lines:
+            brief, full = line if isinstance(line, tuple) else (line, line)
             self._show(self._screen.print, brief)
-            self._log.print(whole)
+            self._log.print(full)
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Draws on the screen, unless it is lost."""
@@ -118,11 +119,14 @@ class Display:
         try:
             draw(*args, **kwargs)
         except OSError as error:
-            self._screen.quiet = True
-            self._log.print(f"standard output is lost, and the run continues: {error}")
-            with contextlib.suppress(OSError, ValueError):
-                # Python would try to write the rest at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._lose_screen(error)
+
+    def _lose_screen(self, error: OSError) -> None:
+        self._screen.quiet = True
+        self._log.print(f"standard output is lost, and the run continues: {error}")
+        with contextlib.suppress(OSError, ValueError):
+            # Python would try to write the rest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, step: int) -> None:
         """Moves the bar, a few times a second at most; cheap enough for every step."""
@@ -138,20 +142,23 @@ class Display:
     def train(self, step: int, metrics: dict[str, float], memory: str) -> None:
         """Reports training metrics: in the bar, or as a line."""
         seconds = (self.num_steps - step) / metrics["perf/steps_per_second"]
-        left = str(datetime.timedelta(seconds=round(seconds)))
-        eta = "ETA " + re.sub("^0:0?", "", left)
-        bound, speed = bound_text(metrics), rate_text(metrics)
+        clock = str(datetime.timedelta(seconds=round(seconds)))
+        eta, bound = "ETA " + re.sub("^0:0?", "", clock), bound_text(metrics)
         line = (
-            f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  {speed}  "
-            f"{eta}  {bound}  memory {memory}"
+            f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  "
+            f"{rate_text(metrics)}  {eta}  {bound}  memory {memory}"
         )
+        self._log.print(line)
         if self._bar.disable:
             self._show(self._screen.print, line)
-        brief = f"loss {metrics['train/loss']:.4g}  {eta}"
-        self._bar.below = "  ".join((speed_text(metrics), bound, memory))
-        drawn = {"completed": step, "description": brief, "refresh": self._redraws()}
-        self._show(self._bar.update, self._task, **drawn)
-        self._log.print(line)
+        self._bar.below = f"{speed_text(metrics)}  {bound}  {memory}"
+        self._show(
+            self._bar.update,
+            self._task,
+            completed=step,
+            description=f"loss {metrics['train/loss']:.4g}  {eta}",
+            refresh=self._redraws(),
+        )
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports evaluation metrics as a line."""
@@ -170,12 +177,12 @@ def first_lines(
 ) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     resumed = f", resumed at step {start}" if start else ""
-    each = batch_size // devices.num_devices
+    share = batch_size // devices.num_devices
     return [
         f"devices   {devices.describe()}",
         parameter_tables(params),
-        *frozen_tables(params, frozen),
-        f"batch     {batch_size} examples, {each} on each device",
+        *([frozen_table(params, frozen)] if frozen else []),
+        f"batch     {batch_size} examples, {share} on each device",
         f"data      {placement}",
         f"workdir   {workdir}{resumed}",
     ]
@@ -183,8 +190,8 @@ def first_lines(
 
 def from_batch_line(paths: Sequence[str]) -> str:
     """Names the leaves of a first state that are made of the first batch."""
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return f"init      {', '.join(paths[:SHOWN])}{more}, from the first batch"
+    suffix = f" and {len(paths) - NAMES} more" if len(paths) > NAMES else ""
+    return f"init      {', '.join(paths[:NAMES])}{suffix}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:
@@ -193,8 +200,12 @@ def parameter_tables(params: Any) -> tuple[Table, Table]:
     If they are many, the screen has a row for each module, or for each kind of module.
     """
     leaves = flatten(params)
+    full = _parameter_table({name: [leaf] for name, leaf in leaves.items()})
+    return (full if len(leaves) <= ROWS else _folded_table(leaves)), full
+
+
+def _folded_table(leaves: dict[str, jax.Array]) -> Table:
     for fold in (
-        lambda name: name,
         lambda name: name.rpartition("/")[0],
         lambda name: re.sub(r"\d+", "*", name.rpartition("/")[0]),
         lambda name: re.sub(r"\d+", "*", "/".join(name.split("/")[:2])),
@@ -205,46 +216,56 @@ def parameter_tables(params: Any) -> tuple[Table, Table]:
             groups[fold(name)].append(leaf)
         if len(groups) <= ROWS:
             break
-    whole = {name: [leaf] for name, leaf in leaves.items()}
-    return _parameter_table(groups), _parameter_table(whole)
+    folded = _parameter_table(groups)
+    folded.caption = f"each of them is in {LOG}"
+    return folded
 
 
 def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
-    made = table("Parameters", "name", "shape", "dtype", "bytes", "where")
+    rows = []
     for name, leaves in groups.items():
         shape = "x".join(map(str, leaves[0].shape)) or "scalar"
-        if len(leaves) > 1:
-            shape, made.caption = f"{len(leaves)} leaves", f"each of them is in {LOG}"
-        where = ", ".join(sorted({describe(leaf) for leaf in leaves}))
-        made.add_row(name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", where)
-    made.add_section()
+        shape = f"{len(leaves)} leaves" if len(leaves) > 1 else shape
+        places = ", ".join(sorted(set(map(describe, leaves))))
+        rows.append((name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", places))
     total = f"{tree_size(groups):,} parameters"
-    made.add_row(total, "", "", f"{tree_bytes(groups):,}", "on each device")
-    return made
+    totals = (total, "", "", f"{tree_bytes(groups):,}", "on each device")
+    columns = ("name", "shape", "dtype", "bytes", "where")
+    return table("Parameters", columns, rows, [totals])
 
 
-def frozen_tables(params: hk.Params, frozen: hk.Params) -> list[Table]:
-    """Counts trainable and frozen parameters; no table without frozen ones."""
-    if not frozen:
-        return []
-    adapters, whole = partition(lambda module, name, _: is_adapter(name), params)
-    made = table("Fine-tuning", "what", "parameters", "share", "bytes", "dtypes")
-    trees = {"trained whole": whole, "adapters": adapters, "frozen": frozen}
-    for what, tree in trees.items():
-        number, size = tree_size(tree), f"{tree_bytes(tree):,}"
-        share = f"{number / tree_size((params, frozen)):.2%}"
-        made.add_row(what, f"{number:,}", share, size, _dtypes(tree))
-    return [made]
+def frozen_table(params: hk.Params, frozen: hk.Params) -> Table:
+    """Counts trainable parameters, adapters apart, and frozen ones."""
+    adapters, full = partition(lambda module, name, _: is_adapter(name), params)
+    trees = {"trained whole": full, "adapters": adapters, "frozen": frozen}
+    total = tree_size((params, frozen))
+    rows = [
+        (
+            name,
+            f"{tree_size(tree):,}",
+            f"{tree_size(tree) / total:.2%}",
+            f"{tree_bytes(tree):,}",
+            _dtypes(tree),
+        )
+        for name, tree in trees.items()
+    ]
+    columns = ("what", "parameters", "share", "bytes", "dtypes")
+    return table("Fine-tuning", columns, rows)
 
 
-def table(title: str, *names: str) -> Table:
-    """Makes an empty table of these columns; only the first one is folded."""
-    columns = [Column(name, overflow="fold", no_wrap=True) for name in names]
-    columns[0].no_wrap = False
-    for column in columns:
-        column.justify = "right" if column.header in NUMBERS else "left"
-    left = {"title_justify": "left", "caption_justify": "left"}
-    return Table(*columns, title=title, **left)
+def table(
+    title: str, columns: Iterable[str], *sections: Iterable[Sequence[str]]
+) -> Table:
+    """Makes a table of sections of rows; only its first column is folded."""
+    grid = Table(title=title, title_justify="left", caption_justify="left")
+    for i, name in enumerate(columns):
+        justify = "right" if name in NUMBERS else "left"
+        grid.add_column(name, justify=justify, overflow="fold", no_wrap=i > 0)
+    for rows in sections:
+        for row in rows:
+            grid.add_row(*row)
+        grid.add_section()
+    return grid
 
 
 def _dtypes(tree: Any) -> str:
@@ -295,12 +316,13 @@ def rate_text(metrics: dict[str, float]) -> str:
 
 
 def _numbers(metrics: dict[str, float], prefix: str) -> str:
-    shown = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
-    known = [name for name in metrics if name.startswith(prefix)]
-    first = [prefix + name for name in shown if prefix + name in known]
-    rest = [] if prefix == "train/" else [name for name in known if name not in first]
-    found = (f"{n.removeprefix(prefix)} {metrics[n]:.4g}" for n in first + rest)
-    return "  ".join(found)
+    order = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
+    keys = [key for key in metrics if key.startswith(prefix)]
+    values = {key.removeprefix(prefix): metrics[key] for key in keys}
+    names = [name for name in order if name in values]
+    if prefix == "eval/":
+        names += [name for name in values if name not in names]
+    return "  ".join(f"{name} {values[name]:.4g}" for name in names)
 
 
 def in_units(size: int) -> str:

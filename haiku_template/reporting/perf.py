@@ -35,27 +35,25 @@ class Clock:
     def read(self, step: int) -> dict[str, float]:
         """Metrics of an average step since the last reading.
 
-        The seconds add up to the time of a step. Another thread makes and copies
-        batches: waiting for it counts as data and as host-to-device, by its work in
-        that time. Bytes are of copies that the loop asked for.
+        Splits the loop's wait for a batch into `data` and `to_devices` in the ratio of
+        the prefetch thread's time, so that the seconds add up to the time of a step.
+        Bytes are of copies that the loop asked for.
         """
         spent = self._devices.ledger.totals() - self._before
         steps, seconds = max(step - self._step, 1), time.perf_counter() - self._since
         self.start(step)
-        made, copied = spent["data"], spent["to_devices"]
-        copying = spent["waiting"] * copied / (made + copied or 1.0)
-        parts = {"data": spent["waiting"] - copying, "to_devices": copying}
-        parts |= {k: spent[k] for k in ("dispatch", "compute", "from_devices")}
+        thread = spent["data"] + spent["to_devices"]
+        copying = spent["waiting"] * spent["to_devices"] / (thread or 1.0)
+        phases = {"data": spent["waiting"] - copying, "to_devices": copying}
+        phases |= {k: spent[k] for k in ("dispatch", "compute", "from_devices")}
         if self._devices.platform == "cpu":
             # On the CPU the calling thread may compute itself.
-            parts["compute"] += parts.pop("dispatch")
-        parts["other"] = max(seconds - sum(parts.values()), 0.0)
-        return {
-            "perf/steps_per_second": steps / max(seconds, 1e-9),
-            **{f"perf/{name}_seconds": value / steps for name, value in parts.items()},
-            "perf/bytes_to_devices": spent["bytes_to_devices"] / steps,
-            "perf/bytes_from_devices": spent["bytes_from_devices"] / steps,
-        }
+            phases["compute"] += phases.pop("dispatch")
+        phases["other"] = max(seconds - sum(phases.values()), 0.0)
+        metrics = {f"perf/{k}_seconds": x / steps for k, x in phases.items()}
+        for name in ("bytes_to_devices", "bytes_from_devices"):
+            metrics[f"perf/{name}"] = spent[name] / steps
+        return {"perf/steps_per_second": steps / max(seconds, 1e-9)} | metrics
 
 
 class Work(NamedTuple):

@@ -26,15 +26,15 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, Lines]:
 
     The loss is first and the speed last; `train/NAME` and `eval/NAME` share a panel.
     """
-    found: dict[str, Lines] = {"loss": {}}
+    titles: dict[str, Lines] = {"loss": {}}
     keys = dict.fromkeys(key for row in rows for key in row)
     for key in sorted(keys, key=lambda key: key == SPEED):
         kind, _, name = key.partition("/")
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points and (kind in ("train", "eval") or key == SPEED):
             title = "examples / s" if key == SPEED else name.replace("_", " ")
-            found.setdefault(title, {})[key] = points
-    return {title: lines for title, lines in found.items() if lines}
+            titles.setdefault(title, {})[key] = points
+    return {title: lines for title, lines in titles.items() if lines}
 
 
 def scale(title: str, lines: Lines) -> str:
@@ -45,12 +45,12 @@ def scale(title: str, lines: Lines) -> str:
 
 def write(workdir: Path) -> Path | None:
     """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
-    drawn = panels(read(workdir / names.METRICS))
-    height = -(-len(drawn) // 2)
+    metrics = panels(read(workdir / names.METRICS))
+    height = -(-len(metrics) // 2)
     figure = _figure(names.REPORT, 10, 1 + 3 * height)
     if figure is None:
         return None
-    for place, (title, lines) in enumerate(drawn.items(), 1):
+    for place, (title, lines) in enumerate(metrics.items(), 1):
         axes = figure.add_subplot(height, 2, place)
         for key, points in lines.items():
             style = "o-" if key.startswith("eval/") else "-"
@@ -85,8 +85,15 @@ def write_confusion(
         axes.set_yticks(range(len(classes)), labels)
         for (row, column), count in np.ndenumerate(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"
-            where = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
-            axes.text(column, row, f"{count:.0f}" if count else "", **where)
+            axes.text(
+                column,
+                row,
+                f"{count:.0f}" if count else "",
+                horizontalalignment="center",
+                verticalalignment="center",
+                color=color,
+                fontsize=7,
+            )
     try:
         return _save(figure, workdir / names.CONFUSION)
     except OSError as error:

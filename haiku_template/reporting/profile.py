@@ -1,6 +1,5 @@
 """Profile of some steps: a trace, and a page that summarizes it."""
 
-import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ devices  {devices}
 step     {milliseconds:.3f} ms on average, {bound}
 
 A step's time, as the loop sees it:
-{parts}
+{phases}
 
 Copied in a step: {sent:,.0f} bytes to the devices, {fetched:,.0f} from them
 
@@ -33,7 +32,7 @@ The whole trace: open perfetto_trace.json.gz in ui.perfetto.dev
 
 
 class Profiler:
-    """Traces the steps start + 1 to stop of `interval`; None profiles nothing.
+    """Traces the steps start + 1 to stop of `interval`.
 
     A new folder of `directory` gets a trace for TensorBoard (`tensorboard
     --logdir=DIRECTORY`, with xprof installed), one for Perfetto (ui.perfetto.dev opens
@@ -41,9 +40,9 @@ class Profiler:
     """
 
     def __init__(
-        self, interval: tuple[int, int] | None, directory: Path, devices: DeviceManager
+        self, interval: tuple[int, int], directory: Path, devices: DeviceManager
     ) -> None:
-        self._interval = interval or (sys.maxsize, sys.maxsize)
+        self._interval = interval
         self._directory, self._devices = directory, devices
         self.clock = Clock(devices)
         self._first: int | None = None  # The step before the traced ones.
@@ -97,28 +96,28 @@ def summary(
     are of these steps, from `Clock.read`.
     """
     rate, (seconds, calls) = metrics["perf/steps_per_second"], operations(folder)
-    parts = [
+    phases = [
         f"  {1000 * metrics[key]:10.3f} ms {rate * metrics[key]:6.1%}  {name}"
         for key, name in PARTS.items()
         if key in metrics
     ]
     total, steps = sum(seconds.values()), last - first
-    shown = [
+    rows = [
         f"  {1000 * value / steps:10.3f} {value / total:7.1%} {calls[name]:7}  {name}"
         for name, value in seconds.most_common(SHOWN_OPERATIONS)
     ]
     if len(seconds) > SHOWN_OPERATIONS:
-        shown.append(f"  and {len(seconds) - SHOWN_OPERATIONS} more")
+        rows.append(f"  and {len(seconds) - SHOWN_OPERATIONS} more")
     return PAGE.format(
         first=first + 1,
         last=last,
         devices=devices,
         milliseconds=1000 / rate,
         bound=bound_text(metrics),
-        parts="\n".join(parts),
+        phases="\n".join(phases),
         sent=metrics["perf/bytes_to_devices"],
         fetched=metrics["perf/bytes_from_devices"],
-        operations="\n".join(shown or ["  the trace holds none"]),
+        operations="\n".join(rows or ["  the trace holds none"]),
     )
 
 
@@ -145,7 +144,7 @@ def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
 def _device_lines(folder: Path) -> Iterator[list[tuple[float, float, str]]]:
     """Yields each line of a trace: (start, duration, name) of operations, in ns."""
     for path in folder.glob("*.xplane.pb"):
-        found: dict[Any, list[Any]] = defaultdict(list)
+        events: dict[Any, list[Any]] = defaultdict(list)
         with warnings.catch_warnings():
             # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -154,5 +153,5 @@ def _device_lines(folder: Path) -> Iterator[list[tuple[float, float, str]]]:
                     for event in line.events:
                         if "hlo_op" in dict(event.stats):
                             entry = (event.start_ns, event.duration_ns, event.name)
-                            found[plane.name, line.name].append(entry)
-        yield from found.values()
+                            events[plane.name, line.name].append(entry)
+        yield from events.values()

@@ -20,9 +20,8 @@ class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
     `print` and `step` are those of its `Display`; `restart(step)` measures throughput
-    from a step on, so that compilation does not count; after `begin`, `due(step)` tests
-    if `profile` has something to do. `peak` is the FLOP/s of matrix products on all
-    devices; None if not measured.
+    from a step on, so that compilation does not count. `peak` is the FLOP/s of matrix
+    products on all devices; None if not measured.
     """
 
     def __init__(
@@ -39,7 +38,8 @@ class Report:
         self._follows = devices.processes.index > 0  # Another process shows the run.
         self._display = Display(workdir, num_steps, quiet=self._follows)
         self.print, self.step = self._display.print, self._display.step
-        self._clock = Clock(devices)
+        self._clock, self._profiler = Clock(devices), None
+        self._clocks = [self._clock]
         self.restart = self._clock.start
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
@@ -62,21 +62,28 @@ class Report:
         writers: Sequence[Callable[[Path, int], Writer]] = (),
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
-        self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
-        self.due = self._profiler.due
-        self._stack.callback(self._profiler.close)
+        if profile is not None:
+            self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
+            self._clocks.append(self._profiler.clock)
+            self._stack.callback(self._profiler.close)
+            self.print(*self._profiler.begin(step))
         for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"
             with dispensable(name):
                 self._writers.append((name, make(self._workdir, step)))
-        self.print(*self._profiler.begin(step))
         self.restart(step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context of evaluation and saving, which the throughput leaves out."""
-        with self._clock.paused(), self._profiler.clock.paused():
+        with contextlib.ExitStack() as stack:
+            for clock in self._clocks:
+                stack.enter_context(clock.paused())
             yield
+
+    def due(self, step: int) -> bool:
+        """Tests if `profile` has something to do at `step`."""
+        return self._profiler is not None and self._profiler.due(step)
 
     def profile(self, step: int) -> None:
         """Starts or stops the trace at `step`, with no step in flight."""
@@ -100,10 +107,10 @@ class Report:
     def finish(self, step: int) -> dict[str, float]:
         """Draws report.png and prints its path; returns the last metrics."""
         self._display.stop()
-        shown = self._workdir
+        path = self._workdir
         with dispensable(self._workdir / REPORT):
-            shown = (not self._follows and plots.write(shown)) or shown
-        self.print(f"done      step {step}; {shown}")
+            path = (not self._follows and plots.write(path)) or path
+        self.print(f"done      step {step}; {path}")
         rows = read(self._workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 

@@ -43,13 +43,19 @@ def export_safetensors(run: Run, output: Path) -> int:
     data, keys = run.trainer.experiment.data, model_keys(config)
     classes = data.class_names or range(data.num_outputs)
     described = family.describe_classes(params, keys, [*map(str, classes)])
-    where = output, params, family.rules, devices
     if is_folder(config.init_from):
-        pretrained.export_like(config.init_from, *where, config=described or None)
+        pretrained.export_like(
+            config.init_from,
+            output,
+            params,
+            family.rules,
+            devices,
+            config=described or None,
+        )
         return run.step
-    arguments = {"num_outputs": data.num_outputs} | keys
-    made = pretrained.to_config(family, family.sizes(arguments))
-    pretrained.export_new(*where, config=made | described)
+    sizes = family.sizes({"num_outputs": data.num_outputs} | keys)
+    described = pretrained.to_config(family, sizes) | described
+    pretrained.export_new(output, params, family.rules, devices, config=described)
     return run.step
 
 
@@ -85,9 +91,9 @@ def export_adapters(run: Run, output: Path) -> int:
     pretrained.check_new(output)
     plan, state = run.trainer.plan, run.state
     if state.net_state or not plan.frozen:
-        found = "network state besides parameters" if plan.frozen else "a whole model"
+        leaves = "network state besides parameters" if plan.frozen else "a whole model"
         raise ConfigError(
-            f"the run in {run.workdir} trained {found}, and --format=adapters is for "
+            f"the run in {run.workdir} trained {leaves}, and --format=adapters is for "
             "adapters of frozen parameters; --format=safetensors writes all of it"
         )
     if run.trainer.experiment.init_from is None:
@@ -97,7 +103,13 @@ def export_adapters(run: Run, output: Path) -> int:
             "them; --format=safetensors writes all of the model"
         )
     with pretrained.new_folder(output) as folder:
-        parts = state.averaged(), state.frozen, plan.lora, run.devices
-        save_adapters(folder / ADAPTERS, *parts, step=run.step)
+        save_adapters(
+            folder / ADAPTERS,
+            state.averaged(),
+            state.frozen,
+            plan.lora,
+            run.devices,
+            step=run.step,
+        )
         (folder / CONFIG).write_bytes(pretrained.to_json(to_dict(run.config)))
     return run.step

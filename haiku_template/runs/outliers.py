@@ -119,7 +119,10 @@ class GradientNorms:
             "the gradient of step %d has norm %.3g, and %.3g is usual: %s; such a step "
             "may spoil a model, and clip_norm bounds what it does. Further ones are "
             "not named",
-            *(step, norm, self._usual, self._cause(step)),
+            step,
+            norm,
+            self._usual,
+            self._cause(step),
         )
 
     def _cause(self, step: int) -> str:
@@ -131,6 +134,6 @@ class GradientNorms:
                 median = float(np.median(sizes.max(axis=1)))
                 usual[path] = min(usual.get(path, np.inf), median)
         limits = {path: FACTOR * x or LARGEST for path, x in usual.items()}
-        found = blame(self._devices, self._train, step, limits)
-        where = self._devices.processes.name
-        return found or f"no value of its batch{where} stands out"
+        value = blame(self._devices, self._train, step, limits)
+        process = self._devices.processes.name
+        return value or f"no value of its batch{process} stands out"

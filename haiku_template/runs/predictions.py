@@ -40,7 +40,7 @@ def write_predictions(run: Run, output: Path) -> int:
     with new_file(output) as file, run.devices.explicit_transfers():
         batches = _predict(run.trainer, state, dataset)
         if output.suffix == ".npz":
-            joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+            joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
             np.savez(file, **flatten(joined))
             return num_rows(joined)
         with file.open("w") as lines:
@@ -56,12 +56,12 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
     """Yields outputs and labels, if any, of each batch, which is read once."""
     labels: deque[dict[str, Any]] = deque()
 
-    def batch(index: int) -> dict[str, Any]:
-        found = dataset.batch(index)
-        has_labels = isinstance(found, dict) and "labels" in found
-        labels.append({"labels": found["labels"]} if has_labels else {})
-        return found
+    def read(index: int) -> dict[str, Any]:
+        batch = dataset.batch(index)
+        has_labels = isinstance(batch, dict) and "labels" in batch
+        labels.append({"labels": batch["labels"]} if has_labels else {})
+        return batch
 
-    read = types.SimpleNamespace(num_batches=dataset.num_batches, batch=batch)
-    for outputs in trainer.predict(state, read):
+    dataset_once = types.SimpleNamespace(num_batches=dataset.num_batches, batch=read)
+    for outputs in trainer.predict(state, dataset_once):
         yield {"outputs": outputs} | labels.popleft()

@@ -1,5 +1,7 @@
 """State that a run begins with: its newest checkpoint, or the first."""
 
+import functools
+
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.storage import Checkpoints
@@ -30,7 +32,8 @@ def restored_or_first(
             f"{num_steps}; a run does not go back: use another --workdir"
         )
     if start:
-        saved = checkpoints.restore(start, trainer.abstract.saved())
+        read = functools.partial(checkpoints.restore, start)
+        saved = trainer.devices.load(read, trainer.abstract.saved(), trainer.layout)
         state = TrainState(**saved, frozen=trainer.frozen())
     else:
         state = trainer.init()

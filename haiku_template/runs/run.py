@@ -32,7 +32,7 @@ class Run:
     devices: DeviceManager
     which: str  # `latest`, `best`, or a step.
     # Of a script's run: its experiment, or a function of the devices that makes it.
-    made: Experiment | Callable[[DeviceManager], Experiment] | None = None
+    script: Experiment | Callable[[DeviceManager], Experiment] | None = None
 
     @classmethod
     def open(
@@ -45,8 +45,8 @@ class Run:
     ) -> "Run":
         """Opens a run; raises `ConfigError` if there is neither config nor experiment.
 
-        `experiment` is for the run of a script, as `made`. Code that a config names is
-        imported from the current directory, and from the paths and modules of `trust`.
+        `experiment` is for the run of a script. Code that a config names is imported
+        from the current directory, and from the paths and modules of `trust`.
         """
         workdir = Path(workdir)
         config = of_run(workdir, trust) if experiment is None else None
@@ -59,21 +59,24 @@ class Run:
     @functools.cached_property
     def trainer(self) -> Trainer:
         """Trainer of the run; raises `ConfigError` if it cannot be made here."""
-        made, more = self.made, 0
+        padding = 0
         if self.config is not None:
             config = self.config.copy_and_resolve_references()
             config.data.placement = "host"
             # Larger, so that it splits over these devices; the rest is padding.
-            parts = self.devices.num_devices * config.accumulate_steps
-            more = -config.batch_size % parts
-            config.batch_size += more
+            divisor = self.devices.num_devices * config.accumulate_steps
+            padding = -config.batch_size % divisor
+            config.batch_size += padding
             if self._holds_adapters:
                 config.finetuning.adapters = str(self.workdir)
-            made = Experiment.from_config(config, self.devices)
-        elif not isinstance(made, Experiment):
-            made = made(self.devices)
-        trainer = dataclasses.replace(made, placement="host").trainer(self.devices)
-        if not more:  # Other shapes have another fingerprint.
+            experiment = Experiment.from_config(config, self.devices)
+        elif isinstance(self.script, Experiment):
+            experiment = self.script
+        else:
+            experiment = self.script(self.devices)
+        experiment = dataclasses.replace(experiment, placement="host")
+        trainer = experiment.trainer(self.devices)
+        if not padding:  # Other shapes have another fingerprint.
             fingerprint.warn_of_changes(self.workdir, trainer)
         return trainer
 
@@ -94,7 +97,11 @@ class Run:
                 )
             return step, trainer.init()
         step, saved = restore(
-            self.workdir, self.which, lambda files, step: files.restore(step, abstract)
+            self.workdir,
+            self.which,
+            lambda checkpoints, step: self.devices.load(
+                functools.partial(checkpoints.restore, step), abstract, trainer.layout
+            ),
         )
         state = TrainState(**saved, frozen=trainer.frozen())
         if trainer.experiment.init_from is not None:

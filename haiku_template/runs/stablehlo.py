@@ -44,8 +44,8 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
         )
     experiment = run.trainer.experiment
     data = experiment.data
-    whole = run.devices.fetch(run.model())
-    size = hk.data_structures.tree_bytes(whole)
+    params, net_state = run.devices.fetch(run.model())
+    size = hk.data_structures.tree_bytes((params, net_state))
     if size >= MOST_BYTES:
         raise ConfigError(
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
@@ -60,7 +60,7 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
     )
 
     def forward(inputs: Any) -> Any:
-        batch, variables = {"inputs": inputs}, (*whole, run.step)
+        batch, variables = {"inputs": inputs}, (params, net_state, run.step)
         run_model = experiment.steps.forward
         facts, _ = run_model(recipe, variables, {}, batch, (None, None), False)
         return plain_outputs(facts["outputs"])

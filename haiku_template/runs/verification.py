@@ -59,34 +59,40 @@ def verify(
         here = {"loss": trainer.evaluate(state, one)["eval/loss"]}
     else:
         (here,) = trainer.predict(state, one)
-    found = list(_compare(flatten(here), flatten(there)))
-    yield from found
-    wrong = [x for x in found if not x.difference <= tolerance * (x.largest or 1)]
+    comparisons = list(_compare(flatten(here), flatten(there)))
+    yield from comparisons
+    wrong = [x for x in comparisons if not x.difference <= tolerance * (x.largest or 1)]
     if wrong:
         worst = max(wrong, key=lambda x: x.difference / (x.largest or 1))
         raise ConfigError(
-            f"{len(wrong)} of {len(found)} differ by more than {tolerance:g} of their "
-            f"largest value; most of all {worst}"
+            f"{len(wrong)} of {len(comparisons)} differ by more than {tolerance:g} of "
+            f"their largest value; most of all {worst}"
         )
 
 
 def _compare(here: dict[str, Any], there: dict[str, Any]) -> Iterator[Comparison]:
-    shapes = [{k: np.shape(x) for k, x in tree.items()} for tree in (here, there)]
-    if shapes[0] != shapes[1]:
-        ours, theirs = (
-            ", ".join(f"{k or 'outputs'} {[*shape]}" for k, shape in each.items())
-            for each in shapes
-        )
+    if _shapes(here) != _shapes(there):
         raise ConfigError(
-            f"the model returns {ours}, and the function {theirs}; possible are the "
-            "same names and shapes, or one number, the loss of the batch"
+            f"the model returns {_shapes(here)}, and the function {_shapes(there)}; "
+            "possible are the same names and shapes, or one number, the loss of the "
+            "batch"
         )
-    for name, ours in here.items():
-        a, b = (np.asarray(x, np.float64) for x in (ours, there[name]))
+    for name in here:
+        a, b = (np.asarray(x[name], np.float64) for x in (here, there))
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0, np.nan_to_num(np.abs(a - b), nan=np.inf))
         place = np.unravel_index(np.argmax(apart), apart.shape)
-        values = float(a[place]), float(b[place])
-        largest = np.abs(b[np.isfinite(b)]).max(initial=0)
-        yield Comparison(name or "outputs", *values, place, apart[place], largest)
+        yield Comparison(
+            name=name or "outputs",
+            here=float(a[place]),
+            there=float(b[place]),
+            place=place,
+            difference=apart[place],
+            largest=np.abs(b[np.isfinite(b)]).max(initial=0),
+        )
+
+
+def _shapes(tree: dict[str, Any]) -> str:
+    leaves = sorted(tree.items())
+    return ", ".join(f"{k or 'outputs'} {[*np.shape(x)]}" for k, x in leaves)

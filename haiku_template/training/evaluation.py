@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_template.data import count_batches
 from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import (
     DeviceManager,
@@ -99,8 +100,10 @@ def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
     """Rows of a padded batch: a multiple of the number of devices; 0 unless `pads`.
 
     Raises:
+      ConfigError: the set has no batches.
       PlacementError: a batch that may not be padded does not split over the devices.
     """
+    count_batches(dataset)
     rows, n = num_rows(dataset.batch(0)), devices.num_devices
     if pads or n == 1:
         return -(-rows // n) * n * pads

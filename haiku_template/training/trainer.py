@@ -135,15 +135,11 @@ class Trainer:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
             gradients,
-            replicated=3 if self._blocks else 2,
             update=functions.update,
             out_shardings=(shardings, devices.replicated),
         )
-        keep = {"donate_argnums": (), "replicated": 2}
-        self._eval_step = devices.compile(functions.eval_step, **keep)
-        self._predict_step = devices.compile(
-            functions.predict_step, out="split", **keep
-        )
+        self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
+        self._predict_step = devices.compile_per_example(functions.predict_step)
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
@@ -265,7 +261,7 @@ class Trainer:
         shapes = hk.data_structures.merge(self._whole, self.abstract.frozen)
         leaves, _ = self.experiment.init_from(shapes, self.plan.trained, None)
         frozen = unflatten(leaves)
-        return self._laid_out(lambda x: x, frozen) if self.layout.rules else frozen
+        return self.devices.place({"frozen": frozen}, self.layout)["frozen"]
 
     def _laid_out(self, make: Callable[..., hk.Params], *args: Any) -> hk.Params:
         """Makes frozen parameters where the layout has them."""
@@ -509,7 +505,7 @@ def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
             "config.sharding (and optimizer.shard_moments) cannot be had with several "
             "processes; leave it out"
         )
-    layout = Layout(devices.devices, rules)
+    layout = Layout(devices.everyone, rules)
     layout.check(state)
     return layout
 

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_template.bounded import parse
 from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.files import given_path, read_with
+from haiku_template.data.files import data_path, read_with
 from haiku_template.errors import ConfigError
 from haiku_text.data import buckets
 from haiku_text.data.buckets import Completions, Texts, Tokens
@@ -59,7 +59,7 @@ def jsonl(
     cuts the end of a text, or the beginning of a prompt and its completion. With
     `packing`, an example of a batch is a window; evaluation is of each line alone.
     """
-    file = given_path(path, "jsonl", "a file with a JSON object in each line")
+    file = data_path(path, "jsonl", "a file with a JSON object in each line")
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     rows = _read_rows(file)

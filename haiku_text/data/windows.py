@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
-from haiku_template.data.files import given_path
+from haiku_template.data.files import data_path
 from haiku_template.errors import ConfigError
 from haiku_text.data.files import open_tokens
 from haiku_text.data.permutation import permute
@@ -42,7 +42,7 @@ def tokens(
     A tokenizer.json beside `path` says the size of the vocabulary.
     """
     what = "a .safetensors, .npy or .bin file of tokens, or a folder of them"
-    source = given_path(path, "tokens", what)
+    source = data_path(path, "tokens", what)
     files = {"dtype": dtype, "tensor": tensor}
     training, held_out = open_tokens(source, random=True, **files), None
     if validation_path is not None:

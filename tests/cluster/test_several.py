@@ -285,7 +285,7 @@ def test_processes_with_other_data_say_how_much(tmp_path, address, augment):
     codes, errors = refused(address, whole, whole)
     assert codes == [64, 64], errors
     for words in errors:
-        assert "differ in the size of the data: {'training': " in words
+        assert "size of the data: {'training': " in words
         assert "1437" in words and "1436" in words and "in process 1; " in words
     assert not any((tmp_path / "run").glob("checkpoints/*"))
 

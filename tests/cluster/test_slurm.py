@@ -64,8 +64,8 @@ def test_ranks_of_mpirun_in_an_allocation_have_places_of_their_own(environ, coun
         text=True,
         timeout=100,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("(")]
-    found = sorted(map(ast.literal_eval, lines), key=lambda place: place[3])
+    places = re.findall(r"\([^()]*\)", done.stdout)  # Two may be on one line.
+    found = sorted(map(ast.literal_eval, places), key=lambda place: place[3])
     assert [place[3] for place in found] == [*range(count)], done.stdout + done.stderr
     assert {place[:3] for place in found} == {("Open MPI", found[0][1], count)}
 

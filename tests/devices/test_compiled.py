@@ -22,7 +22,7 @@ def scaled(state, batch):
 def test_fetch_refuses_what_differs_between_devices(four_devices):
     step = four_devices.compile(scaled, donate_argnums=())
     results = step(four_devices.replicate(np.float32(2)), four_devices.shard(EIGHT))
-    with pytest.raises(PlacementError, match=r"differ.*out='split'"):
+    with pytest.raises(PlacementError, match="differ.*compile_per_example"):
         four_devices.fetch({"results": results})
 
 
@@ -32,10 +32,8 @@ def test_fetch_gathers_what_is_split(devices):
 
 
 def test_split_results_are_those_of_each_example(devices):
-    step = devices.compile(
+    step = devices.compile_per_example(
         lambda state, batch: {"double": scaled(state, batch), "row": batch[:, None]},
-        donate_argnums=(),
-        out="split",
     )
     with devices.explicit_transfers():
         results = step(devices.replicate(np.float32(2)), devices.shard(EIGHT))
@@ -48,28 +46,24 @@ def test_split_results_may_average_over_the_devices_on_their_way(devices):
     def step(state, batch):
         return batch - mean_over(devices.axis_name, batch.mean()) + state
 
-    step = devices.compile(step, donate_argnums=(), out="split")
+    step = devices.compile_per_example(step)
     results = step(devices.replicate(np.float32(1)), devices.shard(EIGHT))
     np.testing.assert_array_equal(devices.fetch(results), EIGHT - EIGHT.mean() + 1)
 
 
 @pytest.mark.parametrize("result", [lambda s, b: b.sum(), lambda s, b: b[:1]])
 def test_split_results_that_are_not_of_each_example_are_refused(devices, result):
-    step = devices.compile(result, donate_argnums=(), out="split")
+    step = devices.compile_per_example(result)
     with pytest.raises(PlacementError, match="one entry for each row"):
         step(devices.replicate(np.float32(1)), devices.shard(EIGHT))
-    with pytest.raises(PlacementError, match="whole and split"):
-        devices.compile(result, out="stacked")
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 3], [5], [2, 7, 1], [4, 4]])
 def test_map_batches_gives_each_example_once_whatever_the_sizes(devices, sizes):
     rows = np.random.default_rng(0).normal(size=(sum(sizes), 3)).astype(np.float32)
     batches = np.split(rows, np.cumsum(sizes)[:-1])
-    step = devices.compile(
+    step = devices.compile_per_example(
         lambda w, batch: {"sum": (batch["x"] * w).sum(axis=1)},
-        donate_argnums=(),
-        out="split",
     )
     w = devices.replicate(np.array([1, 2, 4], np.float32))
     with devices.explicit_transfers():

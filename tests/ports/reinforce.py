@@ -45,7 +45,7 @@ def main(devices: DeviceManager, workdir: Path, num_steps: int) -> float:
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}
 
-    act = devices.compile(POLICY.apply, donate_argnums=(), out="split")
+    act = devices.compile_per_example(POLICY.apply)
     learn = devices.compile(update)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         start, state = checkpoints.latest or 0, devices.init(init)

@@ -7,8 +7,9 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import PlacementError
+from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.models import mlp
+from haiku_template.runs import train
 from haiku_template.training import Experiment, classification
 from haiku_template.training.evaluation import pad
 
@@ -81,6 +82,31 @@ def test_averaged_parameters_are_evaluated_where_there_are_any(one_device):
     plain = trainer.evaluate(state._replace(ema_params=None), data.evaluation)
     assert averaged == trainer.evaluate(as_params, data.evaluation)
     assert averaged != plain
+
+
+class FullBatches(EvaluationSet):
+    """Drops a last batch that is not full, and so all of a small set."""
+
+    @property
+    def num_batches(self):
+        return len(self.inputs) // self.batch_size
+
+
+def test_an_evaluation_set_without_batches_is_refused(tmp_path, one_device):
+    data = example(5, 8)
+    few = FullBatches(data.evaluation.inputs, data.evaluation.labels, 8)
+    trainer = Experiment(
+        model=mlp(3, width=8),
+        task=classification,
+        data=data._replace(evaluation=few),
+        optimizer=optax.sgd(0.1),
+    ).trainer(one_device)
+    words = "a FullBatches, has num_batches=0, and metrics are of one batch at least"
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, num_steps=1, workdir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=words):
+        trainer.evaluate(trainer.init())
 
 
 def test_pad_marks_the_examples():
