@@ -21,7 +21,6 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
 from haiku_template.models.precision import Precision
-from haiku_template.pretrained import describe
 from haiku_template.runs import (
     Run,
     export_forward,
@@ -32,6 +31,7 @@ from haiku_template.runs import (
 from haiku_template.runs.start import run
 from haiku_template.training import Experiment
 from haiku_template.training.trainer import with_state
+from haiku_text.huggingface import describe
 from haiku_text.models import bert, gpt, multiply_out
 from haiku_text.models.gpt import PRESETS
 

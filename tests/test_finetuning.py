@@ -19,7 +19,6 @@ from haiku_template import runs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
-from haiku_template.pretrained import export_new, to_config
 from haiku_template.runs import Run
 from haiku_template.runs.start import run
 from haiku_template.storage.workdir import has_checkpoints
@@ -27,6 +26,7 @@ from haiku_template.training import Experiment
 from haiku_text import generation
 from haiku_text import models as text_models
 from haiku_text.data import Tokenizer
+from haiku_text.huggingface import export_new, to_config
 from tests.runs import evaluated
 
 ADJECTIVES = {"good": ["fine", "bright", "warm"], "bad": ["dull", "cold", "weak"]}

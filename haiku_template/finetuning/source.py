@@ -16,17 +16,17 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
-from haiku_template.models import Family
+from haiku_template.models import HUGGING_FACE, Family
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained import (
     BESIDE,
     MARK,
     Names,
     Tensor,
-    describe,
     dtype_name,
     read_published,
 )
+from haiku_template.registry import resolve
 from haiku_template.storage import trees
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
@@ -80,7 +80,7 @@ def open_source(
                 )
         return _of_workdir(path, devices)
     if is_folder(init_from):
-        describe(path, family)
+        _describe(path, family)
     names = Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
     others = {"list_tensors": _of_tree} if trees.is_tree(path) else {}
@@ -155,7 +155,7 @@ def with_sizes(
     """
     if not is_folder(init_from):
         return values
-    known = describe(init_from, family).arguments
+    known = _describe(init_from, family).arguments
     known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
     for key, value in known.items():
         if values.get(key) not in (None, value):
@@ -174,8 +174,12 @@ def vocabulary_of(init_from: str | None) -> int | None:
         return given or vocabulary_of(saved.get("init_from"))
     if not is_folder(init_from):
         return None
-    arguments = describe(init_from).arguments
+    arguments = _describe(init_from).arguments
     return arguments.get("vocab_size", arguments.get("num_outputs"))
+
+
+def _describe(folder: str | Path, family: Family | None = None) -> Any:
+    return resolve("init_from", "describe", HUGGING_FACE)(folder, family)
 
 
 def is_folder(init_from: str | None) -> bool:

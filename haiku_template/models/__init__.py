@@ -11,7 +11,6 @@ import haiku as hk
 
 from haiku_template.errors import ConfigError as ConfigError
 from haiku_template.models.family import Family as Family
-from haiku_template.models.family import Keyword as Keyword
 from haiku_template.models.family import Rule as Rule
 from haiku_template.models.family import check_vocabulary as check_vocabulary
 from haiku_template.models.forms import per_example as per_example
@@ -29,5 +28,8 @@ MODELS: dict[str, Callable[..., Model] | str] = {
     "mlp": mlp,
     "resnet": resnet,
 }
-# Models that Hugging Face knows, by its `model_type`.
-FAMILIES = {"gpt2": "gpt", "bert": "bert"}
+# Functions for folders of Hugging Face's models.
+HUGGING_FACE = {
+    "describe": "haiku_text.huggingface:describe",
+    "export": "haiku_text.huggingface:export",
+}

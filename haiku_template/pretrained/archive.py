@@ -3,6 +3,7 @@
 import functools
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import npz
 from haiku_template.pretrained.published import MARK, names_of_file
-from haiku_template.pretrained.writing import Makers, new_file, whole
+from haiku_template.pretrained.tensors import read_tensor
+from haiku_template.pretrained.writing import new_file
 
 # Forms of a name in a file: of a parameter's module and name, and of network state's.
 FORMS = {
@@ -47,8 +49,9 @@ def export_npz(
       StorageError: it cannot be written; nothing of it is left.
     """
     renamed, there = names_of_file(source, params)
-    makers: Makers = {
-        _name(path, form): functools.partial(whole, x) for path, x in there.items()
+    makers: dict[str, Callable[[], np.ndarray]] = {
+        _name(path, form): functools.partial(read_tensor, x)
+        for path, x in there.items()
     }
     for path, leaf in leaves.items():
         name = _name(renamed.get(path, path), form)

@@ -1,6 +1,6 @@
 """Reading of pretrained parameters: from files onto the devices."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,49 +8,10 @@ import haiku as hk
 import jax
 
 from haiku_template.devices import DeviceManager, host_buffer
-from haiku_template.errors import ConfigError, near
-from haiku_template.params import flatten, matching, unflatten
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
 from haiku_template.pretrained.rules import TRANSFORMS, Match, Rule, match
 from haiku_template.pretrained.tensors import pieces, read_headers
-
-
-def restore(
-    source: str | Path,
-    init: Callable[[], hk.Params],
-    rules: Sequence[Rule],
-    devices: DeviceManager,
-    *,
-    fresh: Sequence[str] = (),
-) -> hk.Params:
-    """Reads a model's parameters, and initializes those that match `fresh`.
-
-    Args:
-      source: a Hugging Face folder, or its index, or one safetensors file.
-      init: makes the parameters of the model; those that are read are never made.
-      fresh: patterns (as in a shell) of paths that no file has, as `bert/head/*`.
-
-    Returns:
-      The parameters, replicated, in the names, shapes and dtypes of `init`.
-
-    Raises:
-      ConfigError: the files cannot be read or do not fit, or a pattern fits nothing.
-    """
-    skeleton = devices.abstract(init)
-    paths, made = flatten(skeleton), set()
-    for pattern in fresh:
-        if not matching(pattern, paths):
-            guess = near(pattern, paths)
-            raise ConfigError(
-                f"fresh={pattern!r} fits no parameter of the model{guess}"
-            )
-        made |= matching(pattern, paths)
-    leaves = read(source, skeleton, rules, devices, skip=made)
-
-    def some() -> dict[str, jax.Array]:
-        return {path: x for path, x in flatten(init()).items() if path in made}
-
-    # Compiled, so that what is not returned is not computed either.
-    return unflatten(leaves | (devices.init(some) if made else {}))
 
 
 def read(

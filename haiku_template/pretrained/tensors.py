@@ -175,6 +175,14 @@ def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
         yield part, values
 
 
+def read_tensor(tensor: Tensor) -> np.ndarray:
+    """Reads a tensor into memory; raises as `pieces`."""
+    array = np.empty(tensor.shape, tensor.numpy_dtype)
+    for rows, values in pieces(tensor):
+        array[rows] = values
+    return array
+
+
 def _read_header(file: Path) -> list[Tensor]:
     try:
         # The library checks sizes and offsets: no gap, no overlap, nothing behind.

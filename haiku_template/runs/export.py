@@ -1,15 +1,14 @@
 """Export of a checkpoint as safetensors, in names that other software reads."""
 
-import functools
 from pathlib import Path
-
-import jax
 
 from haiku_template import pretrained
 from haiku_template.config import to_dict
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
+from haiku_template.models import HUGGING_FACE
 from haiku_template.params import flatten
+from haiku_template.registry import resolve
 from haiku_template.runs.run import Run
 from haiku_template.storage.workdir import CONFIG
 from haiku_template.training.experiment import model_keys
@@ -35,27 +34,23 @@ def export_safetensors(run: Run, output: Path) -> int:
     family = run.family
     if family is None or config is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
-        trees = {file: flatten(tree) for file, tree in trees.items()}
-        shards = jax.tree.map(lambda x: functools.partial(devices.fetch, x), trees)
-        files = {CONFIG: pretrained.to_json(to_dict(config))} if config else {}
-        pretrained.write_folder(output, shards, files, SINGLE, {})
+        with pretrained.new_folder(output) as folder:
+            for file, tree in trees.items():
+                arrays = {k: devices.fetch(x) for k, x in flatten(tree).items()}
+                pretrained.save_tensors(folder / file, arrays, None)
+            if config:
+                (folder / CONFIG).write_bytes(pretrained.to_json(to_dict(config)))
         return run.step
-    data, keys = run.trainer.experiment.data, model_keys(config)
-    classes = data.class_names or range(data.num_outputs)
-    described = family.describe_classes(params, keys, [*map(str, classes)])
-    if is_folder(config.init_from):
-        pretrained.export_like(
-            config.init_from,
-            output,
-            params,
-            family.rules,
-            devices,
-            config=described or None,
-        )
-        return run.step
-    sizes = family.sizes({"num_outputs": data.num_outputs} | keys)
-    described = pretrained.to_config(family, sizes) | described
-    pretrained.export_new(output, params, family.rules, devices, config=described)
+    data = run.trainer.experiment.data
+    resolve("init_from", "export", HUGGING_FACE)(
+        output,
+        params,
+        family,
+        devices,
+        source=config.init_from if is_folder(config.init_from) else None,
+        arguments={"num_outputs": data.num_outputs} | model_keys(config),
+        class_names=[*map(str, data.class_names or range(data.num_outputs))],
+    )
     return run.step
 
 

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import Family, Keyword
 from haiku_template.models.attention import IMPLEMENTATIONS, attend
 from haiku_text.models import layers
-from haiku_text.models.rules import layer_rules
+from haiku_text.models.family import Family, Keyword, layer_rules
 
 POOLINGS = ("cls", "mean")
 HEAD = "bert/head"  # Of a classifier; sentence encoders have none.

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
-from haiku_template.models import Family, Keyword
 from haiku_template.models.attention import IMPLEMENTATIONS, attend
 from haiku_text.models import layers
+from haiku_text.models.family import Family, Keyword, layer_rules
 from haiku_text.models.logits import LazyLogits
-from haiku_text.models.rules import layer_rules
 
 NAMES = ("tokens", "segments")  # Of packed inputs.
 KeysValues = tuple[jax.Array, jax.Array]  # Keys and values: [B, S, H, D / H] each.

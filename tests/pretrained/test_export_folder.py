@@ -14,14 +14,13 @@ from safetensors.numpy import load_file, save_file
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.models import Rule
 from haiku_template.params import flatten
-from haiku_template.pretrained import (
-    check_new,
+from haiku_template.pretrained import check_new, writing
+from haiku_text.huggingface import (
     describe,
     export_like,
     export_new,
     restore,
     to_config,
-    writing,
 )
 from haiku_text.models import bert, gpt
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from haiku_template.errors import ConfigError
-from haiku_template.pretrained import describe
+from haiku_text.huggingface import describe
 from haiku_text.models import gpt
 
 

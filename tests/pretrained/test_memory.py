@@ -20,7 +20,7 @@ import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_platforms", "cpu")
 from haiku_template.devices import DeviceManager
 from haiku_template.models import Rule
-from haiku_template.pretrained import restore
+from haiku_text.huggingface import restore
 
 def status(key):
     text = Path("/proc/self/status").read_text()

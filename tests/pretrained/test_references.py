@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from haiku_template.params import flatten
-from haiku_template.pretrained import describe, restore
+from haiku_text.huggingface import describe, restore
 from haiku_text.models import bert, gpt
 from haiku_text.models.bert import Sizes, encode, pool
 

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from haiku_template.errors import ConfigError
 from haiku_template.models import Rule
-from haiku_template.pretrained import convert, reading, restore, tensors
+from haiku_template.pretrained import convert, reading, tensors
+from haiku_text.huggingface import restore
 
 RULES = (
     Rule("[model.]layer.{}.weight", "net/layer_{}/w", "transpose"),

@@ -1,0 +1,344 @@
+"""Folders of Hugging Face's models: config.json, and safetensors in its names."""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, near
+from haiku_template.models import Rule
+from haiku_template.params import flatten, matching, unflatten
+from haiku_template.pretrained import new_folder, read, save_tensors, to_json
+from haiku_template.pretrained.rules import TRANSFORMS, find, tensor_name
+from haiku_template.pretrained.tensors import (
+    INDEX,
+    SINGLE,
+    locate,
+    read_headers,
+    read_index,
+    read_json,
+    read_metadata,
+    read_tensor,
+)
+from haiku_text.models import bert, gpt
+from haiku_text.models.family import Family
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (gpt.family, bert.family)}
+FORMAT = {"format": "pt"}  # transformers asks for it.
+# Files copied beside the tensors: tokenizers, and the pooling of sentences.
+BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
+Makers = dict[str, Callable[[], np.ndarray]]  # Functions that make tensors, by name.
+
+
+class Description(NamedTuple):
+    """Model of a Hugging Face folder.
+
+    `arguments` are those of the family's function in `MODELS`. A BERT's leave out
+    `num_outputs`, which is the task's, and `pooling`.
+    """
+
+    config: dict[str, Any]  # The content of config.json.
+    family: Family
+    arguments: dict[str, Any]
+
+
+def describe(folder: str | Path, expected: Family | None = None) -> Description:
+    """Reads the model of a Hugging Face folder; `expected` None allows any family.
+
+    Raises:
+      ConfigError: config.json is missing or damaged, or its model is of another family,
+        or has a setting that no family computes.
+    """
+    path = Path(folder) / CONFIG
+    config = read_json(path, "model_type", str)
+    kind = config["model_type"]
+    families = FAMILIES if expected is None else {expected.model_type: expected}
+    if kind not in families:
+        raise ConfigError(
+            f"{path} describes a model of type {kind!r}; possible are "
+            f"{', '.join(families)}" + " for this model" * (expected is not None)
+        )
+    family, arguments = families[kind], {}
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if not set(architectures) <= set(family.architectures):
+        raise ConfigError(
+            f"{path} describes the architecture {', '.join(architectures)}; "
+            f"possible are {', '.join(family.architectures)}"
+        )
+    for name, key, default in family.keywords:
+        value = arguments[name] = config.get(key, default)
+        accepted = int if isinstance(default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted) or value < 0:
+            number = "whole number" if accepted is int else "number"
+            raise ConfigError(
+                f"{path} has {key}={value!r}; a {number} is needed, such as {default}"
+            )
+    for key, possible in family.fixed(config).items():
+        value = config.get(key, possible[0])
+        if value not in possible:
+            raise ConfigError(
+                f"{path} has {key}={value!r}, which a {kind} model here cannot "
+                f"compute; possible is {' or '.join(map(repr, possible))}"
+            )
+    return Description(config, family, arguments)
+
+
+def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Makes the config.json of a model made here, for other software to load it.
+
+    `arguments` made the model; those left out have the family's defaults.
+    """
+    kinds = {
+        "model_type": family.model_type,
+        "architectures": [family.architectures[0]],
+    }
+    sizes = {key: arguments.get(name, value) for name, key, value in family.keywords}
+    fixed = {key: possible[0] for key, possible in family.fixed(sizes).items()}
+    return kinds | fixed | sizes
+
+
+def restore(
+    source: str | Path,
+    init: Callable[[], hk.Params],
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    *,
+    fresh: Sequence[str] = (),
+) -> hk.Params:
+    """Reads a model's parameters, and initializes those that match `fresh`.
+
+    Args:
+      source: a Hugging Face folder, or its index, or one safetensors file.
+      init: makes the parameters of the model; those that are read are never made.
+      fresh: patterns (as in a shell) of paths that no file has, as `bert/head/*`.
+
+    Returns:
+      The parameters, replicated, in the names, shapes and dtypes of `init`.
+
+    Raises:
+      ConfigError: the files cannot be read or do not fit, or a pattern fits nothing.
+    """
+    skeleton = devices.abstract(init)
+    paths, fresh_paths = flatten(skeleton), set()
+    for pattern in fresh:
+        if not matching(pattern, paths):
+            guess = near(pattern, paths)
+            raise ConfigError(
+                f"fresh={pattern!r} fits no parameter of the model{guess}"
+            )
+        fresh_paths |= matching(pattern, paths)
+    leaves = read(source, skeleton, rules, devices, skip=fresh_paths)
+
+    def init_fresh() -> dict[str, jax.Array]:
+        return {path: x for path, x in flatten(init()).items() if path in fresh_paths}
+
+    # Compiled, so that what is not returned is not computed either.
+    return unflatten(leaves | (devices.init(init_fresh) if fresh_paths else {}))
+
+
+def export(
+    folder: str | Path,
+    params: hk.Params,
+    family: Family,
+    devices: DeviceManager,
+    *,
+    source: str | Path | None,
+    arguments: dict[str, Any],
+    class_names: Sequence[str],
+) -> None:
+    """Writes a model as the folder `source` that it started from, or a new one.
+
+    `arguments` made the model. Raises as `export_like` and `export_new`, and
+    `ConfigError` if transformers would compute something else from the classifier.
+    """
+    labels = family.describe_classes(params, arguments, class_names)
+    if source is not None:
+        export_like(source, folder, params, family.rules, devices, config=labels)
+    else:
+        config = to_config(family, family.sizes(arguments)) | labels
+        export_new(folder, params, family.rules, devices, config=config)
+
+
+def export_like(
+    source: str | Path,
+    folder: str | Path,
+    params: hk.Params,
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    *,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Writes parameters as the files that they were read from, changed or not.
+
+    Each tensor keeps its name, dtype and file; half precision is warned of. Tensors
+    that the model does not use are copied, and so are config.json and the tokenizer.
+    New parameters, such as a head's, follow in the last file. Memory holds one file at
+    a time.
+
+    Args:
+      source: the Hugging Face folder that was read.
+      config: changes to config.json, such as the names of the labels.
+
+    Raises:
+      ConfigError: `folder` exists, `source` cannot be read, no rule names one of the
+        parameters, or the source's dtype cannot hold one.
+      StorageError: the files cannot be written.
+    """
+    source, leaves = Path(source), flatten(params)
+    located, headers = locate(source), read_headers(source)
+    shards: dict[Path, Makers] = {tensor.file: {} for tensor in headers.values()}
+    new_leaves, num_rounded = dict(leaves), Counter()
+    for name, tensor in headers.items():
+        rule, path = find(rules, name)
+        make = functools.partial(read_tensor, tensor)
+        if path in leaves:
+            leaf, dtype = leaves[path], tensor.numpy_dtype
+            make = functools.partial(_tensor, path, leaf, rule, dtype, devices)
+            num_rounded[str(dtype)] += dtype.itemsize < leaf.dtype.itemsize
+            new_leaves.pop(path, None)
+        shards[tensor.file][name] = make
+    for dtype, number in (+num_rounded).items():
+        logger.warning(
+            "%d tensors are written as %s, as they are in %s: what was trained in "
+            "float32 is rounded to it",
+            *(number, dtype, source),
+        )
+
+    def num_common(with_brackets: bool) -> int:
+        names = (tensor_name(rules, path, with_brackets)[0] for path in leaves)
+        return sum(name in headers for name in names)
+
+    # New names have the prefix that may be missing, in brackets, if the others have.
+    with_brackets = max((True, False), key=num_common)
+    makers = _new_tensors(new_leaves, rules, devices, with_brackets)
+    [*shards.values()][-1].update(makers)
+    files = {
+        str(path.relative_to(source)): path.read_bytes()
+        for pattern in BESIDE
+        for path in source.glob(pattern)
+        if path.is_file() and path.name != INDEX
+    }
+    if config:
+        content = read_json(source / CONFIG, "model_type", str)
+        files[CONFIG] = to_json(content | config)
+    metadata = {file.name: read_metadata(file) for file in shards}
+    if located.suffix == ".json":
+        metadata[located.name] = read_index(located).get("metadata")
+    named = {file.name: makers for file, makers in shards.items()}
+    _write(Path(folder), named, files, located.name, metadata)
+
+
+def export_new(
+    folder: str | Path,
+    params: hk.Params,
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    *,
+    config: dict[str, Any],
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes the parameters of a model made here, in Hugging Face's names.
+
+    Args:
+      config: the content of config.json, as from `to_config`.
+      shard_bytes: the most that a file and host memory hold, unless one parameter has
+        more.
+
+    Raises:
+      ConfigError: `folder` exists, or no rule names one of the parameters.
+      StorageError: the files cannot be written.
+    """
+    leaves = flatten(params)
+    groups, room = [{}], shard_bytes
+    makers = _new_tensors(leaves, rules, devices)
+    for (name, make), leaf in zip(makers.items(), leaves.values(), strict=True):
+        if leaf.nbytes > room and groups[-1]:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = make
+        room -= leaf.nbytes
+    total, located = len(groups), INDEX
+    names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    if total == 1:
+        names, located = [SINGLE], SINGLE
+    shards, files = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
+    _write(Path(folder), shards, files, located, dict.fromkeys(names, FORMAT))
+
+
+def _new_tensors(
+    leaves: dict[str, Any],
+    rules: Sequence[Rule],
+    devices: DeviceManager,
+    with_brackets: bool = True,
+) -> Makers:
+    """Functions that make the tensors of parameters, in the parameters' order."""
+    makers, nameless = {}, []
+    for path, leaf in leaves.items():
+        name, rule = tensor_name(rules, path, with_brackets)
+        if name is None:
+            nameless.append(path)
+        makers[name] = functools.partial(_tensor, path, leaf, rule, leaf.dtype, devices)
+    if nameless:
+        raise ConfigError(
+            f"the rename table names no tensor for {', '.join(nameless)}; nothing was "
+            "written"
+        )
+    return makers
+
+
+def _tensor(
+    path: str, leaf: Any, rule: Rule, dtype: np.dtype, devices: DeviceManager
+) -> np.ndarray:
+    values = devices.fetch(leaf)
+    with np.errstate(over="ignore"):
+        array = np.asarray(TRANSFORMS[rule.transform](values), dtype, order="C")
+    if dtype != leaf.dtype and np.isfinite(values).all() > np.isfinite(array).all():
+        raise ConfigError(
+            f"{path} has values up to {np.abs(values).max():.3g}, which {dtype}, its "
+            "dtype in the folder that was read, cannot hold; nothing was written"
+        )
+    return array
+
+
+def _write(
+    folder: Path,
+    shards: dict[str, Makers],
+    files: dict[str, bytes],
+    located: str,
+    metadata: dict[str, dict[str, Any] | None],
+) -> None:
+    """Writes a new folder, all of it or nothing; raises as `new_folder`.
+
+    Args:
+      shards: functions that make the tensors, by file and name.
+      files: the content of other files, by name.
+      located: name of the only file of tensors, or of their index.
+      metadata: of the files of tensors and of the index, by name.
+    """
+    size, places = 0, {}
+    with new_folder(folder) as partial:
+        for name, content in files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_bytes(content)
+        for name, makers in shards.items():
+            arrays = {tensor: make() for tensor, make in makers.items()}
+            save_tensors(partial / name, arrays, metadata.get(name))
+            size += sum(array.nbytes for array in arrays.values())
+            places |= dict.fromkeys(arrays, name)
+            arrays.clear()  # Memory holds one file at a time.
+        if located not in shards:
+            facts = metadata.get(located) or {}
+            if facts.get("total_size") != size:
+                facts = {"total_size": size}
+            index = {"metadata": facts, "weight_map": places}
+            (partial / located).write_bytes(to_json(index))
