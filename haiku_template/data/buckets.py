@@ -35,6 +35,8 @@ class BucketedDataset:
     batches, which are shuffled. A bucket's last batch ends with some of the next one.
     """
 
+    # Why: docs/decisions/data.md#buckets
+
     examples: Examples
     lengths: tuple[int, ...]
     spec: BatchSpec

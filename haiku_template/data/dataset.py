@@ -106,6 +106,7 @@ def _permutation(size: int, seed: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).permutation(size)
 
 
+# Why: docs/decisions/data.md#permutations
 def shuffle(places: range, size: int, seed: tuple[int, ...]) -> np.ndarray:
     """Maps places through a stored permutation of `range(size)`: int64."""
     return _permutation(size, seed)[places.start : places.stop]
@@ -127,7 +128,7 @@ def epochs(
     return np.concatenate(indices)
 
 
-def named(inputs: Any, labels: Any) -> Batch:
+def arrays_by_name(inputs: Any, labels: Any) -> Batch:
     """Names the arrays of a set, which may have no labels (None)."""
     return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
 
@@ -168,7 +169,7 @@ class ArrayDataset:
 
     def staged(self) -> Batch:
         """Arrays to stage, which `gather` reads from."""
-        return named(self.inputs, self.labels)
+        return arrays_by_name(self.inputs, self.labels)
 
     def rows(self, step: int) -> np.ndarray:
         """Indices of the examples in this process's share: int64 [B / processes]."""
@@ -198,7 +199,7 @@ class EvaluationSet:
     batch_size: int
 
     def __post_init__(self) -> None:
-        check_arrays(named(self.inputs, self.labels))
+        check_arrays(arrays_by_name(self.inputs, self.labels))
 
     @property
     def num_batches(self) -> int:
@@ -209,4 +210,7 @@ class EvaluationSet:
         """Copies the arrays of one batch out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return {k: x[rows].copy() for k, x in named(self.inputs, self.labels).items()}
+        return {
+            k: x[rows].copy()
+            for k, x in arrays_by_name(self.inputs, self.labels).items()
+        }

@@ -40,8 +40,8 @@ def from_split(
         the part.
     """
     train_part, test_part = f"the training part of {where}", f"the test part of {where}"
-    train = dataset.named(split.x_train, split.y_train)
-    test = dataset.named(split.x_test, split.y_test)
+    train = dataset.arrays_by_name(split.x_train, split.y_train)
+    test = dataset.arrays_by_name(split.x_test, split.y_test)
     dataset.check_arrays(train, train_part)
     dataset.check_arrays(test, test_part)
     if train.keys() != test.keys():

@@ -86,6 +86,7 @@ class _Forward:
     def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
         self._make, self._lock = make, threading.Lock()
         # One goes on with the run, the other has earlier batches that are asked for.
+        # Why: docs/decisions/data.md#iterators
         self._batches = [self._endless(), self._endless()]
         self._next = [0, 0]  # The step of the next batch of each.
         self._first: Batch = {}  # Asked for again and again, before a run starts.

@@ -1,5 +1,6 @@
 """Trees of arrays, as batches are; JAX, which knows more kinds, is not imported here.
 
+Why: docs/decisions/data.md#trees
 A tree is a dictionary, list, tuple, named tuple or dataclass of trees, None, or a leaf.
 """
 

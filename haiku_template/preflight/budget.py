@@ -38,9 +38,10 @@ NO_SHARDING = "no leaf that a rule fits has a dimension that splits evenly"
 REMAT_LEVELS = 2  # Of modules within modules, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
-# Fields of a budget: what stays in memory from step to step; the rows of its table.
-RESIDENT = ("params", "net_state", "opt_state", "ema_params", "frozen")
-RESIDENT += ("data", "closed_over", "batch", "waiting")
+# Fields of a budget: those of the state; all that stays from step to step; and the rows
+# of its table.
+STATE = ("params", "net_state", "opt_state", "ema_params", "frozen")
+RESIDENT = (*STATE, "data", "closed_over", "batch", "waiting")
 ROWS = (*RESIDENT, "temporaries", "outside", "step_peak", "init_peak")
 ROWS += ("evaluation_peak", "matmul", "peak")
 
@@ -138,11 +139,7 @@ def memory_budget(
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
     dtype = trainer.precision.policy.compute_dtype
     budget = Budget(
-        params=device_bytes(state.params),
-        net_state=device_bytes(state.net_state),
-        opt_state=device_bytes(state.opt_state),
-        ema_params=device_bytes(state.ema_params),
-        frozen=device_bytes(state.frozen),
+        **{name: device_bytes(getattr(state, name)) for name in STATE},
         data=data,
         closed_over=closed_over,
         batch=batch,
@@ -201,6 +198,7 @@ def _largest(state: TrainState) -> str:
 
 def _peak(analysis: Any, constants: int = 0) -> int:
     """Peak bytes of a compiled program; its code may include its constants."""
+    # Why: docs/decisions/training.md#memory-budget
     return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes

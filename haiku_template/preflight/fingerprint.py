@@ -39,7 +39,7 @@ FORMAT = "2"  # Of the digests: a workdir with those of another is refused.
 VERSIONS = ("format", "jax", "python")
 FIRST_BATCH = "first batch of the training data"  # Not where a process has a share.
 NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
-# The identity on one device.
+# The identity on one device. Why: docs/decisions/storage.md#fingerprint
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
 # Calls of an inner jaxpr with the same arguments, and the parameters that hold it.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
@@ -82,29 +82,26 @@ def of(trainer: Trainer) -> dict[str, str]:
     }
     if num_rows(batch) == rows:
         digests[FIRST_BATCH] = _value(batch)
-    if data.evaluation is not None:
-        batches = data.evaluation.num_batches, data.evaluation.batch(0)
-        digests["first batch of the evaluation data"] = _value(batches)
+    if hasattr(data.train, "staged"):
+        ends = [(x[:1], x[-1:]) for x in jax.tree.leaves(data.train.staged())]
+        digests["first and last rows of the training data"] = _value(ends)
+    for name, dataset in ({"": data.evaluation} | dict(data.evaluations)).items():
+        count = dataset.num_batches if dataset is not None else 0
+        for place, index in (("first", 0), ("last", count - 1)) if count else ():
+            values = count, dataset.batch(index)
+            key = f"{place} batch of the evaluation data {name}".rstrip()
+            digests[key] = _value(values)
     own_step = experiment.step is not None or experiment.steps is not step
     if own_step or "axis_name" in facts_of(trainer.task.values):
         digests["steps over devices"] = _value(steps(AXIS_NAME))
     return digests
 
 
-def _ends(data: Data) -> dict[str, Any]:
-    """Facts of the data: sizes, and digests of the first and the last rows."""
-    train, sets = data.train, {"": data.evaluation} | dict(data.evaluations)
-    sets = {name: x for name, x in sets.items() if x is not None}
-    size = getattr(train, "staged_size", None) or len(getattr(train, "inputs", ()))
-    batches = {name: x.num_batches for name, x in sets.items()}
-    facts = {"size of the data": {"training": size, "evaluation batches": batches}}
-    if hasattr(train, "staged"):
-        rows = [(x[:1], x[-1:]) for x in jax.tree.leaves(train.staged())]
-        facts["first and last rows of the training data"] = _value(rows)
-    for name, dataset in sets.items():
-        last = _value(dataset.batch(dataset.num_batches - 1))
-        facts[f"last batch of the evaluation data {name}".rstrip()] = last
-    return facts
+def _sizes(data: Data) -> dict[str, Any]:
+    train, evaluation = data.train, data.evaluation
+    rows = getattr(train, "staged_size", None) or len(getattr(train, "inputs", ()))
+    batches = None if evaluation is None else evaluation.num_batches
+    return {"the size of the data": {"training": rows, "evaluation batches": batches}}
 
 
 def keep(
@@ -120,8 +117,8 @@ def keep(
     """
     processes, file = trainer.devices.processes, workdir / FILE
     if processes.count > 1:
-        facts = _ends(trainer.experiment.data) | of(trainer)
-        processes.agree({f"the fingerprint of the {k}": x for k, x in facts.items()})
+        digests = {f"the fingerprint of the {k}": x for k, x in of(trainer).items()}
+        processes.agree(_sizes(trainer.experiment.data) | digests)
     if not needed(config):
         return
     if workdirs.has_checkpoints(workdir) and file.exists():
@@ -187,6 +184,7 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
 
     The schedule's end is a number in the step; that it moves is not an edit.
     """
+    # Why: docs/decisions/storage.md#num-steps
     keys = completed(config)["optimizer"]
     keys["warmup_steps"] = min(keys["warmup_steps"], number - 1)  # Was said then.
     optimizer, schedule = make_optimization(number, **keys)

@@ -85,14 +85,9 @@ def write_confusion(
         axes.set_yticks(range(len(classes)), labels)
         for (row, column), count in np.ndenumerate(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"
+            label = f"{count:.0f}" if count else ""
             axes.text(
-                column,
-                row,
-                f"{count:.0f}" if count else "",
-                horizontalalignment="center",
-                verticalalignment="center",
-                color=color,
-                fontsize=7,
+                column, row, label, ha="center", va="center", color=color, fontsize=7
             )
     try:
         return _save(figure, workdir / names.CONFUSION)
