@@ -333,7 +333,7 @@ def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
         (
             classifier(folder, path, init_from=None),
             ConfigError,
-            "--config.init_from is needed, a workdir",
+            "config.finetuning.fresh needs --config.init_from",
         ),
         (
             answers(gpt2[0], path),

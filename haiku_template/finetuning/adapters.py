@@ -62,10 +62,10 @@ def save_adapters(
 def read_facts(file: Path) -> dict[str, Any]:
     """Reads an adapter file's `FACTS` and `AXES`, or raises `ConfigError`."""
     read_headers(file)  # Raises one sentence if damaged.
-    found = read_metadata(file)
+    metadata = read_metadata(file)
     try:
-        axes = {AXES: tuple(parse(found.get(AXES, "{}")).items())}
-        return {key: convert(found[key]) for key, convert in FACTS.items()} | axes
+        axes = {AXES: tuple(parse(metadata.get(AXES, "{}")).items())}
+        return {key: convert(metadata[key]) for key, convert in FACTS.items()} | axes
     except (KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{file} holds no adapters: its metadata do not give {', '.join(FACTS)}"
@@ -91,24 +91,24 @@ def load_adapters(
             f"{file} is not there; python -m haiku_template.export --format=adapters "
             "writes such a file from a run"
         )
-    found = read_facts(file)
+    facts = read_facts(file)
     for key in ("rank", "alpha", AXES):
-        there, here = found[key], getattr(lora, key)
+        there, here = facts[key], getattr(lora, key)
         if there != here:
             raise ConfigError(
                 f"the adapters in {file} have {key} {there}, and here it is {here}"
             )
-    own = fingerprint(devices, frozen)
-    check_frozen(found["base_sha256"], own, f"the adapters in {file}")
+    digest = fingerprint(devices, frozen)
+    check_frozen(facts["base_sha256"], digest, f"the adapters in {file}")
     return unflatten(read(file, skeleton, same_names(flatten(skeleton)), devices))
 
 
-def check_frozen(expected: str, found: str, whose: str) -> None:
-    """Raises `ConfigError` if the hash is another; `whose` names what expects it."""
-    if found != expected:
+def check_frozen(expected: str, digest: str, params: str) -> None:
+    """Raises `ConfigError` if a SHA-256 is not the one that `params` expect."""
+    if digest != expected:
         raise ConfigError(
-            f"{whose} were trained with other frozen parameters: their SHA-256 was "
-            f"{expected[:12]}..., and here it is {found[:12]}...; names, shapes, "
+            f"{params} were trained with other frozen parameters: their SHA-256 was "
+            f"{expected[:12]}..., and here it is {digest[:12]}...; names, shapes, "
             "dtypes and values must all be the same"
         )
 
@@ -121,10 +121,10 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
     file = workdir / BASE
     if not frozen:
         return
-    found = fingerprint(devices, frozen)
+    digest = fingerprint(devices, frozen)
     if not (file.exists() and has_checkpoints(workdir)):
         with dispensable(file):
-            write_json(file, {"sha256": found})
+            write_json(file, {"sha256": digest})
         return
     try:
         expected = read_json(file)["sha256"]
@@ -132,7 +132,8 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
         logger.warning(
             "%s cannot be read (%s): whether the frozen parameters are those that the "
             "run began with is not known",
-            *(file, error),
+            file,
+            error,
         )
     else:
-        check_frozen(expected, found, f"the parameters in {workdir}")
+        check_frozen(expected, digest, f"the parameters in {workdir}")

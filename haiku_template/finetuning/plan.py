@@ -58,8 +58,8 @@ def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning
     for key in ("fresh", "ignore", "rename"):
         if keys[key] and init_from is None:
             raise ConfigError(
-                "--config.init_from is needed, a workdir, a Hugging Face folder or a "
-                f"safetensors file: config.finetuning.{key} says what "
+                f"config.finetuning.{key} needs --config.init_from (a workdir, a "
+                "Hugging Face folder or a safetensors file): it says what "
                 + ("is not read from it" if key == "fresh" else "its names may be")
             )
     return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
@@ -71,27 +71,27 @@ class Plan(NamedTuple):
     The default is that of a model whose parameters all train.
     """
 
-    trained: frozenset[str] = frozenset()  # Without an adapter.
+    trained: frozenset[str] = frozenset()  # Themselves, not by an adapter.
     adapted: frozenset[str] = frozenset()  # Frozen, with an adapter.
     frozen: frozenset[str] = frozenset()
     fresh: frozenset[str] = frozenset()  # Are not read.
     lora: Lora = Lora(rank=0)  # Its `axes` those of paths.
     dtype: Any = jnp.dtype("float32")  # Of frozen floating-point parameters.
 
-    def split(self, whole: hk.Params) -> tuple[hk.Params, hk.Params]:
-        """Splits parameters: those that train whole, and frozen ones in their dtype."""
+    def split(self, params: hk.Params) -> tuple[hk.Params, hk.Params]:
+        """Splits all parameters: trainable ones, and frozen ones in their dtype."""
         trained, frozen = hk.data_structures.partition(
-            lambda module, name, _: f"{module}/{name}" in self.trained, whole
+            lambda module, name, _: f"{module}/{name}" in self.trained, params
         )
         return trained, jax.tree.map(
             lambda x: x.astype(self.dtype) if _is_float(x) else x, frozen
         )
 
-    def init_params(self, whole: hk.Params, rng: jax.Array) -> hk.Params:
-        """Makes the trainable parameters before step 0, adapters among them."""
-        shapes = {k: x.shape for k, x in flatten(whole).items() if k in self.adapted}
+    def init_params(self, params: hk.Params, rng: jax.Array) -> hk.Params:
+        """Selects the trainable parameters before step 0, and makes the adapters."""
+        shapes = {k: x.shape for k, x in flatten(params).items() if k in self.adapted}
         adapters = unflatten(init_adapters(self.lora, shapes, rng))
-        return hk.data_structures.merge(self.split(whole)[0], adapters)
+        return hk.data_structures.merge(self.split(params)[0], adapters)
 
     def combine(
         self, params: hk.Params, frozen: hk.Params, rng: jax.Array | None = None
@@ -113,13 +113,13 @@ class Plan(NamedTuple):
 def make_plan(
     finetuning: Finetuning,
     shapes: hk.Params,
-    known: Mapping[str, str] | None = None,
+    convolutions: Mapping[str, str] | None = None,
 ) -> Plan:
     """Resolves a user's patterns on a model's parameters, or on their shapes.
 
-    `known` are those of `convolutions`, if any. Raises `ConfigError` if a pattern fits
-    nothing, a fresh parameter would never train, a value is out of its range, or LoRA's
-    axes are not known.
+    `convolutions` are axes by path, from the function of this name. Raises
+    `ConfigError` if a pattern fits nothing, a fresh parameter would never train, a
+    value is out of its range, or LoRA's axes are not known.
     """
     leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
     if lora.rank < 0 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:
@@ -142,10 +142,10 @@ def make_plan(
             "parameters are to train; give lora.rank or train"
         )
     wide = {k: leaves[k] for k in frozen if _is_float(leaves[k])}
-    adapted = _adapted(lora, wide, known or {}) if lora.rank else {}
-    others = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
-    lora = lora._replace(axes=tuple(others))
-    # Others name leaves of the network state alone.
+    adapted = _adapted(lora, wide, convolutions or {}) if lora.rank else {}
+    tensors = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
+    lora = lora._replace(axes=tuple(tensors))
+    # Patterns with the mark name leaves of the network state.
     of_params = [p for p in finetuning.fresh if not p.startswith(MARK)]
     fresh = _select("fresh", of_params, leaves)
     stuck = sorted(fresh & frozen)
@@ -157,8 +157,14 @@ def make_plan(
         )
     names = {path + suffix for path in adapted for suffix in (A, B)}
     _check_multipliers(finetuning.multipliers, trained | names)
-    sets = map(frozenset, (trained, adapted, frozen, fresh))
-    return Plan(*sets, lora, jnp.dtype(finetuning.base_dtype))
+    return Plan(
+        trained=frozenset(trained),
+        adapted=frozenset(adapted),
+        frozen=frozenset(frozen),
+        fresh=frozenset(fresh),
+        lora=lora,
+        dtype=jnp.dtype(finetuning.base_dtype),
+    )
 
 
 def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:
@@ -180,15 +186,15 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
-    """Selects paths by patterns, each of which must fit something."""
+def _select(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
+    """Selects paths by the patterns of a key, each of which must fit something."""
     selected = set()
     for pattern in patterns:
         fits = matching(pattern, paths)
         if not fits:
             some = sorted({"/".join(path.split("/")[-2:]) for path in paths})[:SHOWN]
             raise ConfigError(
-                f"{what}: the pattern {pattern!r} fits none of the {len(paths)} that "
+                f"{key}: the pattern {pattern!r} fits none of the {len(paths)} that "
                 f"there are{near(pattern, paths)}; they end in {', '.join(some)}"
             )
         selected |= fits
@@ -196,60 +202,66 @@ def _select(what: str, patterns: Sequence[str], paths: Collection[str]) -> set[s
 
 
 def _adapted(
-    lora: Lora, leaves: dict[str, Any], known: Mapping[str, str]
+    lora: Lora, leaves: dict[str, Any], convolutions: Mapping[str, str]
 ) -> dict[str, str]:
-    """Axes by path of the parameters that are to have adapters."""
+    """Axes by path of the parameters that get adapters."""
     axes: dict[str, str] = {}
     for entry in reversed(lora.axes):  # The first that fits counts.
-        axes |= _named(entry, leaves)
+        axes |= _axes_of_entry(entry, leaves)
     matrices = {path for path, leaf in leaves.items() if leaf.ndim == 2}
     for pattern in lora.patterns:
         flat, fits = matching(pattern, matrices), matching(pattern, leaves)
-        more = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)
-        if more and flat:
+        tensors = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)
+        if tensors and flat:
             logger.warning(
                 "lora: %r fits %d parameters of more than two axes, too (%s %s); they "
                 "get no adapters unless config.finetuning.lora.axes names them",
-                *(pattern, len(more), more[0], list(leaves[more[0]].shape)),
+                pattern,
+                len(tensors),
+                tensors[0],
+                list(leaves[tensors[0]].shape),
             )
-        elif more:
-            axes |= {path: _known(path, leaves[path].shape, known) for path in more}
+        elif tensors:
+            for path in tensors:
+                axes[path] = _axes_of_kernel(path, leaves[path].shape, convolutions)
         elif not fits & axes.keys():
             flat = _select("lora (frozen matrices)", (pattern,), matrices)
         axes = dict.fromkeys(flat, MATRIX) | axes
     return axes
 
 
-def _known(path: str, shape: tuple[int, ...], known: Mapping[str, str]) -> str:
+def _axes_of_kernel(
+    path: str, shape: tuple[int, ...], convolutions: Mapping[str, str]
+) -> str:
     """Axes of a convolution's weights; `ConfigError` for other tensors."""
-    axes, more = known.get(path, ""), len(shape) - 2
+    axes, count = convolutions.get(path, ""), len(shape) - 2
     if len(axes.split()) != len(shape):
-        stack = "each " + "in " * more + "out"
+        stack = "each " + "in " * count + "out"
         raise ConfigError(
             f"lora: {path} {list(shape)} is neither a matrix nor a convolution's, and "
             "the patterns do not say which of its axes are inputs; possible are "
-            f"config.finetuning.lora.axes=(({path!r}, 'in{' out' * (more + 1)}'),), "
-            f"'{'in ' * (more + 1)}out', and for a stack of layers {stack!r}"
+            f"config.finetuning.lora.axes=(({path!r}, 'in{' out' * (count + 1)}'),), "
+            f"'{'in ' * (count + 1)}out', and for a stack of layers {stack!r}"
         )
     return axes
 
 
-def _named(entry: tuple[str, str], leaves: dict[str, Any]) -> dict[str, str]:
-    """Axes by path of the tensors that an entry of `lora.axes` is of."""
-    words = entry[1].split() if len(entry) == 2 else ()
-    if not {"in", "out"} <= set(words) <= set(KINDS):
+def _axes_of_entry(entry: tuple[str, str], leaves: dict[str, Any]) -> dict[str, str]:
+    """Axes by path of the tensors that an entry of `lora.axes` names."""
+    axes = entry[1].split() if len(entry) == 2 else ()
+    if not {"in", "out"} <= set(axes) <= set(KINDS):
         raise ConfigError(
             f"lora.axes: {entry!r}; each is a pattern and a word for each axis of a "
             f"tensor, {', '.join(KINDS)}, such as ('*/query_w', 'in out out')"
         )
     fits = sorted(_select("lora.axes (frozen parameters)", entry[:1], leaves))
-    wanted = [path for path in fits if leaves[path].ndim == len(words)]
-    if not wanted:
+    tensors = [path for path in fits if leaves[path].ndim == len(axes)]
+    if not tensors:
         raise ConfigError(
-            f"lora.axes: {entry!r} is for {len(words)} axes, and {fits[0]} has the "
+            f"lora.axes: {entry!r} is for {len(axes)} axes, and {fits[0]} has the "
             f"shape {list(leaves[fits[0]].shape)}"
         )
-    return dict.fromkeys(wanted, " ".join(words))
+    return dict.fromkeys(tensors, " ".join(axes))
 
 
 def _check_multipliers(multipliers: Multipliers, paths: Collection[str]) -> None:

@@ -56,12 +56,12 @@ def open_source(
         return None
     path, finetuning = Path(init_from), finetuning or Finetuning()
     if not os.access(path, os.R_OK):
-        what = "may not be read" if path.exists() else "is not there"
+        fault = "may not be read" if path.exists() else "is not there"
         raise ConfigError(
-            f"config.init_from={init_from} {what} (looked for in {Path.cwd()}); "
+            f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
             "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "
-            "a safetensors file or .npz; where a run's source has moved, its "
-            "config.json may be told"
+            "a safetensors file or .npz; if the files were moved, edit init_from in "
+            "the run's config.json"
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(
@@ -71,8 +71,12 @@ def open_source(
         )
     if _is_workdir(path):
         marked = [pattern for pattern in finetuning.fresh if pattern.startswith(MARK)]
-        found = {"rename": finetuning.rename, "ignore": finetuning.ignore}
-        for key, value in (found | {"fresh": marked}).items():
+        of_files = (
+            ("rename", finetuning.rename),
+            ("ignore", finetuning.ignore),
+            ("fresh", marked),
+        )
+        for key, value in of_files:
             if value:
                 raise ConfigError(
                     f"config.finetuning.{key}={value} is for the names in files, and "
@@ -83,13 +87,15 @@ def open_source(
         _describe(path, family)
     names = Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
-    others = {"list_tensors": _of_tree} if trees.is_tree(path) else {}
-    return functools.partial(
-        read_published, path, devices=devices, rules=rules, names=names, **others
+    read = functools.partial(
+        read_published, path, devices=devices, rules=rules, names=names
     )
+    if trees.is_tree(path):
+        return functools.partial(read, list_tensors=_tensors_of_tree)
+    return read
 
 
-def _of_tree(folder: Path) -> list[Tensor]:
+def _tensors_of_tree(folder: Path) -> list[Tensor]:
     return [
         Tensor(leaf.name, leaf.folder, dtype_name(leaf.dtype), leaf.shape, leaf.read)
         for leaf in trees.leaves(folder)
@@ -116,22 +122,22 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         )
 
     def of_run(shapes: hk.Params, skip: Collection[str], state: Any) -> Loaded:
-        wanted = {k: v for k, v in flatten(shapes).items() if k not in skip}
+        specs = {k: v for k, v in flatten(shapes).items() if k not in skip}
 
-        def parts(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
+        def read(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
             averaged = checkpoints.saved(step).get("ema_params")
-            part = "ema_params" if averaged else "params"
-            whole = unflatten({k: _as_saved(leaf) for k, leaf in wanted.items()})
-            read = functools.partial(checkpoints.restore, step)
+            field = "ema_params" if averaged else "params"
+            params = unflatten({k: _as_saved(leaf) for k, leaf in specs.items()})
+            restored = functools.partial(checkpoints.restore, step)
             return (
-                read(whole, part, skip) if whole else {},
-                read(state, "net_state") if state else None,
+                restored(params, field, skip) if params else {},
+                restored(state, "net_state") if state else None,
             )
 
-        _, (params, read_state) = restore(workdir, BEST_OR_LATEST, parts)
+        _, (params, read_state) = restore(workdir, BEST_OR_LATEST, read)
         leaves = flatten(params)
         # Leaf by leaf, so that no second copy of all of them exists.
-        for path, leaf in wanted.items():
+        for path, leaf in specs.items():
             if leaf.dtype != leaves[path].dtype:
                 cast = functools.partial(jnp.asarray, dtype=leaf.dtype)
                 leaves[path] = devices.init(cast, leaves[path])
@@ -155,23 +161,24 @@ def with_sizes(
     """
     if not is_folder(init_from):
         return values
-    known = _describe(init_from, family).arguments
-    known = {k: v for k, v in known.items() if k not in ("num_outputs", "dropout")}
-    for key, value in known.items():
+    sizes = dict(_describe(init_from, family).arguments)
+    for key in ("num_outputs", "dropout"):
+        sizes.pop(key, None)
+    for key, value in sizes.items():
         if values.get(key) not in (None, value):
             raise ConfigError(
                 f"config.model.{key}={values[key]}, and the model in {init_from} has "
                 f"{value}; leave the key out"
             )
-    return values | known
+    return values | sizes
 
 
 def vocabulary_of(init_from: str | None) -> int | None:
     """Vocabulary size of a Hugging Face folder, or of a run whose config has it."""
     if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
-        given = saved and saved.data.get("vocab_size")
-        return given or vocabulary_of(saved.get("init_from"))
+        size = saved and saved.data.get("vocab_size")
+        return size or vocabulary_of(saved.get("init_from"))
     if not is_folder(init_from):
         return None
     arguments = _describe(init_from).arguments
@@ -184,9 +191,9 @@ def _describe(folder: str | Path, family: Family | None = None) -> Any:
 
 def is_folder(init_from: str | None) -> bool:
     """Tests if `config.init_from` names a Hugging Face folder."""
-    path = Path(init_from or "")
-    others = _has_config, trees.is_tree
-    return init_from is not None and path.is_dir() and not any(f(path) for f in others)
+    if init_from is None or not Path(init_from).is_dir():
+        return False
+    return not _has_config(Path(init_from)) and not trees.is_tree(Path(init_from))
 
 
 def _is_workdir(path: Path) -> bool:
@@ -199,5 +206,5 @@ def _has_config(path: Path) -> bool:
         config = read_json(path / CONFIG)
     except (OSError, ValueError):
         config = None
-    ours = isinstance(config, dict) and "model_type" not in config
-    return _is_workdir(path) or (ours and "model" in config)
+    is_run = isinstance(config, dict) and "model_type" not in config
+    return _is_workdir(path) or (is_run and "model" in config)

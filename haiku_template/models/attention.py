@@ -90,22 +90,32 @@ def attend(
     """
     hardware, dtype = Hardware.current(), query.dtype
     tokens = 0 if segments is None else query.shape[1]
-    chosen = "xla"
+    implementation = "xla"
     if (mask is None or lengths is not None) and hardware is not ANY:
-        chosen = choose(attention, hardware, dtype, query.shape[-1], tokens)
+        implementation = choose(attention, hardware, dtype, query.shape[-1], tokens)
     if dtype == jnp.float16 and hardware.platform != "gpu":
         # JAX would ask for float16 products added up in float32, which GPUs alone have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    if segments is not None and chosen == "xla":
+    if segments is not None and implementation == "xla":
         return _attend_in_blocks(query, key, value, segments).astype(dtype)
-    options = {"mask": mask, "is_causal": mask is None, "implementation": chosen}
+    is_causal = mask is None
     if segments is not None:
-        options["mask"] = segments[:, None, :, None] == segments[:, None, None]
-    if lengths is not None and chosen == "cudnn":
-        lengths = jnp.maximum(lengths, 1).astype(jnp.int32)  # A row may be padding.
-        options |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-        options["mask"] = None
-    return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
+        mask = segments[:, None, :, None] == segments[:, None, None]
+    if lengths is not None:
+        by_lengths = implementation == "cudnn"  # XLA takes the mask.
+        mask = None if by_lengths else mask
+        # A row may be padding.
+        lengths = jnp.maximum(lengths, 1).astype(jnp.int32) if by_lengths else None
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+    ).astype(dtype)
 
 
 def _attend_in_blocks(
@@ -131,10 +141,12 @@ def _attend_in_blocks(
     size = query.shape[1]
     step = max(BLOCK, -(-size // MOST_BLOCKS))
     ends = [min(start + step, size) for start in range(0, size, step)]
-    seen = [[x[:, :end] for x in (key, value, segments)] for end in ends]
     queries = jnp.split(query, ends[:-1], axis=1)
-    parts = [block(q, *rest) for q, rest in zip(queries, seen, strict=True)]
-    return jnp.concatenate(parts, axis=1)
+    blocks = [
+        block(q, key[:, :end], value[:, :end], segments[:, :end])
+        for q, end in zip(queries, ends, strict=True)
+    ]
+    return jnp.concatenate(blocks, axis=1)
 
 
 def choose(
@@ -183,5 +195,5 @@ def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
 
 def _number(capability: str) -> tuple[int, int] | None:
     """Parses a compute capability to compare; None for none of NVIDIA's."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
-    return found and (int(found[1]), int(found[2]))
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    return match and (int(match[1]), int(match[2]))

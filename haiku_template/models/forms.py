@@ -27,23 +27,23 @@ def plain_outputs(outputs: Any) -> Any:
     )
 
 
-def inputs_of(batch: Any, whole: bool = False) -> Any:
+def inputs_of(batch: Any, whole_batch: bool = False) -> Any:
     """Selects what the model takes of a batch: `inputs`, or all of another tree.
 
-    `whole` is a task's `whole_batch`: then `inputs` may be one part of several, and are
-    taken alone only where the batch has nothing else, or `labels` beside them.
+    `whole_batch` is a task's: then `inputs` may be one array of several, and are taken
+    alone only where the batch has nothing else, or `labels` beside them.
     """
-    return batch["inputs"] if _takes_inputs(batch, whole) else batch
+    return batch["inputs"] if _takes_inputs(batch, whole_batch) else batch
 
 
-def with_inputs(batch: Any, inputs: Any, whole: bool = False) -> Any:
+def with_inputs(batch: Any, inputs: Any, whole_batch: bool = False) -> Any:
     """Replaces what `inputs_of` selects."""
-    return batch | {"inputs": inputs} if _takes_inputs(batch, whole) else inputs
+    return batch | {"inputs": inputs} if _takes_inputs(batch, whole_batch) else inputs
 
 
-def _takes_inputs(batch: Any, whole: bool) -> bool:
+def _takes_inputs(batch: Any, whole_batch: bool) -> bool:
     is_named = isinstance(batch, dict) and "inputs" in batch
-    return is_named and (not whole or len(batch) == 1 or "labels" in batch)
+    return is_named and (not whole_batch or len(batch) == 1 or "labels" in batch)
 
 
 def with_state(model: Any) -> hk.TransformedWithState:
@@ -62,22 +62,22 @@ def with_state(model: Any) -> hk.TransformedWithState:
             f"the model is a {type(model).__name__}; it must be what hk.transform or "
             f"hk.transform_with_state makes of {FORWARDS}"
         )
-    own = inspect.signature(model.init).parameters  # Those of apply, less the state.
-    takes_rng = len(inspect.signature(model.apply).parameters) - len(own) == (
-        1 if stateless else 2
-    )
-    arguments = _forward_arguments(list(own.values())[1:])
+    of_init = inspect.signature(model.init).parameters
+    of_apply = inspect.signature(model.apply).parameters  # With params, and state.
+    takes_rng = len(of_apply) - len(of_init) == (1 if stateless else 2)
+    arguments = _forward_arguments(list(of_init.values())[1:])
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
         args, kwargs = arguments(inputs, is_training)
-        made = model.init(rng, *args, **kwargs)
-        return (made, {}) if stateless else made
+        first = model.init(rng, *args, **kwargs)
+        return (first, {}) if stateless else first
 
     def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
         args, kwargs = arguments(inputs, is_training)
-        first = (params,) if stateless else (params, state)
-        made = model.apply(*first, *((rng,) if takes_rng else ()), *args, **kwargs)
-        return (made, state) if stateless else made
+        args = (rng, *args) if takes_rng else args
+        if stateless:
+            return model.apply(params, *args, **kwargs), state
+        return model.apply(params, state, *args, **kwargs)
 
     return hk.TransformedWithState(init, apply)
 
@@ -144,10 +144,11 @@ def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
     Raises `ConfigError` for more layers than anyone waits for.
     """
     for key in ("num_layers", "blocks"):  # Each is traced, before any shape is known.
-        given = keys.get(key)
-        if isinstance(given, int) and given > MOST_LAYERS:
-            words = f"possible is up to {MOST_LAYERS:,}"
-            raise ConfigError(f"config.model.{key}={given}; {words}")
+        count = keys.get(key)
+        if isinstance(count, int) and count > MOST_LAYERS:
+            raise ConfigError(
+                f"config.model.{key}={count}; possible is up to {MOST_LAYERS:,}"
+            )
     reserved = {"per_example"}
     if isinstance(keys.get("remat"), tuple):  # Any other is of the model itself.
         reserved.add("remat")

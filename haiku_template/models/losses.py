@@ -55,8 +55,8 @@ def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:
     its examples, as is the average over devices, micro-batches and a set. A scalar of
     a nested dictionary is named as `inner/name`; the loss itself is always `loss`.
     """
-    parts = outputs if isinstance(outputs, tuple | list) else (outputs, {})
-    loss, scalars = parts if len(parts) == 2 else (None, None)
+    pair = outputs if isinstance(outputs, tuple | list) else (outputs, {})
+    loss, scalars = pair if len(pair) == 2 else (None, None)
     is_loss = isinstance(loss, jax.Array) and loss.ndim < 2
     if not is_loss or not isinstance(scalars, dict):
         shapes = jax.tree.map(lambda x: list(jnp.shape(x)), outputs)
@@ -100,6 +100,6 @@ def macro_f1(
     matrix = counts.get("confusion")
     if matrix is None:
         return {}
-    both = matrix.sum(axis=0) + matrix.sum(axis=1)
-    scores = 2 * np.diag(matrix)[both > 0] / both[both > 0]
+    sums = matrix.sum(axis=0) + matrix.sum(axis=1)
+    scores = 2 * np.diag(matrix)[sums > 0] / sums[sums > 0]
     return {"macro_f1": float(np.mean(scores)) if len(scores) else np.nan}

@@ -36,10 +36,10 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
     def init(*args: Any, **kwargs: Any) -> Any:
         names: dict[str, type] = {}
         with hk.intercept_methods(_noting(names)):
-            made = model.init(*args, **kwargs)
+            first = model.init(*args, **kwargs)
         for pattern in patterns:
             _check_fits(pattern, names)
-        return made
+        return first
 
     def run(call: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         possible = _is_call(context) and not _nested.get() and not hk.running_init()
@@ -78,20 +78,20 @@ def repeated_blocks(init: Callable[[], Any]) -> list[tuple[str, ...]]:
     for name, kind in names.items():
         holds = any(other.startswith(f"{name}/") for other in names)
         if holds and not issubclass(kind, hk.BatchNorm):  # It holds two averages.
-            parts = name.split("/")
-            alike = tuple(NUMBER.sub("", part) for part in parts)
-            groups.setdefault(alike, []).append(parts)
+            segments = name.split("/")
+            alike = tuple(NUMBER.sub("", segment) for segment in segments)
+            groups.setdefault(alike, []).append(segments)
     repeated = {alike: group for alike, group in groups.items() if len(group) > 1}
     levels: dict[int, tuple[str, ...]] = {}
     for alike, group in repeated.items():
         level = sum(alike[: len(outer)] == outer for outer in repeated)
-        pattern = "/".join(map(_part, zip(*group, strict=True)))
+        pattern = "/".join(map(_segment, zip(*group, strict=True)))
         levels[level] = (*levels.get(level, ()), pattern)
     return [levels[level] for level in sorted(levels)]
 
 
-def _part(forms: tuple[str, ...]) -> str:
-    """Pattern of one part of several names, which differs in its number at most."""
+def _segment(forms: tuple[str, ...]) -> str:
+    """Pattern of a segment of several names, which differs in its number at most."""
     if len(set(forms)) == 1:
         return forms[0]
     numbered = all(NUMBER.search(form) for form in forms)
@@ -120,11 +120,11 @@ def _fitting(pattern: str, names: Collection[str]) -> set[str]:
 def _check_fits(pattern: str, names: Collection[str]) -> None:
     if not _fitting(pattern, names):
         outer = sorted(names, key=lambda name: name.count("/"))
-        more = f" and {len(outer) - SHOWN} more" if len(outer) > SHOWN else ""
+        end = f" and {len(outer) - SHOWN} more" if len(outer) > SHOWN else ""
         raise ConfigError(
             f"config.model.remat: the pattern {pattern!r} fits none of the "
             f"{len(outer)} modules that the model calls{near(pattern, outer)}; they "
-            f"are {', '.join(outer[:SHOWN])}{more}"
+            f"are {', '.join(outer[:SHOWN])}{end}"
         )
 
 
@@ -133,7 +133,7 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
 
     What the module takes it closes over: of copies JAX sorts the dictionaries.
     """
-    held: list[Any] = []
+    traced: list[Any] = []
 
     def run() -> list[jax.Array]:
         token = _nested.set(True)
@@ -141,12 +141,11 @@ def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
         finally:
             _nested.reset(token)
-        made, form = jax.tree.flatten(result)
-        found = [i for i, leaf in enumerate(made) if isinstance(leaf, jax.Array)]
-        held[:] = result, made, form, found
-        return [made[i] for i in found]
+        leaves, treedef = jax.tree.flatten(result)
+        traced[:] = result, leaves, treedef
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
-    arrays = hk.remat(run)()
-    result, made, form, found = held
-    whole = dict(enumerate(made)) | dict(zip(found, arrays, strict=True))
-    return ordered(jax.tree.unflatten(form, whole.values()), result)
+    arrays = iter(hk.remat(run)())
+    result, leaves, treedef = traced
+    leaves = [next(arrays) if isinstance(x, jax.Array) else x for x in leaves]
+    return ordered(jax.tree.unflatten(treedef, leaves), result)

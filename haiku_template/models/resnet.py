@@ -29,17 +29,19 @@ def resnet(
       blocks: residual blocks in each group, of two convolutions each.
       norm_decay: decay of the moving averages, for each step.
     """
-    norm = {
-        "create_scale": True,
-        "create_offset": True,
-        "decay_rate": norm_decay,
-        "cross_replica_axis": axis_name,
-    }
+    norm = {"create_scale": True, "create_offset": True, "decay_rate": norm_decay}
+    norm["cross_replica_axis"] = axis_name
 
     def forward(inputs: jax.Array, is_training: bool) -> jax.Array:
         x = hk.Conv2D(channels[0], 3, with_bias=False, name="stem")(inputs)
-        x = hk.BatchNorm(**norm, name="stem_norm")(x, is_training)
-        x = jax.nn.relu(x)
+        stem_norm = hk.BatchNorm(
+            create_scale=True,
+            create_offset=True,
+            decay_rate=norm_decay,
+            cross_replica_axis=axis_name,
+            name="stem_norm",
+        )
+        x = jax.nn.relu(stem_norm(x, is_training))
         for i, width in enumerate(channels):
             group = hk.nets.ResNet.BlockGroup(
                 channels=width,

@@ -302,7 +302,9 @@ def test_names_are_not_mapped_in_a_workdir(cpu, pretrained):
         ConfigError, match=r"finetuning\.ignore=.* is for the names in f"
     ):
         Experiment.from_config(values, cpu)
-    with pytest.raises(ConfigError, match=r"init_from is needed.*finetuning\.rename"):
+    with pytest.raises(
+        ConfigError, match=r"finetuning\.rename needs --config.init_from"
+    ):
         Experiment.from_config(config(**{"finetuning.rename": (("a", "b"),)}), cpu)
 
 
