@@ -83,7 +83,7 @@ def test_a_run_shows_devices_parameters_batch_and_progress(finished):
     for words in (
         "4 x cpu: cpu:0, cpu:1, cpu:2, cpu:3. --simulate_devices=4",
         "mlp/~/linear_0/w",
-        "cpu:0-3 whole on each",
+        "cpu:0-3 replicated",
         "128 examples, 32 on each device",
         "step     40/40  loss",
         "examples/s  ETA 0:00  bound by ",

@@ -93,14 +93,14 @@ def test_quickstart_is_stored_as_executed():
     assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
     text = "".join(output.get("text", "") for output in outputs(notebook))
     assert "largest difference" in text
-    assert "cpu:0-3 whole on each" in text
+    assert "cpu:0-3 replicated" in text
 
 
 def test_the_published_model_is_stored_as_executed():
     notebook = nbformat.read(FETCHED, as_version=4)
     assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
     text = "".join(output.get("text", "") for output in outputs(notebook))
-    assert "1FSK:A:1-107" in text and "cpu:0-3 whole on each" in text
+    assert "1FSK:A:1-107" in text and "cpu:0-3 replicated" in text
 
 
 def update(path):

@@ -37,7 +37,7 @@ def device_name(device: jax.Device) -> str:
 
 
 def describe(leaf: Any) -> str:
-    """Location of an array: `cpu:0`, `gpu:0-3 whole on each`, `host (NumPy)`."""
+    """Location of an array: `cpu:0`, `gpu:0-3 replicated`, `host (NumPy)`."""
     if not isinstance(leaf, jax.Array):
         return "host (NumPy)"
     if not is_concrete(leaf):
@@ -50,7 +50,7 @@ def describe(leaf: Any) -> str:
         return f"{platform}:{ids[0]}"
     consecutive = ids[-1] - ids[0] == len(ids) - 1
     names = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids))
-    layout = "whole on each" if leaf.is_fully_replicated else "split"
+    layout = "replicated" if leaf.is_fully_replicated else "sharded"
     return f"{platform}:{names} {layout}"
 
 
@@ -74,7 +74,7 @@ class Placement(NamedTuple):
     where: str  # Devices and layout, as `describe` gives them.
     committed: bool  # False if nobody placed it: computations need not follow it.
     memory_kind: str  # `device`, `pinned_host`, ...; empty unless it is a JAX array.
-    verdict: str  # Fault and remedy; empty if whole, or a shard, where it should be.
+    verdict: str  # Fault and remedy; empty without a fault.
 
 
 def audit(
@@ -94,7 +94,7 @@ def audit(
 
 
 def _placement(
-    path: str, leaf: Any, devices: Sequence[jax.Device], split: bool
+    path: str, leaf: Any, devices: Sequence[jax.Device], sharded: bool
 ) -> Placement:
     shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
     size, committed, kind = 0, False, ""
@@ -104,11 +104,11 @@ def _placement(
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         committed, kind = leaf.committed, leaf.sharding.memory_kind or ""
     facts = (path, shape, dtype, size, describe(leaf), committed, kind)
-    return Placement(*facts, _verdict(leaf, devices, split))
+    return Placement(*facts, _verdict(leaf, devices, sharded))
 
 
-def _verdict(leaf: Any, devices: Sequence[jax.Device], split: bool) -> str:
-    """Fault of a leaf that should be whole or split on the devices; "" for none."""
+def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
+    """Fault of a leaf to be replicated or sharded on the devices; "" for none."""
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
     if not is_concrete(leaf):
@@ -120,16 +120,16 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], split: bool) -> str:
     if where == wanted and kind not in (None, own):
         return f"in {kind} memory, and not the devices' own: use devices.replicate"
     if where == wanted:
-        if leaf.is_fully_replicated != split:
+        if leaf.is_fully_replicated != sharded:
             return ""
-        if split:
-            return "whole on each device, which should keep its share: use devices.init"
+        if sharded:
+            return "replicated, where the layout shards it: use devices.init"
         if leaf.ndim and leaf.shape[0] == len(devices):
             return (
                 "a stacked copy, one entry a device: use devices.replicate, which adds "
                 "no leading axis"
             )
-        return "split over the devices: a state is whole on each; use devices.replicate"
+        return "sharded, where the layout replicates it: use devices.replicate"
     if where < wanted:
         return (
             f"on {len(where)} of the {len(devices)} devices: make it with "
@@ -163,7 +163,7 @@ def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> 
 def check_batch_size(
     devices: "DeviceManager", batch_size: int, accumulate_steps: int = 1
 ) -> int:
-    """Rows of a device's share; `PlacementError` names the nearest sizes that split."""
+    """Rows of a device's share; `PlacementError` names the nearest possible sizes."""
     n = devices.num_devices
     parts = n * accumulate_steps
     if not isinstance(batch_size, numbers.Integral):
@@ -176,7 +176,7 @@ def check_batch_size(
     nearest = f"{below} or {below + parts}" if below else f"{parts}"
     each = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
     raise PlacementError(
-        f"a batch of {batch_size} examples cannot be split evenly over {n} "
+        f"a batch of {batch_size} examples cannot be sharded evenly over {n} "
         f"devices{each}; the nearest batch sizes that can are {nearest}"
     )
 

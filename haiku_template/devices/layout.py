@@ -18,8 +18,8 @@ class Layout(NamedTuple):
     """Rules that map the leaves of a state to shardings on the devices of a mesh.
 
     A rule is a shell pattern of paths, `opt_state/*`, and the mesh axis to shard along,
-    or None; the first rule that fits a leaf holds. The largest dimension that splits
-    evenly is sharded. Without such a dimension, or a rule, a leaf is replicated.
+    or None; the first rule that fits a leaf holds. The largest dimension that the
+    number of devices divides is sharded. Without one, or a rule, a leaf is replicated.
     """
 
     devices: tuple[jax.Device, ...]

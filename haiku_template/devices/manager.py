@@ -125,7 +125,7 @@ class DeviceManager(NamedTuple):
         return jax.jit(fn, out_shardings=shardings, compiler_options=options)
 
     def replicate(self, tree: Any) -> Any:
-        """Puts every leaf whole on every device, without a leading device axis.
+        """Replicates every leaf on every device, without a leading device axis.
 
         If a leaf is already on one of the devices, the result shares its memory: a step
         that donates the result deletes the source as well. `PlacementError` names a
@@ -155,9 +155,9 @@ class DeviceManager(NamedTuple):
 
         NumPy arrays [B, ...] keep their shape on one device; on n they become [n, B /
         n, ...], with row block i on device i. Returns when they are there. The CPU uses
-        their memory in place, so never write to it again. `PlacementError`: B does not
-        split (it names those that do), or a leaf is on a device already, has another B,
-        or does not fit JAX's dtype.
+        their memory in place, so never write to it again. `PlacementError`: n
+        does not divide B (it names those that it divides), or a leaf is on a device
+        already, has another B, or does not fit JAX's dtype.
         """
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)

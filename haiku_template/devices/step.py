@@ -277,7 +277,7 @@ def map_batches(
     """Maps `step` over host batches: per-example results on the host, in order.
 
     `step` is from `compile_per_example`; batches and results
-    are pytrees of NumPy arrays [B, ...]. A batch that does not split over the devices,
+    are pytrees of NumPy arrays [B, ...]. A batch that cannot be sharded evenly,
     or has fewer rows than one before it, is padded with rows of zeros, whose results
     are left out.
     """

@@ -124,7 +124,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
             check_measured("early_stop.metric", early, ())
         return
     for evaluation in (dataset, *trainer.experiment.data.evaluations.values()):
-        trainer.padded_size(evaluation)  # Raises if it does not split over the devices.
+        trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
     if not trainer.pads:
         logger.warning(
             "the model returns one loss for a batch: its evaluation is exact if that "

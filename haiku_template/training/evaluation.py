@@ -101,7 +101,7 @@ def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
 
     Raises:
       ConfigError: the set has no batches.
-      PlacementError: a batch that may not be padded does not split over the devices.
+      PlacementError: a batch that may not be padded cannot be sharded over the devices.
     """
     count_batches(dataset)
     rows, n = num_rows(dataset.batch(0)), devices.num_devices
@@ -112,8 +112,8 @@ def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
         size = (dataset.num_batches - 1) * rows + last
         raise PlacementError(
             f"the evaluation set has {size} examples in batches of {rows}, the last of "
-            f"{last}, to be split over {n} devices; the model's own loss is one number "
-            "for a batch, in which padding would count: possible are a batch size and "
+            f"{last}, to be sharded over {n} devices; the model's own loss is one "
+            "number for a batch, in which padding would count: possible are a batch size and "
             f"a number of examples that {n} divides, or a loss for each example, [B]"
         )
     return 0

@@ -90,7 +90,7 @@ class Trainer:
     Raises:
       ConfigError: the model is not transformed, the data cannot be staged, or a value
         is out of its range.
-      PlacementError: the batch does not split over the devices and micro-batches.
+      PlacementError: devices and micro-batches do not divide the batch.
     """
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
@@ -332,7 +332,7 @@ class Trainer:
     def padded_size(self, dataset: Any) -> int:
         """Rows to pad the batches of an evaluation set to; 0 for none.
 
-        Raises `PlacementError` if they cannot be padded, nor split over the devices.
+        Raises `PlacementError` if they cannot be padded, nor sharded evenly.
         """
         return padded_size(self.devices, dataset, self.pads)
 

@@ -80,10 +80,10 @@ def test_a_stacked_copy(two_devices):
     assert "stacked copy" in verdict(two_devices, leaf)
 
 
-def test_a_leaf_that_is_split(two_devices):
+def test_a_leaf_that_is_sharded(two_devices):
     leaf = jnp.ones((4, 3))
-    split = jax.device_put(leaf, two_devices.shard(np.ones(2)).sharding)
-    assert "split over the devices" in verdict(two_devices, split)
+    sharded = jax.device_put(leaf, two_devices.shard(np.ones(2)).sharding)
+    assert "sharded, where the layout replicates" in verdict(two_devices, sharded)
 
 
 def test_a_leaf_on_other_devices(two_devices):

@@ -43,7 +43,7 @@ def test_says_everything_in_its_width(rows, width):
     for row in rows:
         assert (row.verdict or "verdict ok") in text
         assert f"where {row.where}" in text
-    assert "where cpu:0-3 whole on each; committed; memory kind device" in text
+    assert "where cpu:0-3 replicated; committed; memory kind device" in text
     assert "where host (NumPy) verdict" in text  # Neither committed nor of a kind.
 
 

@@ -26,12 +26,12 @@ def test_fetch_refuses_what_differs_between_devices(four_devices):
         four_devices.fetch({"results": results})
 
 
-def test_fetch_gathers_what_is_split(devices):
+def test_fetch_gathers_what_is_sharded(devices):
     placed = devices.shard({"x": EIGHT})
     np.testing.assert_array_equal(devices.fetch(placed)["x"].reshape(-1), EIGHT)
 
 
-def test_split_results_are_those_of_each_example(devices):
+def test_sharded_results_are_those_of_each_example(devices):
     step = devices.compile_per_example(
         lambda state, batch: {"double": scaled(state, batch), "row": batch[:, None]},
     )
@@ -42,7 +42,7 @@ def test_split_results_are_those_of_each_example(devices):
     np.testing.assert_array_equal(results["row"], EIGHT[:, None])
 
 
-def test_split_results_may_average_over_the_devices_on_their_way(devices):
+def test_sharded_results_may_average_over_the_devices_on_their_way(devices):
     def step(state, batch):
         return batch - mean_over(devices.axis_name, batch.mean()) + state
 
@@ -52,7 +52,7 @@ def test_split_results_may_average_over_the_devices_on_their_way(devices):
 
 
 @pytest.mark.parametrize("result", [lambda s, b: b.sum(), lambda s, b: b[:1]])
-def test_split_results_that_are_not_of_each_example_are_refused(devices, result):
+def test_sharded_results_that_are_not_of_each_example_are_refused(devices, result):
     step = devices.compile_per_example(result)
     with pytest.raises(PlacementError, match="one entry for each row"):
         step(devices.replicate(np.float32(1)), devices.shard(EIGHT))
@@ -120,11 +120,11 @@ def test_a_batch_that_is_not_from_shard_is_refused_by_name(four_devices, batch):
         step(four_devices.replicate(EIGHT), batch)
 
 
-def test_a_batch_that_is_whole_on_each_device_is_refused(four_devices):
+def test_a_replicated_batch_is_refused(four_devices):
     step = four_devices.compile(lambda s, b: s, donate_argnums=())
-    whole = four_devices.replicate(np.ones((4, 2), np.float32))
-    with pytest.raises(PlacementError, match="whole on each.*devices.shard"):
-        step(whole, whole)
+    batch = four_devices.replicate(np.ones((4, 2), np.float32))
+    with pytest.raises(PlacementError, match="cpu:0-3 replicated.*devices.shard"):
+        step(batch, batch)
 
 
 def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):

@@ -116,7 +116,7 @@ def test_an_optimizer_state_left_behind_follows_without_a_word(elsewhere):
 
 def test_pmap_uses_as_many_devices_as_there_are_rows():
     double = jax.pmap(lambda x: 2 * x)
-    assert describe(double(ROWS[:2])) == "cpu:0-1 split"
+    assert describe(double(ROWS[:2])) == "cpu:0-1 sharded"
 
 
 def test_data_on_the_only_device_in_use_has_no_fault_but_is_uncommitted(one_device):

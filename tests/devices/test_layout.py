@@ -26,7 +26,7 @@ MOMENTS = (("moments/*", "data"),)
         ((2, 6), ()),
     ],
 )
-def test_the_largest_dimension_that_splits_evenly_is_sharded(shape, spec):
+def test_the_largest_dimension_that_the_devices_divide_is_sharded(shape, spec):
     assert spec_of(shape, 4, "data") == spec
     assert spec_of(shape, 4, None) == ()
 
@@ -61,10 +61,10 @@ def test_the_first_rule_that_fits_holds(four_devices):
 def test_a_leaf_that_lives_elsewhere_than_its_layout_says_is_named(four_devices):
     layout = Layout(four_devices.devices, MOMENTS)
     state = four_devices.init(make_state)
-    with pytest.raises(PlacementError, match=r"moments'\]\['a'\].*keep its share"):
+    with pytest.raises(PlacementError, match=r"moments'\]\['a'\].*replicated, where"):
         four_devices.check(state, layout)
     state = four_devices.init(make_state, layout=layout)
-    with pytest.raises(PlacementError, match=r"params'\]\['a'\].*split over the dev"):
+    with pytest.raises(PlacementError, match=r"params'\]\['a'\].*sharded, where"):
         four_devices.check(state | {"params": state["moments"]}, layout)
 
 

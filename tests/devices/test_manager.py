@@ -16,7 +16,7 @@ from haiku_template.devices import (
 from haiku_template.errors import DeviceError, PlacementError
 
 
-def test_init_is_born_whole_on_every_device(devices):
+def test_init_is_born_replicated(devices):
     tree = devices.init(lambda: {"w": jnp.ones((2, 3)), "rng": jax.random.key(0)})
     for leaf in jax.tree.leaves(tree):
         assert leaf.devices() == set(devices.devices)
@@ -147,14 +147,14 @@ def test_shard_works_in_another_thread_as_in_this_one():
         (0, 1, "0 examples"),
     ],
 )
-def test_a_batch_that_does_not_split_names_the_nearest(
+def test_a_batch_that_cannot_be_sharded_names_the_nearest(
     four_devices, rows, parts, words
 ):
     with pytest.raises(PlacementError, match=words):
         four_devices.check_batch_size(rows, parts)
 
 
-def test_shard_refuses_rows_that_do_not_split(four_devices):
+def test_shard_refuses_rows_that_the_devices_do_not_divide(four_devices):
     with pytest.raises(PlacementError, match="6 examples"):
         four_devices.shard({"x": np.ones((6, 2))})
 
@@ -204,9 +204,9 @@ def test_simulated_devices_run_one_step_at_a_time(one_device, four_devices):
 def test_describe_tells_where(four_devices):
     assert describe(np.ones(3)) == "host (NumPy)"
     assert describe(jax.device_put(1, jax.devices()[2])) == "cpu:2"
-    assert describe(four_devices.replicate(np.ones(3))) == "cpu:0-3 whole on each"
-    assert describe(four_devices.shard(np.ones(4))) == "cpu:0-3 split"
-    assert "cpu:1,4 whole" in describe(
+    assert describe(four_devices.replicate(np.ones(3))) == "cpu:0-3 replicated"
+    assert describe(four_devices.shard(np.ones(4))) == "cpu:0-3 sharded"
+    assert "cpu:1,4 replicated" in describe(
         DeviceManager.create("cpu:4,1").replicate(np.ones(3))
     )
 

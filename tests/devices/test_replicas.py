@@ -15,7 +15,7 @@ WIDE = [np.int64, np.uint64, np.float64, np.complex128]
 
 
 def copies(devices, values):
-    """A leaf that claims to be whole on each, and holds `values[i]` on device i."""
+    """A leaf that claims to be replicated, and holds `values[i]` on device i."""
     placed = [
         jax.device_put(value, device)
         for value, device in zip(values, devices.devices, strict=True)

@@ -157,7 +157,7 @@ def test_perplexity_is_the_exponential_of_the_loss():
 @pytest.mark.slow(but="four devices-4")
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_a_masked_loss_is_the_mean_over_all_tokens_that_count(devices, parts):
-    """Of the whole batch, however it is split over devices and micro-batches."""
+    """Of the whole batch, over any number of devices and micro-batches."""
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 16, (16, 9)).astype(np.int32)
     mask = rng.random((16, 8)) < rng.random((16, 1)) ** 3

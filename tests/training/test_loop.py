@@ -101,7 +101,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"5", "10"}
     log = (tmp_path / "train.log").read_text()
     shown = capsys.readouterr().out
-    for words in ("4 x cpu", "mlp/~/linear_0/w", "64x8", "cpu:0-3 whole on each"):
+    for words in ("4 x cpu", "mlp/~/linear_0/w", "64x8", "cpu:0-3 replicated"):
         assert words in log and words in shown
     assert "8 examples, 2 on each device" in shown
     assert "step     10/10  eval loss" in shown and "step     10/10  loss" in shown
