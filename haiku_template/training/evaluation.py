@@ -113,8 +113,9 @@ def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
         raise PlacementError(
             f"the evaluation set has {size} examples in batches of {rows}, the last of "
             f"{last}, to be sharded over {n} devices; the model's own loss is one "
-            "number for a batch, in which padding would count: possible are a batch size and "
-            f"a number of examples that {n} divides, or a loss for each example, [B]"
+            "number for a batch, in which padding would count: possible are a batch "
+            f"size and a number of examples that {n} divides, or a loss for each "
+            "example, [B]"
         )
     return 0
 
