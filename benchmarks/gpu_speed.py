@@ -260,7 +260,7 @@ def race(
             "first step, s": first[label],
             "step, ms": step,
             "step alone, ms": spread(alone[label]),
-            "examples/s": run.trainer.batch_size / step["median"] * 1e3,
+            "examples/s": run.trainer.feed.batch_size / step["median"] * 1e3,
             "final loss": float(losses[-1]),
             "finite": bool(np.isfinite(losses).all()),
             "bytes_in_use": stats.get("bytes_in_use", NOT_ON_CPU),

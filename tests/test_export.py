@@ -435,7 +435,7 @@ def test_adapters_are_merged(tmp_path, one_device):
     logits = mlp(10, width=8).apply(params, None, inputs, False)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     assert float(loss) == pytest.approx(trainer.evaluate(state)["eval/loss"], abs=1e-5)
-    first = trainer.frozen()["mlp/~/linear_0"]["w"]
+    first = trainer.initializer.frozen(trainer.layout)["mlp/~/linear_0"]["w"]
     assert np.abs(params["mlp/~/linear_0"]["w"] - first).max() > 1e-4
 
 

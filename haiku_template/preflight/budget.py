@@ -129,15 +129,15 @@ def memory_budget(
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
     _check_state(state, limit or host_memory())
-    largest = trainer.shapes()[0]
+    largest = trainer.feed.host_shapes()[0]
     compiled = trainer.lower(largest).compile()
     # On several devices the program, and so its analysis, is one device's.
     analysis = compiled.memory_analysis()
     batch = tree_bytes(devices.abstract_batch(largest)) // devices.num_devices
-    data = tree_bytes(trainer.abstract_staged)
+    data = tree_bytes(trainer.feed.staged)
     waiting = WAITING_BLOCKS if data else WAITING_BATCHES + devices.steps_in_flight - 1
     closed_over = sum(x.nbytes for x in _closed_over(trainer))
-    dtype = trainer.precision.policy.compute_dtype
+    dtype = trainer.recipe.precision.policy.compute_dtype
     budget = Budget(
         **{name: device_bytes(getattr(state, name)) for name in STATE},
         data=data,
@@ -213,10 +213,12 @@ def _init_peak(trainer: Trainer) -> int:
     if trainer.experiment.init_from is not None:
         # The parameters that were read exist beside the state made of them.
         read = tree_bytes((state.params, state.net_state))
-        if not trainer.from_batch:
+        if not trainer.initializer.from_batch:
             return read + device_bytes(state)
     beside = read + tree_bytes(state.frozen)
-    return beside + _peak(trainer.lower_init().compile().memory_analysis())
+    return beside + _peak(
+        trainer.initializer.lower(trainer.layout).compile().memory_analysis()
+    )
 
 
 def _evaluation_peak(trainer: Trainer) -> int:
@@ -312,7 +314,7 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
 
 def _program_table(trainer: Trainer) -> Table:
     """Tabulates facts of the compiled train step."""
-    compiled = trainer.lower(trainer.shapes()[0]).compile()
+    compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
     rows = describe_program(read_program(compiled.as_text()))
     size = device_bytes(trainer.abstract.without_frozen())
     donated = compiled.memory_analysis().alias_size_in_bytes
@@ -361,7 +363,7 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
             f'--config.model.remat="{blocks}" (in a script models.remat(model, '
             f"{blocks}))",
         )
-    share = trainer.batch_size // devices.num_devices
+    share = trainer.feed.batch_size // devices.num_devices
     for number in range(experiment.accumulate_steps + 1, share + 1):
         if share % number == 0:
             yield (

@@ -50,7 +50,7 @@ def check_before_start(
             f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
             "if __name__ == '__main__':"
         )
-    train, size = trainer.experiment.data.train, trainer.batch_size
+    train, size = trainer.experiment.data.train, trainer.feed.batch_size
     if isinstance(train, ArrayDataset) and len(train.inputs) < size:
         logger.warning(
             "a batch has %d examples and the training set %d, so that some are in a "
@@ -136,7 +136,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
-        names, _ = summarize(numbers, trainer.task.derive)
+        names, _ = summarize(numbers, trainer.recipe.task.derive)
     except Exception:  # A derived metric may refuse these made-up numbers.
         return
     further = trainer.experiment.data.evaluations

@@ -58,7 +58,7 @@ def needed(config: dict[str, Any]) -> bool:
 def of(trainer: Trainer) -> dict[str, str]:
     """Digests each part of an experiment, the same on any number of devices."""
     experiment, data = trainer.experiment, trainer.experiment.data
-    batch, rows = whole_batches(data.train).batch(0), trainer.batch_size
+    batch, rows = whole_batches(data.train).batch(0), trainer.feed.batch_size
     shapes = canonical_shapes(batch, rows=rows)
     state = canonical_shapes(trainer.abstract)
     padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
@@ -92,7 +92,7 @@ def of(trainer: Trainer) -> dict[str, str]:
             key = f"{place} batch of the evaluation data {name}".rstrip()
             digests[key] = _value(values)
     own_step = experiment.step is not None or experiment.steps is not step
-    if own_step or "axis_name" in facts_of(trainer.task.values):
+    if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
         digests["steps over devices"] = _value(steps(AXIS_NAME))
     return digests
 

@@ -84,7 +84,7 @@ def export_adapters(run: Run, output: Path) -> int:
     the run has network state, or no frozen parameters that were read.
     """
     pretrained.check_new(output)
-    plan, state = run.trainer.plan, run.state
+    plan, state = run.trainer.recipe.plan, run.state
     if state.net_state or not plan.frozen:
         leaves = "network state besides parameters" if plan.frozen else "a whole model"
         raise ConfigError(

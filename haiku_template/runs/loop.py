@@ -109,7 +109,7 @@ def train(
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
         workdirs.open_workdir(directory, config, devices)
-        shown = {"num_steps": num_steps, "batch_size": trainer.batch_size}
+        shown = {"num_steps": num_steps, "batch_size": trainer.feed.batch_size}
         report = Report(directory, devices, work=trainer.work, **shown)
         stack.enter_context(report)
         checkpoints = Checkpoints(
@@ -123,15 +123,20 @@ def train(
         )
         stack.enter_context(checkpoints)
         if trainer.work.flops:  # Before there is a state.
-            dtype = trainer.precision.policy.compute_dtype
+            dtype = trainer.recipe.precision.policy.compute_dtype
             report.peak = matmul_peak(devices, dtype, budget.matmul)
         start, state = restored_or_first(trainer, checkpoints, num_steps)
         if start:
             workdirs.update_config(directory, config)
-        placed = state.params, state.frozen, trainer.batch_size, trainer.placement
+        placed = (
+            state.params,
+            state.frozen,
+            trainer.feed.batch_size,
+            trainer.feed.placement,
+        )
         report.print(*first_lines(devices, *placed, directory, start))
-        if trainer.from_batch and not start:
-            report.print(from_batch_line(trainer.from_batch))
+        if trainer.initializer.from_batch and not start:
+            report.print(from_batch_line(trainer.initializer.from_batch))
         report.print(budget.table())
         trainer.compile()
         train_set = trainer.experiment.data.train
@@ -198,7 +203,9 @@ class _Run(NamedTuple):
         """
         if _due(step, self.every.log, last):
             values = self.guards.finite(step, scalars)
-            self.report.training(step, values | self.trainer.task.derive(values, {}))
+            self.report.training(
+                step, values | self.trainer.recipe.task.derive(values, {})
+            )
         with self.report.paused():
             try:
                 metrics = self._evaluate(step, state, last)

@@ -23,7 +23,7 @@ def restored_or_first(
         {
             "the newest checkpoint": start,
             "num_steps": num_steps,
-            "the placement of the data": trainer.placement,
+            "the placement of the data": trainer.feed.placement,
         }
     )
     if start > num_steps:
@@ -34,7 +34,7 @@ def restored_or_first(
     if start:
         read = functools.partial(checkpoints.restore, start)
         saved = trainer.devices.load(read, trainer.abstract.saved(), trainer.layout)
-        state = TrainState(**saved, frozen=trainer.frozen())
+        state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
     else:
         state = trainer.init()
     trainer.devices.check(state, trainer.layout)

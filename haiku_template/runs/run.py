@@ -103,7 +103,7 @@ class Run:
                 functools.partial(checkpoints.restore, step), abstract, trainer.layout
             ),
         )
-        state = TrainState(**saved, frozen=trainer.frozen())
+        state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
         if trainer.experiment.init_from is not None:
             check_same_frozen(self.devices, state.frozen, self.workdir)
         return step, state

@@ -176,7 +176,7 @@ def test_a_run_resumes_bitwise_and_its_adapters_come_back_bitwise(tmp_path, one_
     train(trainer, workdir=tmp_path / "parts", num_steps=2)
     state = train(trainer, workdir=tmp_path / "parts", num_steps=4).state
     assert bits(state.params) == bits(whole.params)
-    file, lora = tmp_path / "adapters.safetensors", trainer.plan.lora
+    file, lora = tmp_path / "adapters.safetensors", trainer.recipe.plan.lora
     save_adapters(file, state.params, state.frozen, lora, one_device, step=4)
     parts = trainer.abstract.params, state.frozen
     loaded = load_adapters(file, *parts, lora, one_device)

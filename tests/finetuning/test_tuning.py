@@ -84,9 +84,9 @@ def losses_in(workdir):
 def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
     trainer = made(one_device, Finetuning())
     whole = trainer.init().params
-    assert trainer.frozen() == {}
-    assert not trainer.plan.frozen
-    assert set(flatten(whole)) == trainer.plan.trained
+    assert trainer.initializer.frozen(trainer.layout) == {}
+    assert not trainer.recipe.plan.frozen
+    assert set(flatten(whole)) == trainer.recipe.plan.trained
 
 
 @pytest.mark.slow
@@ -115,8 +115,8 @@ def test_merged_equals_unmerged(one_device, tuning):
     trainer = made(one_device, tuning)
     state, losses = run(trainer, 30)
     assert losses[-1] < 0.8 * losses[0]
-    base = trainer.frozen()
-    merged = one_device.init(trainer.plan.merge, state.params, base)
+    base = trainer.initializer.frozen(trainer.layout)
+    merged = one_device.init(trainer.recipe.plan.merge, state.params, base)
     plain = made(one_device, Finetuning())
     whole = plain.init()
     assert jax.tree.structure(merged) == jax.tree.structure(whole.params)
@@ -133,7 +133,9 @@ def test_what_is_frozen_does_not_change(one_device, tuning):
     first = start.params
     state, _ = run(trainer, 100)
     assert_same(start.frozen, jax.device_get(state.frozen))
-    assert_same(start.frozen, jax.device_get(trainer.frozen()))
+    assert_same(
+        start.frozen, jax.device_get(trainer.initializer.frozen(trainer.layout))
+    )
     for path, leaf in flatten(jax.device_get(state.params)).items():
         assert not np.array_equal(leaf, flatten(first)[path]), path
     check_replicas(state)
@@ -164,7 +166,7 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     trainer = made(one_device, tuning, precision="bfloat16")
     state, losses = run(trainer, 30)
     assert losses[-1] < 0.8 * losses[0]
-    base = trainer.frozen()
+    base = trainer.initializer.frozen(trainer.layout)
     assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
     adam = state.opt_state[0]
     trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
@@ -244,7 +246,7 @@ def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device)
     same = run(made(one_device, Finetuning(lora=Lora(rank=4))), 3)[1]
     assert losses[0] == same[0]  # B is zero: there is nothing to drop.
     assert losses[2] != same[2]
-    plan, base = trainer.plan, trainer.frozen()
+    plan, base = trainer.recipe.plan, trainer.initializer.frozen(trainer.layout)
     weights = [
         np.asarray(plan.combine(state.params, base, rng)["mlp/~/linear_0"]["w"])
         - np.asarray(base["mlp/~/linear_0"]["w"])

@@ -67,7 +67,7 @@ def compiled(config, target):
     devices = target_devices(target)
     trainer = Experiment.from_config(config, devices).trainer(devices)
     budget = memory_budget(trainer)
-    made = trainer.lower(trainer.shapes()[0]).compile()
+    made = trainer.lower(trainer.feed.host_shapes()[0]).compile()
     donated = made.memory_analysis().alias_size_in_bytes
     return Compiled(trainer, budget, made.as_text(), donated)
 
@@ -144,7 +144,7 @@ def test_padding_is_cudnn_s_own_and_no_mask_is_in_the_program(lines):
     """Tried by hand, fails: `attention="xla"`."""
     config = of_lines(finetune_text_classifier.get_config(), lines, 320)
     bert = compiled(config, "h100")
-    assert bert.trainer.shapes()[0]["inputs"]["tokens"].shape == (4, 320)
+    assert bert.trainer.feed.host_shapes()[0]["inputs"]["tokens"].shape == (4, 320)
     assert bert.program.attention == (2, 2)
     assert fused(bert) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert pairs(bert, 320) == (set(), [])

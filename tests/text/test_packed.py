@@ -158,8 +158,8 @@ def test_evaluation_is_of_each_example_alone_as_without_packing(one_device, path
     packed, plain = (trainer(one_device, path, packing) for packing in (True, False))
     state = packed.init()
     assert packed.evaluate(state) == plain.evaluate(state)
-    assert "examples packed into" in packed.placement
-    assert "packed" not in plain.placement
+    assert "examples packed into" in packed.feed.placement
+    assert "packed" not in plain.feed.placement
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, Lora
 from haiku_template.params import flatten
@@ -104,7 +104,7 @@ def test_what_depends_on_data_is_as_haiku_has_it(name, num_devices):
     devices = DeviceManager.create("cpu", num_devices=num_devices)
     for precision in ("float32", "bfloat16"):
         trainer = experiment(forward, precision=precision).trainer(devices)
-        assert [*trainer.from_batch] == names
+        assert [*trainer.initializer.from_batch] == names
         state = trainer.init()
         devices.check(state, trainer.layout)
         params, net_state = of_haiku(forward)
@@ -120,8 +120,8 @@ def test_a_first_state_that_depends_on_no_data_is_made_as_ever(one_device, monke
         return plain(x, is_training)
 
     trainer = experiment(counted).trainer(one_device)
-    assert trainer.from_batch == () and traces == [(1, 8)] * 2
-    text = trainer.lower_init().as_text()
+    assert trainer.initializer.from_batch == () and traces == [(1, 8)] * 2
+    text = trainer.initializer.lower(trainer.layout).as_text()
     assert "@main()" in text and "tensor<1x8xf32>" in text and "<16x8xf32>" not in text
     monkeypatch.setattr(ArrayDataset, "batch", None)  # Not read again.
     trainer.init()
@@ -174,7 +174,7 @@ def test_a_custom_init_gets_the_first_batch(num_devices):
     devices = DeviceManager.create("cpu", num_devices=num_devices)
     own = Experiment(data=DATA._replace(evaluation=None), init=custom, step=custom_step)
     trainer = own.trainer(devices)
-    assert trainer.from_batch == ("params/scale",)
+    assert trainer.initializer.from_batch == ("params/scale",)
     expected = custom(split_seed(0).params, DATA.train.batch(0))["params"]
     assert_close(trainer.init().params, expected)
 
@@ -197,11 +197,11 @@ def test_parameters_that_are_read_are_of_no_batch(one_device):
 
     options = {"init_from": source}
     trainer = experiment(act_norm, **options).trainer(one_device)
-    assert trainer.from_batch == ()
+    assert trainer.initializer.from_batch == ()
     assert_close(trainer.init().params, expected)
     options["finetuning"] = Finetuning(fresh=("~/mean",))
     trainer = experiment(act_norm, **options).trainer(one_device)
-    assert trainer.from_batch == ("params/~/mean",)
+    assert trainer.initializer.from_batch == ("params/~/mean",)
     params = trainer.init().params["~"]
     np.testing.assert_allclose(params["mean"], FIRST.mean(0), 1e-5)
     np.testing.assert_array_equal(params["scale"], 7)
@@ -213,6 +213,7 @@ def test_a_share_of_the_first_batch_is_refused(one_device):
             return {"inputs": INPUTS[:8], "labels": LABELS[:8]}
 
     trainer = experiment(act_norm, data=Data(Share(), None, 2)).trainer(one_device)
-    trainer.batch_size = 16  # Of two processes.
+    shapes = canonical_shapes(trainer.feed.example, rows=16)  # Of two processes.
+    trainer.initializer._example = shapes
     with pytest.raises(ConfigError, match="scale depend.*8 of the 16 examples"):
         trainer.init()

@@ -68,12 +68,12 @@ def test_frozen_parameters_of_a_run_in_bfloat16(cpu, pretrained):
     trainer = Experiment.from_config(
         config(init_from=str(pretrained), **values), cpu
     ).trainer(cpu)
-    half = flatten(trainer.frozen())
+    half = flatten(trainer.initializer.frozen(trainer.layout))
     values["finetuning.base_dtype"] = "float32"
     trainer = Experiment.from_config(
         config(init_from=str(pretrained), **values), cpu
     ).trainer(cpu)
-    full = flatten(trainer.frozen())
+    full = flatten(trainer.initializer.frozen(trainer.layout))
     for path, leaf in half.items():
         assert str(leaf.dtype) == "bfloat16"
         np.testing.assert_array_equal(leaf, full[path].astype(leaf.dtype))
@@ -87,7 +87,7 @@ def test_a_fresh_head_of_another_size_trains_on_a_frozen_body(cpu, pretrained):
     state = other.init()
     assert state.params["mlp/~/linear_2"]["w"].shape == (8, 4)
     body = Experiment.from_config(config(**start), cpu).trainer(cpu).init().params
-    frozen = other.frozen()
+    frozen = other.initializer.frozen(other.layout)
     assert set(frozen) == {"mlp/~/linear_0", "mlp/~/linear_1"}
     for module, leaves in frozen.items():
         for name, leaf in leaves.items():

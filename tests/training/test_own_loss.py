@@ -171,7 +171,8 @@ def test_a_run_says_if_its_evaluation_is_exact_for_a_mean_alone(
 def test_padding_cannot_get_into_the_loss_of_a_whole_batch(one_device):
     trainer = experiment(whole).trainer(one_device)
     batch = one_device.shard(((X[:4], Y[:4]), np.array([0, 1, 2, ~3], np.int32)))
-    sums = one_device.fetch(trainer.eval_step(trainer.init(), batch))
+    state, eval_step = trainer.init(), jax.jit(trainer.functions().eval_step)
+    sums = one_device.fetch(eval_step(state.variables(), state.frozen, batch))
     assert np.isnan(sums["values"]["loss"])
 
 
@@ -203,7 +204,7 @@ def test_predictions_are_what_the_model_returns_for_each_example(devices):
 def test_outputs_that_are_no_loss_are_refused(one_device, forward, words):
     trainer = experiment(forward).trainer(one_device)
     with pytest.raises(ConfigError, match=words):
-        trainer.lower(trainer.shapes()[0])
+        trainer.lower(trainer.feed.host_shapes()[0])
 
 
 def test_a_task_that_takes_labels_refuses_a_batch_without_names(one_device):

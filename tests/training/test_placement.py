@@ -47,10 +47,10 @@ def made(devices, augment=None, **options):
 def test_the_first_lines_say_what_inputs_pass_through(one_device, where):
     trainer = placed(made(one_device), where)
     words = "; uint8 inputs pass through scale_pixels on the device"
-    assert trainer.placement.endswith(words)
+    assert trainer.feed.placement.endswith(words)
     data = trainer.experiment.data
     plain = Data(data.train, data.evaluation, 3)
-    assert "inputs" not in changed(trainer, data=plain, model=CASTS).placement
+    assert "inputs" not in changed(trainer, data=plain, model=CASTS).feed.placement
 
 
 def losses(workdir):
@@ -115,13 +115,13 @@ def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch
 def test_auto_stages_what_fits_and_says_so(devices):
     trainer = made(devices)
     need = memory_budget(placed(trainer, "device")).peak
-    assert placed(trainer, "auto", need).placement.startswith("staged")
+    assert placed(trainer, "auto", need).feed.placement.startswith("staged")
     refused = placed(trainer, "auto", need - 1)
     assert re.match(
-        "on the host, because staged it would make a run", refused.placement
+        "on the host, because staged it would make a run", refused.feed.placement
     )
-    assert refused.abstract_staged is None
-    words = placed(trainer, "auto").placement
+    assert refused.feed.staged is None
+    words = placed(trainer, "auto").feed.placement
     unknown = "on the host, because a device's memory is not known here"
     assert words == f"{unknown}; uint8 inputs pass through scale_pixels on the device"
 
@@ -138,7 +138,7 @@ def test_what_the_host_augments_is_not_staged(devices):
     trainer = made(devices, augment=lambda inputs, rng: inputs)
     with pytest.raises(ConfigError, match="batches are made on the host"):
         placed(trainer, "device")
-    assert "made on the host" in placed(trainer, "auto", 2**40).placement
+    assert "made on the host" in placed(trainer, "auto", 2**40).feed.placement
 
 
 def test_more_rows_than_devices_count_are_refused_with_the_sizes(devices):

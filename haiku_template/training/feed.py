@@ -1,0 +1,159 @@
+"""Batches of a training set, on their way to the devices."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import haiku as hk
+import jax
+import numpy as np
+
+from haiku_template.data import Data, each_shape
+from haiku_template.data.prefetch import Prefetcher
+from haiku_template.data.staging import RowBlocks
+from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
+from haiku_template.devices.transfer import own_rows
+from haiku_template.errors import ConfigError
+from haiku_template.models.forms import inputs_of
+from haiku_template.params import leaves_by_path
+from haiku_template.training.state import TrainState
+
+if TYPE_CHECKING:
+    from haiku_template.training.experiment import Experiment
+
+
+class StagedBatch(NamedTuple):
+    """Row numbers of a batch, and the staged training set to gather them from."""
+
+    arrays: dict[str, jax.Array]
+    rows: dict[str, jax.Array]
+
+
+class Feed:
+    """Feed of a train step: this process's rows of each batch, put on its devices.
+
+    Attributes:
+      batch_size: examples in a batch of all processes.
+      example: shapes of a batch of all processes.
+      staged: shapes and shardings of the staged set; None where it is on the host.
+
+    Raises:
+      ConfigError: the data cannot be staged.
+      PlacementError: the batch does not split over the devices and micro-batches.
+    """
+
+    def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
+        self._devices, self._experiment = devices, experiment
+        self._source, self.staged = experiment.data.train, None
+        self._own = own_rows(devices.processes, self._source)
+        example = each_shape(self._source)[0]
+        own = self._own(example)
+        self.batch_size = check_host_batch(own) * devices.processes.count
+        self._kinds, self._described = _kinds(own), _described(own)
+        devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
+        self.example = canonical_shapes(example, rows=self.batch_size)
+        if experiment.placement == "device":
+            arrays = self._source.staged
+            self._source = RowBlocks(self._source, self.batch_size)
+            self.staged = devices.abstract(lambda arrays: arrays, arrays())
+
+    @property
+    def placement(self) -> str:
+        """Describes where the training data lives, and what inputs pass through."""
+        if self.staged is not None:
+            place = f"staged on each device, {self._source.size}"
+        else:
+            reason = self._experiment.why_on_host
+            place = f"on the host, {reason or 'from where each batch travels'}"
+        facts = place, getattr(self._source, "note", ""), self._preprocessing()
+        return "; ".join(filter(None, facts))
+
+    def _preprocessing(self) -> str:
+        preprocess = self._experiment.data.preprocess
+        if preprocess is Data._field_defaults["preprocess"]:
+            return ""
+        inputs = jax.tree.leaves(inputs_of(self.example))
+        dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in inputs))
+        name = getattr(preprocess, "__name__", type(preprocess).__name__)
+        return f"{dtypes} inputs pass through {name} on the device"
+
+    def host_shapes(self) -> list[Any]:
+        """Example host batches, one for each shape of a step's, the largest first."""
+        return list(map(self._own, each_shape(self._source)))
+
+    def abstract(self, batch: Any) -> tuple[Any, ...]:
+        """Shapes and shardings of a step's last arguments, for such a host batch."""
+        shapes = self._devices.abstract_batch(batch)
+        return (shapes,) if self.staged is None else StagedBatch(self.staged, shapes)
+
+    @contextlib.contextmanager
+    def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
+        """Prefetches the batches of steps `start` to `stop - 1` onto the devices."""
+        make = self._put if self.staged is None else self._gather_from_staged()
+        with Prefetcher(make, start, stop) as batches:
+            yield self._devices.ledger.waits(batches)
+
+    def _next(self, step: int) -> Any:
+        with self._devices.ledger.timed("data"):
+            return self._source.batch(step)
+
+    def _put(self, step: int) -> Any:
+        """Puts a step's batch on the devices."""
+        own = self._own(self._next(step))
+        if _kinds(own) != self._kinds:
+            _check_alike(self._described, _described(own), step)
+        return self._devices.shard(own)
+
+    def _gather_from_staged(self) -> Callable[[int], StagedBatch]:
+        """Stages the set, and makes the function that puts row numbers beside it."""
+        arrays = self._devices.replicate(self._experiment.data.train.staged())
+        block, rows = None, None
+
+        def make(step: int) -> StagedBatch:
+            nonlocal block, rows
+            if (latest := self._next(step)) is not block:  # One object for many steps.
+                block, rows = latest, self._devices.shard(self._own(latest))
+            return StagedBatch(arrays, rows)
+
+        return make
+
+    def gathering(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes gradients take what `batches` gives: staged arrays and row numbers."""
+        if self.staged is None:
+            return gradients
+
+        @functools.wraps(gradients)
+        def gather_and_differentiate(
+            state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
+        ) -> Any:
+            batch = self._source.gather(arrays, rows, state.step)
+            return gradients(state, frozen, batch)
+
+        return gather_and_differentiate
+
+
+def _kinds(batch: Any) -> list[Any]:
+    leaves = jax.tree.leaves(batch)
+    return [(getattr(x, "dtype", None), np.shape(x)[:1]) for x in leaves]
+
+
+def _check_alike(expected: dict[str, str], actual: dict[str, str], step: int) -> None:
+    """Raises `ConfigError` for a batch of other leaves, rows or dtypes than the first.
+
+    It would be compiled anew, and count as much as a whole one.
+    """
+    paths = (k for k in expected | actual if expected.get(k) != actual.get(k))
+    if (path := next(paths, None)) is not None:
+        raise ConfigError(
+            f"{path} is {actual.get(path, 'absent')} in the batch of step {step + 1}, "
+            f"and {expected.get(path, 'absent')} in the first; all batches of a run "
+            "have as many examples and the same dtypes: leave out a last one that is "
+            "shorter"
+        )
+
+
+def _described(batch: Any) -> dict[str, str]:
+    check_host_batch(batch)
+    leaves = leaves_by_path(batch)
+    return {path: f"{x.dtype} of {len(x)} rows" for path, x in leaves.items()}
