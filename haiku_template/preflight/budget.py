@@ -216,9 +216,8 @@ def _init_peak(trainer: Trainer) -> int:
         if not trainer.initializer.from_batch:
             return read + device_bytes(state)
     beside = read + tree_bytes(state.frozen)
-    return beside + _peak(
-        trainer.initializer.lower(trainer.layout).compile().memory_analysis()
-    )
+    compiled = trainer.initializer.lower(trainer.layout).compile()
+    return beside + _peak(compiled.memory_analysis())
 
 
 def _evaluation_peak(trainer: Trainer) -> int:

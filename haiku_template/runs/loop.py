@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.preflight import check_before_start, fingerprint, place_data
+from haiku_template.preflight import (
+    Budget,
+    check_before_start,
+    fingerprint,
+    place_data,
+)
 from haiku_template.reporting import (
     Report,
     Writer,
@@ -109,8 +114,7 @@ def train(
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
         workdirs.open_workdir(directory, config, devices)
-        shown = {"num_steps": num_steps, "batch_size": trainer.feed.batch_size}
-        report = Report(directory, devices, work=trainer.work, **shown)
+        report = _make_report(trainer, directory, num_steps, budget)
         stack.enter_context(report)
         checkpoints = Checkpoints(
             directory / workdirs.CHECKPOINTS,
@@ -122,34 +126,67 @@ def train(
             run=workdirs.run_id(directory),
         )
         stack.enter_context(checkpoints)
-        if trainer.work.flops:  # Before there is a state.
-            dtype = trainer.recipe.precision.policy.compute_dtype
-            report.peak = matmul_peak(devices, dtype, budget.matmul)
         start, state = restored_or_first(trainer, checkpoints, num_steps)
         if start:
             workdirs.update_config(directory, config)
-        placed = (
-            state.params,
-            state.frozen,
-            trainer.feed.batch_size,
-            trainer.feed.placement,
-        )
-        report.print(*first_lines(devices, *placed, directory, start))
-        if trainer.initializer.from_batch and not start:
-            report.print(from_batch_line(trainer.initializer.from_batch))
+        _print_start(report, trainer, state, directory, start)
         report.print(budget.table())
         trainer.compile()
-        train_set = trainer.experiment.data.train
-        guards = Guards(devices, train_set, state, lambda: checkpoints.latest)
+        data = trainer.experiment.data
+        guards = Guards(devices, data.train, state, lambda: checkpoints.latest)
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
-        every = Intervals(log_every, eval_every, save_every)
-        parts = trainer, directory, report, checkpoints, guards, signals
-        run = _Run(*parts, every, tuple(hooks), stop_when or (lambda _: False))
+        run = _Run(
+            trainer,
+            directory,
+            report,
+            checkpoints,
+            guards,
+            signals,
+            every=Intervals(log_every, eval_every, save_every),
+            hooks=tuple(hooks),
+            stop_when=stop_when or (lambda rows: False),
+        )
         with devices.explicit_transfers():
             state, last = run.steps(state, start, num_steps)
         checkpoints.wait()
         return Result(state, report.finish(last))
+
+
+def _make_report(
+    trainer: Trainer, workdir: Path, num_steps: int, budget: Budget
+) -> Report:
+    """Makes the report of a run; measures the devices, if it gives a utilization."""
+    report = Report(
+        workdir,
+        trainer.devices,
+        num_steps=num_steps,
+        batch_size=trainer.feed.batch_size,
+        work=trainer.work,
+    )
+    if trainer.work.flops:  # Before there is a state.
+        dtype = trainer.recipe.precision.policy.compute_dtype
+        report.peak = matmul_peak(trainer.devices, dtype, budget.matmul)
+    return report
+
+
+def _print_start(
+    report: Report, trainer: Trainer, state: TrainState, workdir: Path, start: int
+) -> None:
+    """Prints what a run begins with: devices, parameters, data."""
+    feed, from_batch = trainer.feed, trainer.initializer.from_batch
+    lines = first_lines(
+        trainer.devices,
+        state.params,
+        state.frozen,
+        feed.batch_size,
+        feed.placement,
+        workdir,
+        start,
+    )
+    report.print(*lines)
+    if from_batch and not start:
+        report.print(from_batch_line(from_batch))
 
 
 class _Run(NamedTuple):
