@@ -93,7 +93,7 @@ def bits(tree):
 
 
 def test_the_axes_of_haikus_convolutions_are_known_and_others_are_named(one_device):
-    plan = made(one_device).plan
+    plan = made(one_device).recipe.plan
     named = {"attention/query_w": "in out out", "attention/output_w": "in in out"}
     assert dict(plan.lora.axes) == KNOWN | named | {"stack/w": "each in out"}
     assert plan.adapted == {*dict(plan.lora.axes), "linear/w"}

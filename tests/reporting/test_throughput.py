@@ -76,7 +76,8 @@ def test_the_kind_of_a_task_and_not_its_name_says_what_is_reported(one_device, n
     made.task.name = f"{__name__}:{name}"
     own = Experiment.from_config(made, one_device).trainer(one_device)
     assert own.work == built_in.work and own.work.tokens == 8
-    assert own.task.derive is built_in.task.derive is perplexity
+    assert own.recipe.task.derive is perplexity
+    assert built_in.recipe.task.derive is perplexity
     made.task.name = f"{__name__}:unlike"
     assert Experiment.from_config(made, one_device).trainer(one_device).work == Work()
 
