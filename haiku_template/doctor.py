@@ -21,6 +21,7 @@ from haiku_template.compat import MOVED
 from jax_doctor.__main__ import main
 from jax_doctor.code.names import REMOVED
 
+# Why: docs/decisions/doctor.md#boundary
 ADVICE = {
     "export JAX_NUM_CPU_DEVICES=": "in a run, --simulate_devices=",
     "write jax.tree_map = jax.tree.map before jaxline is imported": (

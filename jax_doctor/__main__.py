@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jax_doctor import children, table
@@ -132,9 +131,7 @@ def _answer(driver: DriverResult) -> str:
         return driver.problem
     if driver.code != 0:
         return f"cuInit(0) returned {driver.code}, {driver.name or driver.problem}"
-    version = driver.version or 0
-    cuda = f"{version // 1000}.{version % 1000 // 10}"
-    return f"CUDA {cuda}, {driver.count} devices ({driver.seconds:.2f} s)"
+    return f"CUDA {driver.cuda}, {driver.count} devices ({driver.seconds:.2f} s)"
 
 
 def _jax_checks(jax: JaxResult) -> Checks:
@@ -165,10 +162,7 @@ def report(machine: Machine, spec: str, timeout: float) -> dict[str, Any]:
         "devices": [device._asdict() for device in (jax.devices if jax else ())],
         "card_memory": memory_in_use(machine, facts.driver),
         "sees_all_processes": machine.sees_all_processes(),
-        "holders": [
-            {"pid": pid, "program": program, "nodes": nodes}
-            for pid, program, nodes in machine.holders()
-        ],
+        "holders": [holder._asdict() for holder in machine.holders()],
         "seconds": round(time.monotonic() - start, 3),
     }
 
@@ -176,7 +170,7 @@ def report(machine: Machine, spec: str, timeout: float) -> dict[str, Any]:
 def main(
     argv: list[str] | None = None,
     program: str = "python -m jax_doctor",
-    advice: Mapping[str, str] = MappingProxyType({}),
+    advice: Mapping[str, str] | None = None,
 ) -> int:
     """Examines this machine, or code; prints a report and returns the exit code.
 
@@ -190,7 +184,7 @@ def main(
     else:
         result, format_ = report(Machine.here(), flags.device, flags.timeout), lines
     text = json.dumps(result, indent=1) if flags.json else "\n".join(format_(result))
-    for general, special in advice.items():
+    for general, special in (advice or {}).items():
         text = text.replace(general, special)
     try:
         print(text, flush=True)

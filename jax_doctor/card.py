@@ -9,9 +9,8 @@ from jax_doctor.table import Facts, Sign, Signs, step, warning
 
 cause = step("card and driver files")
 
-# The oldest driver, CUDA of the driver, and card for each major version of CUDA.
+# The oldest driver and card for each major version of CUDA.
 OLDEST_DRIVER = {"12": 525, "13": 580}
-OLDEST_CUDA = {"12": 12000, "13": 13000}
 OLDEST_CARD = {"12": (5, 2), "13": (7, 5)}
 COMPILERS = {"12": "nvidia-cuda-nvcc-cu12", "13": "nvidia-cuda-nvcc"}
 NO_DEVICES = ("", "-1", "none", "void", "NoDevFiles")
@@ -179,10 +178,6 @@ def _versions_differ(machine: Machine, facts: Facts) -> Signs:
         yield f"the kernel module is {kernel} and {library} is {user}"
 
 
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
 def _newer_driver(machine: Machine) -> str:
     """A newer driver, or JAX for an older CUDA."""
     if "13" in machine.cuda_families() and machine.driver_branch() >= 525:
@@ -194,12 +189,12 @@ def _newer_driver(machine: Machine) -> str:
 def _old_driver(machine: Machine, facts: Facts) -> Signs:
     """The driver is too old for the installed CUDA."""
     driver, branch = facts.driver, machine.driver_branch()
-    cuda = driver.version if driver and driver.code == 0 else None
+    cuda = driver.cuda if driver and driver.code == 0 else ""
     guess = not driver and branch and "compat" not in machine.libcuda()
     for family in machine.cuda_families():
         oldest = OLDEST_DRIVER[family]
-        if cuda and cuda < OLDEST_CUDA[family]:
-            yield f"the driver supports CUDA {_cuda(cuda)}, not {family}"
+        if cuda and numbers(cuda) < (int(family),):
+            yield f"the driver supports CUDA {cuda}, not {family}"
         elif guess and branch < oldest:
             need = f"CUDA {family} needs {oldest} or newer"
             yield f"driver {machine.kernel_driver()}, and {need}"
@@ -209,9 +204,9 @@ def _old_driver(machine: Machine, facts: Facts) -> Signs:
 def _slow_compiler(machine: Machine, facts: Facts) -> Signs:
     """The driver is older than the compiler: compiling is slow."""
     driver = facts.driver
-    if not driver or driver.code != 0 or not driver.version:
+    cuda = driver.cuda if driver and driver.code == 0 else ""
+    if not cuda:
         return
-    cuda = _cuda(driver.version)
     # Another CUDA's wheel may have stayed, which nobody uses.
     for name in (COMPILERS[family] for family in machine.cuda_families()):
         wheel = machine.version(name)

@@ -66,6 +66,12 @@ class DriverResult(NamedTuple):
     memory: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
 
+    @property
+    def cuda(self) -> str:
+        """CUDA that the driver supports, as 12.9; empty where it did not tell."""
+        version = self.version or 0
+        return f"{version // 1000}.{version % 1000 // 10}" if version else ""
+
 
 class Device(NamedTuple):
     """One device as JAX sees it; memory in bytes, None where JAX cannot tell."""

@@ -77,6 +77,14 @@ class Requirement(NamedTuple):
         return True
 
 
+class Holder(NamedTuple):
+    """A process that holds device nodes open; its fields are keys of `--json`."""
+
+    pid: int
+    program: str
+    nodes: list[str]
+
+
 @dataclass(frozen=True)
 class Machine:
     """One machine and one Python installation, as a value.
@@ -214,11 +222,8 @@ class Machine:
         matches = (pattern.fullmatch(file.name) for file in files)
         return next((match[1] for match in matches if match), "")
 
-    def holders(self) -> list[tuple[int, str, list[str]]]:
-        """Processes that hold NVIDIA device nodes open: id, program, nodes.
-
-        Processes of other users show only to root.
-        """
+    def holders(self) -> list[Holder]:
+        """Processes that hold NVIDIA device nodes open; root alone sees all users'."""
         rows = []
         for process in self.path("/proc").glob("[0-9]*"):
             files = set()
@@ -228,7 +233,7 @@ class Machine:
                     files.add(os.readlink(handle))
             if nodes := sorted(f for f in files if re.match(r"/dev/nvidia\d", f)):
                 pid = int(process.name)
-                rows.append((pid, self.program(pid), nodes))
+                rows.append(Holder(pid, self.program(pid), nodes))
         return sorted(rows)
 
     def program(self, pid: int) -> str:

@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-def say(*words):
-    print(json.dumps(words), flush=True)
+def say(*values):
+    print(json.dumps(values), flush=True)
 
-def check(got, wanted):
-    got = np.asarray(got, np.float32)
-    if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=1e-2):
-        wrong = ~np.isclose(got, wanted, rtol=1e-2)
-        found, true = got[wrong][:4], wanted[wrong][:4]
-        raise ValueError(f"wrong values: {{found}} and not {{true}}")
+def check(x, expected):
+    x = np.asarray(x, np.float32)
+    if x.shape != expected.shape or not np.allclose(x, expected, rtol=1e-2):
+        i = ~np.isclose(x, expected, rtol=1e-2)
+        raise ValueError(f"wrong values: {{x[i][:4]}} and not {{expected[i][:4]}}")
 
 def attempt(operation, device, function):
     say("start", operation)
@@ -69,21 +68,21 @@ ASK_JAX = (
     + """
 from jax.extend import backend
 
-shown = []
+rows = []
 for name, client in backend.backends().items():
     for device in client.local_devices():
         stats = device.memory_stats() or {}
-        shown.append([name, device.platform, device.id, device.device_kind,
-                      stats.get("bytes_in_use"), stats.get("bytes_limit")])
-say("shown", shown, jax.default_backend())
-platform, chosen = sys.argv[1], [int(i) for i in sys.argv[2].split(",") if i]
+        rows.append([name, device.platform, device.id, device.device_kind,
+                     stats.get("bytes_in_use"), stats.get("bytes_limit")])
+say("shown", rows, jax.default_backend())
+platform, indices = sys.argv[1], [int(i) for i in sys.argv[2].split(",") if i]
 try:
     devices = jax.local_devices(backend=None if platform == "auto" else platform)
 except RuntimeError:
     sys.exit()  # It is not there, as was just said.
-if chosen and max(chosen) >= len(devices):
+if indices and max(indices) >= len(devices):
     sys.exit()
-devices = [devices[i] for i in chosen] or devices
+devices = [devices[i] for i in indices] or devices
 
 # Whole numbers that float32, bfloat16 and TF32 hold exactly.
 left = (np.arange(64 * 64) % 7).reshape(64, 64).astype(np.float32)
@@ -125,10 +124,10 @@ for device in devices[1:]:
         check(jax.device_get(jax.device_put(far + 1, first)), left + 1)
     attempt("between devices", device, there_and_back)
 if len(devices) > 1:
-    parts = np.arange(len(devices) * 4, dtype=np.float32).reshape(len(devices), 4)
+    rows = np.arange(len(devices) * 4, dtype=np.float32).reshape(len(devices), 4)
     add = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i", devices=devices)
     attempt("psum", f"{len(devices)} devices",
-            lambda: check(add(parts)[0], parts.sum(0)))
+            lambda: check(add(rows)[0], rows.sum(0)))
 if first.platform == "cpu":
     sums(first)
 """

@@ -56,10 +56,8 @@ class Facts(NamedTuple):
 
     def reached(self) -> bool:
         """True if JAX showed what was asked for."""
-        platforms = [device.platform for device in self.jax.devices] if self.jax else []
-        return self.platform in platforms or (
-            self.platform == "auto" and bool(platforms)
-        )
+        devices = self.jax.devices if self.jax else ()
+        return any(self.platform in ("auto", d.platform) for d in devices)
 
     def failed_start(self, machine: Machine) -> Child | None:
         """The child in which JAX did not show what was asked for.
@@ -89,6 +87,7 @@ def warning(text: str, fix: str = "") -> Sign:
 
 
 Signs = Iterator[str | Sign]
+Detector = Callable[[Machine, Facts], Signs]
 # The first sign that a detector yields, or None.
 First = Callable[[Machine, Facts], str | Sign | None]
 
@@ -154,15 +153,15 @@ BEFORE_JAX = (
 STEPS: dict[str, list[Cause]] = {step: [] for step in (*BEFORE_JAX, *AFTER_JAX)}
 
 
-def step(name: str) -> Callable[..., Callable[[Callable[..., Signs]], First]]:
+def step(name: str) -> Callable[..., Callable[[Detector], First]]:
     """Decorator of the causes of a step, which takes an id and fields of `Cause`."""
     return functools.partial(_cause, STEPS[name])
 
 
 def _cause(
     causes: list[Cause], id_: str, **options: Any
-) -> Callable[[Callable[..., Signs]], First]:
-    def add(detector: Callable[..., Signs]) -> First:
+) -> Callable[[Detector], First]:
+    def add(detector: Detector) -> First:
         def first(machine: Machine, facts: Facts) -> str | Sign | None:
             return next(filter(None, detector(machine, facts)), None)
 
@@ -191,6 +190,7 @@ def diagnose(machine: Machine, facts: Facts | None = None) -> list[Finding]:
         cause. Empty when nothing is wrong.
     """
     facts = facts or Facts()
+    # Why: docs/decisions/doctor.md#before-jax
     if facts.jax is None:
         return examine(machine, facts, *BEFORE_JAX)
     if facts.driver is None or facts.driver.code == 0:
