@@ -79,11 +79,11 @@ class _Module(ModuleType):
 class _Finder:
     """Finds the modules of packages that are stood in for; a loader, too."""
 
-    def __init__(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        self.given = given
+    def __init__(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+        self.attributes = attributes
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if any(f"{name}.".startswith(f"{key}.") for key in self.given):
+        if any(f"{name}.".startswith(f"{key}.") for key in self.attributes):
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -91,7 +91,7 @@ class _Finder:
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self.given.get(module.__name__, {}))
+        vars(module).update(self.attributes.get(module.__name__, {}))
 
 
 @contextlib.contextmanager
@@ -124,12 +124,12 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
     take their place, for what the module imports, too. Raises `ConfigError` if there is
     no such module.
     """
-    parts = name.split(".")
-    file = Path(folder, *parts)
+    names = name.split(".")
+    file = Path(folder, *names)
     if not file.with_suffix(".py").is_file() and not file.is_dir():
-        raise ConfigError(f"{folder} holds no {'/'.join(parts)}.py to import {name} of")
-    for n in range(1, len(parts)):
-        package = ".".join(parts[:n])
+        raise ConfigError(f"{folder} holds no {'/'.join(names)}.py to import {name} of")
+    for n in range(1, len(names)):
+        package = ".".join(names[:n])
         module = sys.modules.setdefault(package, ModuleType(package))
-        module.__path__ = [str(Path(folder, *parts[:n]))]
+        module.__path__ = [str(Path(folder, *names[:n]))]
     return importlib.import_module(name)

@@ -234,8 +234,8 @@ def export_like(
     metadata = {file.name: read_metadata(file) for file in shards}
     if located.suffix == ".json":
         metadata[located.name] = read_index(located).get("metadata")
-    named = {file.name: makers for file, makers in shards.items()}
-    _write(Path(folder), named, files, located.name, metadata)
+    shard_makers = {file.name: makers for file, makers in shards.items()}
+    _write(Path(folder), shard_makers, files, located.name, metadata)
 
 
 def export_new(

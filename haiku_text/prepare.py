@@ -36,22 +36,22 @@ def main() -> None:
     Raises:
       ConfigError: flags, text or tokenizer do not fit; no token file was written.
     """
-    named = (FLAGS.output, FLAGS.validation_output)
-    outputs = [Path(path).expanduser() for path in named if path]
+    flag_paths = (FLAGS.output, FLAGS.validation_output)
+    outputs = [Path(path).expanduser() for path in flag_paths if path]
     source = Path(FLAGS.tokenizer).expanduser()
     beside = outputs[0].parent / FILE
     _check_paths(source, beside, outputs)
-    parts = _read_input({path.resolve() for path in (source, beside, *outputs)})
+    file_sets = _read_input({path.resolve() for path in (source, beside, *outputs)})
     try:
         if FLAGS.train_vocab_size is not None:
-            with _progress("learn", parts[0]) as report:
-                texts = _pieces(parts[0], report)
+            with _progress("learn", file_sets[0]) as report:
+                texts = _pieces(file_sets[0], report)
                 contents = learn_tokenizer(texts, FLAGS.train_vocab_size)
             write_new(source, contents)
         tokenizer = Tokenizer(source, end=FLAGS.end_of_text, literal=True)
         contents = Path(tokenizer.name).read_bytes()
         check_same(beside, contents)
-        _write(tokenizer, outputs, parts)
+        _write(tokenizer, outputs, file_sets)
         write_new(beside, contents)
     except OSError as error:
         where = error.filename or outputs[0].parent
@@ -59,17 +59,17 @@ def main() -> None:
 
 
 def _write(
-    tokenizer: Tokenizer, outputs: list[Path], parts: list[list[TextFile]]
+    tokenizer: Tokenizer, outputs: list[Path], file_sets: list[list[TextFile]]
 ) -> None:
     """Writes a token file for each part, all or none."""
     dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
-        for writer, files in zip(writers, parts, strict=True):
+        for writer, files in zip(writers, file_sets, strict=True):
             stack.enter_context(signals.called(writer.__exit__))
             with _progress("write", files) as report:
                 write_tokens(files, tokenizer, writer, report)
-        for writer, files in zip(writers, parts, strict=True):
+        for writer, files in zip(writers, file_sets, strict=True):
             writer.publish()
             print(
                 f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} "
@@ -116,16 +116,18 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def _read_input(own: set[Path]) -> list[list[TextFile]]:
+def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:
     """Lists files to train on and to hold out; `own`, the command's, are no input."""
-    found = documents.text_files(FLAGS.input)
-    files = [f for f in found if f.path.resolve() not in own and _is_text(f)]
+    input_files = documents.text_files(FLAGS.input)
+    files = [
+        f for f in input_files if f.path.resolve() not in own_paths and _is_text(f)
+    ]
     documents.check_any(files, FLAGS.input)
     if not FLAGS.validation_output:
         return [files]
     if FLAGS.validation_fraction == 0:
-        words = "holds no files when --validation_fraction is 0"
-        raise ConfigError(f"--validation_output {words}; give more, or leave it out")
+        rule = "holds no files when --validation_fraction is 0"
+        raise ConfigError(f"--validation_output {rule}; give more, or leave it out")
     return list(documents.split_documents(files, FLAGS.validation_fraction))
 
 
@@ -160,16 +162,16 @@ def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None
     bar = Progress(*Progress.get_default_columns(), TransferSpeedColumn())
     task = bar.add_task(f"{verb} {len(files)} files", total=total)
     bar.disable = not bar.console.is_terminal
-    begun = said = time.monotonic()
+    begun = last_report = time.monotonic()
 
     def report(count: int) -> None:
-        nonlocal said
+        nonlocal last_report
         bar.advance(task, count)
         now = time.monotonic()
-        if bar.disable and now - said >= REPORT_SECONDS:
-            said, done = now, bar.tasks[0].completed
-            rate = done / (now - begun) / 1e6
-            print(f"{verb} {done / total:.0%}, {rate:.1f} MB/s", flush=True)
+        if bar.disable and now - last_report >= REPORT_SECONDS:
+            last_report, completed = now, bar.tasks[0].completed
+            rate = completed / (now - begun) / 1e6
+            print(f"{verb} {completed / total:.0%}, {rate:.1f} MB/s", flush=True)
 
     with bar:
         yield report

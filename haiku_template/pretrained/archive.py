@@ -81,12 +81,12 @@ def _name(path: str, form: str) -> str:
     return template.format(module, name)
 
 
-def _copy_others(source: Path, archive: zipfile.ZipFile, known: set[str]) -> None:
+def _copy_others(source: Path, archive: zipfile.ZipFile, names: set[str]) -> None:
     """Copies what is no parameter or state of an archive, such as a config."""
     plain = [x.name for x in npz.read_headers(source) if x.dtype != "object"]
     with zipfile.ZipFile(source) as old:
         for name in plain:
-            if name not in known:
+            if name not in names:
                 with (
                     old.open(f"{name}.npy") as member,
                     archive.open(f"{name}.npy", "w", force_zip64=True) as new,

@@ -48,9 +48,9 @@ def convert(
             text=True,
         )
         with child, signals.called(lambda *_: child.kill()):
-            words, errors = child.communicate()
+            output_text, errors = child.communicate()
         try:
-            facts = parse(words)
+            facts = parse(output_text)
         except ValueError:
             last = errors.strip().split("\n")[-1]
             last = last or f"exit status {child.returncode}"

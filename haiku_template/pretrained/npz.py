@@ -88,17 +88,17 @@ def _pieces(
     try:
         with archive.open(info) as file:
             shape, fortran, dtype = _layout(file)
-            total, *rest = (shape[::-1] if fortran else shape) or (1,)
-            row = math.prod(rest) * dtype.itemsize
+            total, *row_shape = (shape[::-1] if fortran else shape) or (1,)
+            row = math.prod(row_shape) * dtype.itemsize
             rows = max(1, tensors.PIECE // max(1, row))
             for first in range(0, total if row else 0, rows):
-                part = slice(first, min(first + rows, total))
-                data = file.read((part.stop - first) * row)
-                values = np.frombuffer(data, dtype).reshape(-1, *rest)
+                index = slice(first, min(first + rows, total))
+                data = file.read((index.stop - first) * row)
+                values = np.frombuffer(data, dtype).reshape(-1, *row_shape)
                 if not shape:
                     yield (), values[0]
                 else:
-                    yield ((..., part), values.T) if fortran else (part, values)
+                    yield ((..., index), values.T) if fortran else (index, values)
             file.read(1)  # At the end of the member its checksum is compared.
     except DAMAGE as error:
         raise ConfigError(

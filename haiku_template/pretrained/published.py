@@ -76,32 +76,33 @@ def read_published(
     """
     if state is not None:  # Frozen parameters are read without it, and none is fresh.
         _say_fresh(source, names.fresh, shapes, state)
-    found = _by_path(source, list_tensors(source), shapes)
+    tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
-    if state and not any(map(_is_state, found)) and beside.is_file():
-        found |= {MARK + path: x for path, x in read_headers(beside).items()}
-    if state and not any(map(_is_state, found)):
+    if state and not any(map(_is_state, tensors)) and beside.is_file():
+        tensors |= {MARK + path: x for path, x in read_headers(beside).items()}
+    if state and not any(map(_is_state, tensors)):
         logger.warning(
             "network state starts afresh, not as it was trained: %s is not there, "
             "which would give %s",
             *(beside, ", ".join(list(flatten(state))[:4])),
         )
         state = None
-    ignored, old_names = _fitting("ignore", names.ignore, found), _rename(found, names)
-    found = {new: found[old] for new, old in old_names.items()}
+    ignored = _fitting("ignore", names.ignore, tensors)
+    old_names = _rename(tensors, names)
+    tensors = {new: tensors[old] for new, old in old_names.items()}
     ignored = {new for new, old in old_names.items() if old in ignored}
     if state is None:
-        found = {path: x for path, x in found.items() if not _is_state(path)}
+        tensors = {path: x for path, x in tensors.items() if not _is_state(path)}
     marked = [pattern for pattern in names.fresh if _is_state(pattern)]
     if state is not None:
         _fitting("fresh", marked, [MARK + path for path in flatten(state)])
-    wanted = flatten(shapes) | {MARK + k: x for k, x in flatten(state or {}).items()}
-    fresh = {path for path in filter(_is_state, wanted) if _fits(path, names.fresh)}
+    expected = flatten(shapes) | {MARK + k: x for k, x in flatten(state or {}).items()}
+    fresh = {path for path in filter(_is_state, expected) if _fits(path, names.fresh)}
     left_out = {*skip, *fresh}
-    wanted = {path: x for path, x in wanted.items() if path not in left_out}
-    rules = [*rules, *same_names(wanted), *same_names(left_out)]
-    matches = match(found, wanted, rules, left_out, ignored)
-    leaves = load(matches, wanted, devices)
+    expected = {path: x for path, x in expected.items() if path not in left_out}
+    rules = [*rules, *same_names(expected), *same_names(left_out)]
+    matches = match(tensors, expected, rules, left_out, ignored)
+    leaves = load(matches, expected, devices)
     read_state = {k: leaves.pop(k) for k in [*leaves] if _is_state(k)}
     read_state = unflatten({k.removeprefix(MARK): x for k, x in read_state.items()})
     return leaves, None if state is None else read_state
@@ -124,11 +125,11 @@ def names_of_file(
 
 
 def _by_path(
-    source: Path, found: Iterable[Tensor], shapes: hk.Params
+    source: Path, listed: Iterable[Tensor], shapes: hk.Params
 ) -> dict[str, Tensor]:
     """Lists tensors by path: names are joined by `/`, for `//` and `:` too."""
     tensors: dict[str, Tensor] = {}
-    for tensor in found:
+    for tensor in listed:
         path = tensor.name.replace("//", "/").replace(":", "/")
         if path in tensors:
             raise ConfigError(
@@ -154,23 +155,23 @@ def _without_sections(
     A model with a module that is called like a section has none.
     """
     tops = dict.fromkeys(path.partition("/")[0] for path in tensors)
-    own = {module.partition("/")[0] for module in shapes}
-    params = next((key for key in SECTIONS if key in tops and key not in own), None)
+    modules = {module.partition("/")[0] for module in shapes}
+    params = next((key for key in SECTIONS if key in tops and key not in modules), None)
     if params is None:
         return tensors
     state = next((key for key in SECTIONS[params] if key in tops), None)
-    others = [key for key in tops if key not in (params, state)]
-    if others:
-        words = "%s holds more than parameters and network state, which is not read: %s"
-        _say_once(words, source, ", ".join(others))
-    parts = [(path.partition("/"), x) for path, x in tensors.items()]
-    taken = {path: x for (top, _, path), x in parts if top == params}
-    return taken | {MARK + path: x for (top, _, path), x in parts if top == state}
+    other_keys = [key for key in tops if key not in (params, state)]
+    if other_keys:
+        text = "%s holds more than parameters and network state, which is not read: %s"
+        _say_once(text, source, ", ".join(other_keys))
+    split_paths = [(path.partition("/"), x) for path, x in tensors.items()]
+    marks = {params: "", state: MARK}
+    return {marks[top] + path: x for (top, _, path), x in split_paths if top in marks}
 
 
 @functools.cache  # A start may read a file twice.
-def _say_once(words: str, *values: Any) -> None:
-    logger.warning(words, *values)
+def _say_once(text: str, *values: Any) -> None:
+    logger.warning(text, *values)
 
 
 def _say_fresh(
@@ -179,8 +180,8 @@ def _say_fresh(
     paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
     fresh = [path for path in paths if _fits(path, patterns)]
     if fresh:
-        words = "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
-        _say_once(words, source, len(fresh), len(paths), _some(fresh))
+        text = "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
+        _say_once(text, source, len(fresh), len(paths), _some(fresh))
 
 
 def _some(names: Collection[str]) -> str:
@@ -193,8 +194,8 @@ def _is_state(path: str) -> bool:
 
 def _fits(path: str, patterns: Iterable[str]) -> bool:
     """Tests patterns on a path, and on that of the state without its mark."""
-    both = path, path.removeprefix(MARK)
-    return any(matching(pattern, both) for pattern in patterns)
+    names = path, path.removeprefix(MARK)
+    return any(matching(pattern, names) for pattern in patterns)
 
 
 def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
@@ -211,30 +212,31 @@ def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[s
 def _rename(paths: Collection[str], names: Names) -> dict[str, str]:
     """Maps new names to those of the file: the first rule that fits counts."""
     _fitting("rename", [old for old, _ in names.rename], paths)
-    parsed, made = [_parse(*pair) for pair in names.rename], {}
+    parsed, sources = [_parse(*pair) for pair in names.rename], {}
     for path in paths:
         mark, bare = MARK * _is_state(path), path.removeprefix(MARK)
         fits = ((x.fullmatch(bare) or x.fullmatch(path), new) for x, new in parsed)
         match_, template = next((pair for pair in fits if pair[0]), (None, ""))
         new = template.format(*match_.groups()) if match_ else bare
         new = mark + new.removeprefix(mark)
-        if new in made:
+        if new in sources:
             raise ConfigError(
-                f"config.finetuning.rename gives {made[new]} and {path} one name, {new}"
+                f"config.finetuning.rename gives {sources[new]} and {path} one name, "
+                f"{new}"
             )
-        made[new] = path
-    return made
+        sources[new] = path
+    return sources
 
 
 def _parse(old: str, new: str) -> tuple[re.Pattern, str]:
-    parts, targets = WILDCARD.split(old), WILDCARD.split(new)
-    if parts[1::2] != targets[1::2]:
+    pieces, targets = WILDCARD.split(old), WILDCARD.split(new)
+    if pieces[1::2] != targets[1::2]:
         raise ConfigError(
             f"config.finetuning.rename: ({old!r}, {new!r}) has other wildcards in its "
             "new name; each is carried over, in order, such as ('old/*', 'new/*')"
         )
-    parts[::2] = map(re.escape, parts[::2])
-    groups = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in parts[1::2]]
-    parts[1::2] = groups
+    pieces[::2] = map(re.escape, pieces[::2])
+    groups = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in pieces[1::2]]
+    pieces[1::2] = groups
     plain = [text.replace("{", "{{").replace("}", "}}") for text in targets[::2]]
-    return re.compile("".join(parts)), "{}".join(plain)
+    return re.compile("".join(pieces)), "{}".join(plain)

@@ -40,37 +40,37 @@ def read(
       ConfigError: the files are missing, damaged or pickles; names, shapes or dtypes do
         not fit; or tied tensors differ.
     """
-    wanted = {k: v for k, v in flatten(skeleton).items() if k not in skip}
-    return load(match(read_headers(Path(source)), wanted, rules, skip), wanted, devices)
+    shapes = {k: v for k, v in flatten(skeleton).items() if k not in skip}
+    return load(match(read_headers(Path(source)), shapes, rules, skip), shapes, devices)
 
 
 def load(
-    matches: dict[str, list[Match]], wanted: dict[str, Any], devices: DeviceManager
+    matches: dict[str, list[Match]], shapes: dict[str, Any], devices: DeviceManager
 ) -> dict[str, jax.Array]:
     """Reads the tensors that `match` found into leaves of the wanted shapes."""
     for first, *tied in matches.values():
-        for found in tied:
-            _check_tied(found, first)
-    return {k: _load(found[0], wanted[k], devices) for k, found in matches.items()}
+        for other in tied:
+            _check_tied(other, first)
+    return {k: _load(pair[0], shapes[k], devices) for k, pair in matches.items()}
 
 
-def _load(found: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
+def _load(tensor_match: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
     buffer = host_buffer(leaf.shape, leaf.dtype)
-    view = TRANSFORMS[found.transform](buffer)
-    for rows, values in pieces(found.tensor):
+    view = TRANSFORMS[tensor_match.transform](buffer)
+    for rows, values in pieces(tensor_match.tensor):
         view[rows] = values
     # Waiting keeps no more than one parameter in host memory.
     return jax.block_until_ready(devices.replicate(buffer))
 
 
-def _check_tied(found: Match, first: Match) -> None:
+def _check_tied(other: Match, first: Match) -> None:
     """Asserts that two tensors of one parameter hold the same bytes."""
-    same = [(m.transform, m.tensor.dtype) for m in (found, first)]
-    pairs = zip(pieces(found.tensor), pieces(first.tensor), strict=True)
+    same = [(m.transform, m.tensor.dtype) for m in (other, first)]
+    pairs = zip(pieces(other.tensor), pieces(first.tensor), strict=True)
     if same[0] != same[1] or any(
         a.tobytes() != b.tobytes() for (_, a), (_, b) in pairs
     ):
         raise ConfigError(
-            f"{found.tensor} and {first.tensor} differ, and in this model both are "
-            f"{found.path}: tied tensors must be equal"
+            f"{other.tensor} and {first.tensor} differ, and in this model both are "
+            f"{other.path}: tied tensors must be equal"
         )

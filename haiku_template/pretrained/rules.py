@@ -53,17 +53,17 @@ def tensor_name(
     for rule in rules:
         fits = rule.target and _expression(rule.target).fullmatch(path)
         if fits:
-            kept = r"\1" if with_brackets else ""
-            pattern = re.sub(r"\[(.*?)\]", kept, rule.pattern)
+            optional = r"\1" if with_brackets else ""
+            pattern = re.sub(r"\[(.*?)\]", optional, rule.pattern)
             return pattern.format(*fits.groups()), rule
     return None, None
 
 
 @functools.cache
 def _expression(pattern: str) -> re.Pattern:
-    parts = {"{}": r"(\d+)", "*": ".*", "[": "(?:", "]": ")?"}
-    words = re.split(r"(\{\}|[*\[\]])", pattern)
-    return re.compile("".join(parts.get(word) or re.escape(word) for word in words))
+    symbols = {"{}": r"(\d+)", "*": ".*", "[": "(?:", "]": ")?"}
+    pieces = re.split(r"(\{\}|[*\[\]])", pattern)
+    return re.compile("".join(symbols.get(word) or re.escape(word) for word in pieces))
 
 
 def match(
@@ -91,8 +91,8 @@ def match(
     for name in sorted(tensors, key=lambda name: order.index(fits[name][0])):
         rule, path = fits[name]
         if path in skeleton:
-            found = Match(path, tensors[name], rule.transform)
-            matches.setdefault(path, []).append(found)
+            tensor_match = Match(path, tensors[name], rule.transform)
+            matches.setdefault(path, []).append(tensor_match)
         elif name not in ignored and (
             not rule or not (path is None or path in skip or rule.optional)
         ):
@@ -130,16 +130,16 @@ def _faults(
     for path, tensor, transform in itertools.chain(*matches.values()):
         target = skeleton[path]
         shape = TRANSFORMS[transform](np.broadcast_to(False, target.shape)).shape
-        is_float, needed = jnp.issubdtype(target.dtype, jnp.floating), None
+        is_float, requirement = jnp.issubdtype(target.dtype, jnp.floating), None
         if tensor.shape != shape:
-            needed = f"shape {list(shape)}"
+            requirement = f"shape {list(shape)}"
         elif is_float and tensor.dtype not in FLOATS:
-            needed = f"one of {', '.join(FLOATS)}"
+            requirement = f"one of {', '.join(FLOATS)}"
         elif not is_float and tensor.numpy_dtype != target.dtype:
-            needed = target.dtype
-        if needed:
-            what = f"{tensor} for {path} {_words(target)}"
-            yield f"mismatch {what}: {needed} is needed in the file"
+            requirement = target.dtype
+        if requirement:
+            mismatch = f"{tensor} for {path} {_words(target)}"
+            yield f"mismatch {mismatch}: {requirement} is needed in the file"
 
 
 def _words(leaf: Any) -> str:

@@ -103,8 +103,8 @@ def read_headers(source: Path) -> dict[str, Tensor]:
             "cannot be found beside it"
         )
     tensors = [tensor for file in files for tensor in _read_header(file)]
-    found = {(tensor.name, tensor.file.name) for tensor in tensors}
-    wrong = sorted({name for name, _ in found ^ set(places.items())})
+    pairs = {(tensor.name, tensor.file.name) for tensor in tensors}
+    wrong = sorted({name for name, _ in pairs ^ set(places.items())})
     if wrong:
         raise ConfigError(
             f"{located} and its files disagree on the place of {', '.join(wrong)}"
@@ -159,20 +159,20 @@ def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
     if tensor.read is not None:
         yield from tensor.read(tensor)
         return
-    total, *rest = tensor.shape or (1,)
-    row = math.prod(rest) * tensor.numpy_dtype.itemsize
+    total, *row_shape = tensor.shape or (1,)
+    row = math.prod(row_shape) * tensor.numpy_dtype.itemsize
     rows = max(1, PIECE // max(1, row))
     for first in range(0, total if row else 0, rows):
-        part = slice(first, min(first + rows, total)) if tensor.shape else ()
+        index = slice(first, min(first + rows, total)) if tensor.shape else ()
         try:
             # Opened for each piece: what a mapping has read counts until it is closed.
             with safe_open(tensor.file, framework="numpy") as file:
-                values = file.get_slice(tensor.name)[part]
+                values = file.get_slice(tensor.name)[index]
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{tensor.file} was truncated while it was read"
             ) from error
-        yield part, values
+        yield index, values
 
 
 def read_tensor(tensor: Tensor) -> np.ndarray:
@@ -187,10 +187,10 @@ def _read_header(file: Path) -> list[Tensor]:
     try:
         # The library checks sizes and offsets: no gap, no overlap, nothing behind.
         with safe_open(file, framework="numpy") as opened:
-            found = [(name, opened.get_slice(name)) for name in [*opened.keys()]]
+            slices = [(name, opened.get_slice(name)) for name in [*opened.keys()]]
             return [
                 Tensor(name, file, tensor.get_dtype(), tuple(tensor.get_shape()))
-                for name, tensor in found
+                for name, tensor in slices
             ]
     except (SafetensorError, OSError) as error:
         raise ConfigError(

@@ -39,9 +39,9 @@ def text_lengths(mask: np.ndarray) -> np.ndarray:
 
     Raises `ConfigError` unless all padding is on the right.
     """
-    seen = np.asarray(mask).astype(bool)
-    lengths = seen.sum(axis=1, dtype=np.int32)
-    other = (seen != (np.arange(seen.shape[1]) < lengths[:, None])).any(axis=1)
+    is_token = np.asarray(mask).astype(bool)
+    lengths = is_token.sum(axis=1, dtype=np.int32)
+    other = (is_token != (np.arange(is_token.shape[1]) < lengths[:, None])).any(axis=1)
     if other.any():
         raise ConfigError(
             f"row {other.argmax()} of the mask has padding before a token, and lengths "

@@ -74,8 +74,8 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
     """Reads all text of `byte_text`'s `path` into memory, sorted by name."""
     if path == "pydoc":
         return _pydoc_topics()
-    found = library_files() if path is None else text_files(path)
-    documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in found]
+    files = library_files() if path is None else text_files(path)
+    documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in files]
     texts = [document for document in documents if is_text(document.content)]
     return check_any(texts, "Python's standard library" if path is None else path)
 
@@ -85,25 +85,25 @@ def is_text(content: bytes) -> bool:
     return bool(content) and b"\0" not in content
 
 
-def check_any(found: list[T], where: str | tuple[str, ...]) -> list[T]:
+def check_any(items: list[T], where: str | tuple[str, ...]) -> list[T]:
     """Returns `found`, or raises `ConfigError` when it is empty."""
-    if not found:
-        words = "a text is a file with something in it, and without zero bytes"
-        raise ConfigError(f"{where} holds no text; {words}")
-    return found
+    if not items:
+        hint = "a text is a file with something in it, and without zero bytes"
+        raise ConfigError(f"{where} holds no text; {hint}")
+    return items
 
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
     """Lists all files of files and folders but hidden ones, sorted by name."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
-    return sorted(found for p in paths for found in _walk(p))
+    return sorted(file for p in paths for file in _walk(p))
 
 
 def library_files() -> list[TextFile]:
     """Lists the source files of Python's standard library, but for `LEFT_OUT`."""
     built = "_sysconfigdata", "config-"  # With this Python, elsewhere differently.
-    found = sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
-    names = [file for file in found if not file.name.startswith(built)]
+    files = sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
+    names = [file for file in files if not file.name.startswith(built)]
     return [file for file in names if file.name.endswith(".py")]
 
 
@@ -113,8 +113,9 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
         return
 
     def refuse(error: OSError) -> None:
-        words = f"cannot be read: {error.strerror}"
-        raise ConfigError(f"the folder {error.filename} {words}")
+        raise ConfigError(
+            f"the folder {error.filename} cannot be read: {error.strerror}"
+        )
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
@@ -128,8 +129,8 @@ def _pydoc_topics() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        words = "the help on its topics; some distributions package it apart"
-        raise ConfigError(f"this Python has no pydoc_data.topics, {words}") from error
+        detail = "the help on its topics; some distributions package it apart"
+        raise ConfigError(f"this Python has no pydoc_data.topics, {detail}") from error
     return [Document(name, text.encode()) for name, text in sorted(topics.items())]
 
 
@@ -147,10 +148,11 @@ def hold_out(
         raise ConfigError(f"validation_fraction={fraction}; {possible}")
     if fraction == 0:
         return items, []
-    found = sorted(set(keys))
-    if len(found) < 2:
+    distinct = sorted(set(keys))
+    if len(distinct) < 2:
         raise ConfigError(f"{alone}; give several, or validation_fraction=0")
-    edge = min(max((fraction,), found[1]), found[-1])  # One at least on each side.
+    # One at least on each side.
+    edge = min(max((fraction,), distinct[1]), distinct[-1])
     sides: tuple[list[T], list[T]] = ([], [])
     for item, key in zip(items, keys, strict=True):
         sides[key < edge].append(item)
@@ -188,21 +190,21 @@ def pieces(file: TextFile) -> Iterator[str]:
     It is cut before a space between two letters, where tokenizers split, too; anywhere
     only if it has no such place for `LONGEST_PIECE` characters.
     """
-    held = ""
+    buffer = ""
     try:
         with file.path.open(encoding="utf-8", newline="") as f:
             while chunk := f.read(PIECE):
-                held += chunk
-                cut = _last_cut(held)
-                if len(held) > PIECE and (cut or len(held) >= LONGEST_PIECE):
-                    yield held[: cut or None]
-                    held = held[cut:] if cut else ""
+                buffer += chunk
+                cut = _last_cut(buffer)
+                if len(buffer) > PIECE and (cut or len(buffer) >= LONGEST_PIECE):
+                    yield buffer[: cut or None]
+                    buffer = buffer[cut:] if cut else ""
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file.path} is not UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise ConfigError(f"{file.path} cannot be read: {error.strerror}") from error
-    if held:
-        yield held
+    if buffer:
+        yield buffer
 
 
 def _last_cut(text: str) -> int:

@@ -93,10 +93,10 @@ def _safetensors_layout(file: Path, tensor: str | None) -> Layout:
     header.pop("__metadata__", None)
     names = [k for k, v in header.items() if (k == tensor if tensor else _is_line(v))]
     if len(names) != 1:
-        found = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
-        wanted = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
-        words = "name the tokens with --config.data.tensor"
-        raise ConfigError(f"{file} has {wanted}, but {found or 'nothing'}; {words}")
+        tensors = ", ".join(f"{k} {v['dtype']}{v['shape']}" for k, v in header.items())
+        problem = f"no tensor {tensor!r}" if tensor else "not one line of whole numbers"
+        hint = "name the tokens with --config.data.tensor"
+        raise ConfigError(f"{file} has {problem}, but {tensors or 'nothing'}; {hint}")
     entry = header[names[0]]
     if not _is_line(entry):
         raise ConfigError(
@@ -116,8 +116,8 @@ def _npy_layout(file: Path) -> Layout:
         shape, dtype = npy_header(f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
-        words = "tokens are whole numbers in one dimension"
-        raise ConfigError(f"{file} holds {dtype}{list(shape)}; {words}")
+        rule = "tokens are whole numbers in one dimension"
+        raise ConfigError(f"{file} holds {dtype}{list(shape)}; {rule}")
     return dtype, offset, shape[0]
 
 
@@ -127,8 +127,8 @@ def _raw_layout(file: Path, dtype: str) -> Layout:
     except TypeError:
         kind = None
     if kind is None or kind.kind not in "iu":
-        words = "is no type of token; a .bin file holds uint16 or uint32"
-        raise ConfigError(f"dtype={dtype!r} {words}")
+        rule = "is no type of token; a .bin file holds uint16 or uint32"
+        raise ConfigError(f"dtype={dtype!r} {rule}")
     length = file.stat().st_size
     if length % kind.itemsize:
         raise ValueError(f"its {length} bytes are no whole number of {kind} tokens")
@@ -187,5 +187,5 @@ def write_new(path: Path, contents: bytes) -> None:
 def check_same(path: Path, contents: bytes) -> None:
     """Raises `ConfigError` when there is a tokenizer with other contents."""
     if path.exists() and path.read_bytes() != contents:
-        words = "write to a folder of its own, where it lies beside its tokens"
-        raise ConfigError(f"{path} is another tokenizer; {words}")
+        hint = "write to a folder of its own, where it lies beside its tokens"
+        raise ConfigError(f"{path} is another tokenizer; {hint}")

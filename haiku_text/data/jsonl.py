@@ -4,6 +4,7 @@
 {"prompt": "Capital of France?", "completion": " Paris"}
 """
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,8 +66,10 @@ def jsonl(
     rows = _read_rows(file)
     labels = _labels(rows, spec.labels)
     if packing and labels != "tokens":
-        words = f"prompts with completions, and the labels here are {labels}"
-        raise ConfigError(f"packing=True is for {words}; use packing=False")
+        raise ConfigError(
+            "packing=True is for prompts with completions, and the labels here are "
+            f"{labels}; use packing=False"
+        )
     training = [_line(*row, labels) for row in rows]
     if validation_path is not None:
         rows = _read_rows(Path(validation_path).expanduser())
@@ -76,29 +79,39 @@ def jsonl(
     coder = Tokenizer(tokenizer)
     size = coder.size if vocab_size is None else vocab_size
     if size < coder.size:
-        words = f"vocab_size={vocab_size}; the model must know all of them"
-        raise ConfigError(f"{coder.name} has {coder.size} tokens, and {words}")
+        raise ConfigError(
+            f"{coder.name} has {coder.size} tokens, and vocab_size={vocab_size}; the "
+            "model must know all of them"
+        )
     cut = context if truncate else None
     if labels == "classes":
         classes = _classes(training)
         num_outputs, names = len(classes), tuple(map(str, classes))
-        parts = [_texts(part, coder, classes, cut) for part in (training, held_out)]
+        encode = functools.partial(_texts, tokenizer=coder, classes=classes, cut=cut)
     else:
         num_outputs, names = size, ()
-        parts = [_completions(part, coder, cut) for part in (training, held_out)]
-    for part, lines in zip(parts, (training, held_out), strict=True):
-        _check_sizes(part.sizes, lines, context)
-    longest = max(part.sizes.max(initial=0) for part in parts)
-    lengths = buckets.choose_lengths(parts[0].sizes, num_buckets, context, longest)
+        encode = functools.partial(_completions, tokenizer=coder, cut=cut)
+    examples, held_examples = encode(training), encode(held_out)
+    _check_sizes(examples.sizes, training, context)
+    _check_sizes(held_examples.sizes, held_out, context)
+    longest = max(x.sizes.max(initial=0) for x in (examples, held_examples))
+    lengths = buckets.choose_lengths(examples.sizes, num_buckets, context, longest)
     if packing:
-        train = PackedDataset(parts[0], context, spec)
+        train = PackedDataset(examples, context, spec)
     else:
-        train = BucketedDataset(parts[0], lengths, spec)
-    evaluation = BucketedEvaluationSet(parts[1], lengths, spec.batch_size)
-    given = {"text": coder.name, "class_names": names, "vocab_size": size}
-    if labels == "classes":
-        given["preprocess"] = buckets.with_lengths  # Padding is on the right.
-    return Data(train, evaluation if held_out else None, num_outputs, **given)
+        train = BucketedDataset(examples, lengths, spec)
+    evaluation = BucketedEvaluationSet(held_examples, lengths, spec.batch_size)
+    data = Data(
+        train,
+        evaluation if held_out else None,
+        num_outputs,
+        text=coder.name,
+        class_names=names,
+        vocab_size=size,
+    )
+    if labels == "classes":  # Padding is on the right.
+        return data._replace(preprocess=buckets.with_lengths)
+    return data
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:
@@ -106,8 +119,9 @@ def _read_rows(path: Path) -> list[tuple[str, str]]:
         text = read_with(path, Path.read_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        words = f"line {line} of {path} is not UTF-8 text: {error.reason}"
-        raise ConfigError(words) from error
+        raise ConfigError(
+            f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        ) from error
     lines = enumerate(text.split("\n"), 1)
     rows = [(f"line {n} of {path}", line) for n, line in lines if line.strip()]
     if not rows:
@@ -119,8 +133,8 @@ def _labels(rows: list[tuple[str, str]], labels: str) -> str:
     if labels in KEYS:
         return labels
     if labels == "numbers":
-        words = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
-        raise ConfigError(f"JSON-lines are for the tasks {words}")
+        tasks = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
+        raise ConfigError(f"JSON-lines are for the tasks {tasks}")
     try:
         return _kind(parse(rows[0][1])) or "classes"
     except (ValueError, TypeError):
@@ -128,28 +142,29 @@ def _labels(rows: list[tuple[str, str]], labels: str) -> str:
 
 
 def _kind(keys: Iterable[str]) -> str | None:
-    return next((kind for kind, own in KEYS.items() if own.keys() <= set(keys)), None)
+    return next((kind for kind, x in KEYS.items() if x.keys() <= set(keys)), None)
 
 
 def _line(where: str, text: str, labels: str) -> Line:
     try:
         values = parse(text)
     except ValueError as error:
-        words = getattr(error, "msg", error)
-        raise ConfigError(f"{where} is no JSON: {words}") from error
+        reason = getattr(error, "msg", error)
+        raise ConfigError(f"{where} is no JSON: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    keys, other = KEYS[labels], _kind(values)
+    keys, kind = KEYS[labels], _kind(values)
     if missing := " and no ".join(key for key in keys if key not in values):
-        found = ", ".join(values) or "an empty object"
-        words = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
-        if other:
-            words += f"; it is of the kind for config.task.name={TASKS[other]}"
-        raise ConfigError(f"{where} has no {missing}, only {found}; {words}")
-    for key, (kinds, words) in keys.items():
-        if not isinstance(values[key], kinds) or isinstance(values[key], bool):
-            found = json.dumps(values[key])
-            raise ConfigError(f"{where} has {key}={found}; {words} is needed")
+        names = ", ".join(values) or "an empty object"
+        demand = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
+        if kind:
+            demand += f"; it is of the kind for config.task.name={TASKS[kind]}"
+        raise ConfigError(f"{where} has no {missing}, only {names}; {demand}")
+    for key, (types, description) in keys.items():
+        if not isinstance(values[key], types) or isinstance(values[key], bool):
+            raise ConfigError(
+                f"{where} has {key}={json.dumps(values[key])}; {description} is needed"
+            )
     return Line(where, *(values[key] for key in keys))
 
 
@@ -193,18 +208,18 @@ def _completions(
     # What begins a text does not begin a completion.
     completions = tokenizer.encode([line.target for line in lines])
     end = [] if tokenizer.end is None else [tokenizer.end]
-    kept, left = [], []
+    examples, prompt_sizes = [], []
     for line, prompt, completion in zip(lines, prompts, completions, strict=True):
         prompt = prompt or end  # Of the text before: it tells that this one is empty.
         tokens = prompt + completion + end
         if len(tokens) < 2 or len(tokens) == len(prompt):
             sizes = f"{len(prompt)} tokens and its completion {len(completion + end)}"
-            words = f"has nothing to learn from: its prompt has {sizes}"
-            raise ConfigError(f"{line.where} {words}")
+            reason = f"has nothing to learn from: its prompt has {sizes}"
+            raise ConfigError(f"{line.where} {reason}")
         before = max(len(tokens) - (cut + 1), 0) if cut else 0
-        kept.append(tokens[before:])
-        left.append(max(len(prompt) - before, 0))
-    return Completions(Tokens.create(kept), np.array(left, np.int64))
+        examples.append(tokens[before:])
+        prompt_sizes.append(max(len(prompt) - before, 0))
+    return Completions(Tokens.create(examples), np.array(prompt_sizes, np.int64))
 
 
 def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:

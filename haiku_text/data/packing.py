@@ -18,16 +18,16 @@ def pack(sizes: np.ndarray, context: int) -> np.ndarray:
     Sizes are 1 to `context`; equal ones keep their order.
     """
     order = np.argsort(-sizes, kind="stable")
-    windows, done = np.empty(len(sizes), np.int64), 0
+    windows, start = np.empty(len(sizes), np.int64), 0
     room = np.empty(0, np.int64)  # Of each window.
     # A size at a time: each window in turn takes as many of these as fit.
     for size, count in zip(*np.unique(-sizes, return_counts=True), strict=True):
         fresh = -(-count // (context // -size))
         room = np.append(room, np.full(fresh, context))
-        taken = np.diff(np.minimum(np.cumsum(room // -size), count), prepend=0)
-        own = order[done : done + count]
-        windows[own] = np.repeat(np.arange(len(room)), taken)
-        room, done = room + size * taken, done + count
+        counts = np.diff(np.minimum(np.cumsum(room // -size), count), prepend=0)
+        examples = order[start : start + count]
+        windows[examples] = np.repeat(np.arange(len(room)), counts)
+        room, start = room + size * counts, start + count
         room = room[room < context]  # Without those that stayed empty.
     return windows
 
@@ -70,21 +70,33 @@ class PackedDataset:
         1, and what is left at its end has 0. `labels` and `loss_mask` as unpacked.
         """
         order, starts = self._windows
-        own = epochs(len(starts) - 1, self.spec, step)[self.spec.share()]
-        examples = np.concatenate([order[starts[i] : starts[i + 1]] for i in own])
-        counts = np.diff(starts)[own]
+        window_ids = epochs(len(starts) - 1, self.spec, step)[self.spec.share()]
+        examples = np.concatenate(
+            [order[starts[i] : starts[i + 1]] for i in window_ids]
+        )
+        counts = np.diff(starts)[window_ids]
         (flat, first), prompts = self.examples.tokens, self.examples.prompts[examples]
         sizes = self.examples.sizes[examples]
-        each = np.repeat(np.arange(len(examples)), sizes)  # The example of a token.
+        example_ids = np.repeat(
+            np.arange(len(examples)), sizes
+        )  # The example of a token.
         before = np.cumsum(sizes) - sizes
-        within = np.arange(len(each)) - before[each]
-        row = np.repeat(np.arange(len(own)), counts)
+        within = np.arange(len(example_ids)) - before[example_ids]
+        row = np.repeat(np.arange(len(window_ids)), counts)
         number = np.arange(len(examples)) - (np.cumsum(counts) - counts)[row]
         begin = before - before[np.cumsum(counts) - counts][row]
-        at, source = (row[each], begin[each] + within), first[examples][each] + within
-        tokens, segments, labels = np.zeros((3, len(own), self.context), np.int32)
+        at, source = (
+            (row[example_ids], begin[example_ids] + within),
+            first[examples][example_ids] + within,
+        )
+        tokens, segments, labels = np.zeros(
+            (3, len(window_ids), self.context), np.int32
+        )
         loss_mask = np.zeros(tokens.shape, bool)
         tokens[at], labels[at] = flat[source], flat[source + 1]
-        segments[at], loss_mask[at] = number[each] + 1, within + 1 >= prompts[each]
+        segments[at], loss_mask[at] = (
+            number[example_ids] + 1,
+            within + 1 >= prompts[example_ids],
+        )
         inputs = {"tokens": tokens, "segments": segments}
         return {"inputs": inputs, "labels": labels, "loss_mask": loss_mask}

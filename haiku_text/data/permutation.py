@@ -24,10 +24,10 @@ def permute(places: Sequence[int], size: int, seed: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarray:
-    left, right = np.divmod(values, side)
+    high, low = np.divmod(values, side)
     for key in keys:
-        left, right = right, (left + _hash(right ^ key) % side) % side
-    return left * side + right
+        high, low = low, (high + _hash(low ^ key) % side) % side
+    return high * side + low
 
 
 def _hash(x: np.ndarray) -> np.ndarray:

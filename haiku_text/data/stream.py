@@ -65,8 +65,8 @@ class TokenStream:
     @functools.cached_property
     def whole(self) -> np.ndarray:
         """All tokens as one array: the file's own mapping, or a copy of many files."""
-        parts = [shard.tokens for shard in self.shards]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays = [shard.tokens for shard in self.shards]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def part(self, start: int, stop: int) -> "TokenStream":
         """Slices the tokens `start` to `stop - 1`, without a copy."""
@@ -81,10 +81,10 @@ class TokenStream:
             shard.request(first, last)
         result = np.empty((len(rows), length), self.dtype.newbyteorder("="))
         for row, pieces in zip(result, rows, strict=True):
-            done = 0
+            filled = 0
             for shard, first, last in pieces:
-                row[done : done + last - first] = shard.tokens[first:last]
-                done += last - first
+                row[filled : filled + last - first] = shard.tokens[first:last]
+                filled += last - first
         self._copied += len(rows)
         if self._copied >= RELEASE_EVERY:
             self._copied = 0

@@ -55,11 +55,11 @@ class Tokenizer:
     @functools.cached_property
     def _library(self) -> Any:
         read = _tokenizers().Tokenizer.from_file
-        found = read_with(Path(self.name), lambda path: read(str(path)))
-        found.no_truncation()
-        found.no_padding()
-        found.encode_special_tokens = self._literal
-        return found
+        tokenizer = read_with(Path(self.name), lambda path: read(str(path)))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = self._literal
+        return tokenizer
 
     def encode(
         self, texts: Sequence[str], *, special: bool = False, most: int | None = None
@@ -72,13 +72,15 @@ class Tokenizer:
         if most is not None:
             library.enable_truncation(most)
         try:
-            found = library.encode_batch_fast(list(texts), add_special_tokens=special)
+            encodings = library.encode_batch_fast(
+                list(texts), add_special_tokens=special
+            )
         except Exception as error:  # The package raises no other class.
-            words = f"the tokenizer {self.name} cannot encode the texts: {error}"
-            raise ConfigError(words) from error
+            sentence = f"the tokenizer {self.name} cannot encode the texts: {error}"
+            raise ConfigError(sentence) from error
         finally:
             library.no_truncation()
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def batch(
         self,
@@ -122,8 +124,13 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         least = "256 bytes and the end of a text make 257"
         raise ConfigError(f"a vocabulary of {vocab_size} is too small: {least}")
     learned = _tokenizers().ByteLevelBPETokenizer()
-    options = {"min_frequency": 0, "special_tokens": [END_OF_TEXT[0]]}
-    learned.train_from_iterator(texts, vocab_size, show_progress=False, **options)
+    learned.train_from_iterator(
+        texts,
+        vocab_size,
+        min_frequency=0,
+        special_tokens=[END_OF_TEXT[0]],
+        show_progress=False,
+    )
     return learned.to_str(pretty=True).encode()
 
 
@@ -131,8 +138,8 @@ def _find(path: Path) -> Path:
     path = path / FILE if path.is_dir() else path
     if path.suffix == ".safetensors":
         possible = "a tokenizer.json, a folder with one, or None for bytes"
-        words = "holds parameters and no tokenizer; config.data.tokenizer is"
-        raise ConfigError(f"{path} {words} {possible}")
+        hint = "holds parameters and no tokenizer; config.data.tokenizer is"
+        raise ConfigError(f"{path} {hint} {possible}")
     if not path.is_file():
         raise ConfigError(
             f"the tokenizer {path} does not exist; possible are a tokenizer.json, a "

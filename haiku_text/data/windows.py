@@ -4,6 +4,7 @@ Shapes: B windows in one batch over all processes, T tokens in each (`context`).
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,17 @@ def tokens(
 
     A tokenizer.json beside `path` says the size of the vocabulary.
     """
-    what = "a .safetensors, .npy or .bin file of tokens, or a folder of them"
-    source = data_path(path, "tokens", what)
-    files = {"dtype": dtype, "tensor": tensor}
-    training, held_out = open_tokens(source, random=True, **files), None
+    kinds = "a .safetensors, .npy or .bin file of tokens, or a folder of them"
+    source = data_path(path, "tokens", kinds)
+    open_files = functools.partial(open_tokens, dtype=dtype, tensor=tensor)
+    training, held_out = open_files(source, random=True), None
     if validation_path is not None:
         path = Path(validation_path).expanduser()
-        held_out = open_tokens(path, random=False, **files)
+        held_out = open_files(path, random=False)
     elif count := _count_held_out(training, validation_fraction, validation_tokens):
         # Mapped once more: evaluation goes forward, and reading ahead helps it.
-        whole, end = open_tokens(source, random=False, **files), len(training)
-        held_out = whole.part(end - count, end)
+        forward, end = open_files(source, random=False), len(training)
+        held_out = forward.part(end - count, end)
         training = training.part(0, end - count)
     beside = (source if source.is_dir() else source.parent) / FILE
     tokenizer = Tokenizer(beside) if beside.is_file() else None
@@ -64,33 +65,33 @@ def tokens(
 
 
 def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> int:
-    given = f"tokens={count}"
+    amount = f"tokens={count}"
     if count is None:
-        given = f"fraction={fraction}"
+        amount = f"fraction={fraction}"
         count = math.floor(len(stream) * fraction) or int(fraction > 0)
     if 0 <= count < len(stream):
         return count
     raise ConfigError(
-        f"validation_{given} of the {len(stream)} tokens from {stream.locate(0)} on "
+        f"validation_{amount} of the {len(stream)} tokens from {stream.locate(0)} on "
         "leaves none to train on; hold out a smaller part, or 0 for none"
     )
 
 
-def _vocab_size(given: int | None, tokenizer: Tokenizer | None, source: Path) -> int:
+def _vocab_size(argument: int | None, tokenizer: Tokenizer | None, source: Path) -> int:
     if tokenizer is None:
-        if given is None or given < 1:
+        if argument is None or argument < 1:
             raise ConfigError(
-                f"vocab_size={given}, and beside {source} lies no tokenizer.json; give "
-                "--config.data.vocab_size (50257 for GPT-2's, which nanoGPT writes)"
+                f"vocab_size={argument}, and beside {source} lies no tokenizer.json; "
+                "give --config.data.vocab_size (50257 for GPT-2's, of nanoGPT)"
             )
-        return given
+        return argument
     size = tokenizer.size
-    if given is not None and not size <= given < size + PADDING:
+    if argument is not None and not size <= argument < size + PADDING:
         raise ConfigError(
-            f"vocab_size={given}, and the tokenizer {tokenizer.name} has {size} "
+            f"vocab_size={argument}, and the tokenizer {tokenizer.name} has {size} "
             f"tokens; possible is {size}, or more by less than {PADDING} as padding"
         )
-    return given or size
+    return argument or size
 
 
 def widen(inputs: Any) -> Any:
@@ -140,11 +141,11 @@ class TokenDataset:
 
     def staged(self) -> Batch:
         """All tokens, checked against the vocabulary, which `gather` reads from."""
-        whole = self.tokens.whole
-        for start in range(0, len(whole), LOOKED_AT):
-            part = whole[None, start : start + LOOKED_AT]
-            _check_vocabulary(self.tokens, part, np.array([start]), self.vocab_size)
-        return {"tokens": whole}
+        flat = self.tokens.whole
+        for start in range(0, len(flat), LOOKED_AT):
+            window = flat[None, start : start + LOOKED_AT]
+            _check_vocabulary(self.tokens, window, np.array([start]), self.vocab_size)
+        return {"tokens": flat}
 
     def gather(self, arrays: Batch, rows: Any) -> Batch:
         """Gathers the windows that start at `rows`, of NumPy or JAX arrays."""
@@ -172,8 +173,8 @@ class TokenEvaluationSet:
     def __post_init__(self) -> None:
         _count(self.tokens, self.context, "evaluate on")
         if self.num_windows is not None and self.num_windows < 1:
-            given = f"eval_windows={self.num_windows}"
-            raise ConfigError(f"{given}; possible is 1 or more, or None for all")
+            setting = f"eval_windows={self.num_windows}"
+            raise ConfigError(f"{setting}; possible is 1 or more, or None for all")
 
     def rows(self, index: int) -> np.ndarray:
         """Starts of the windows of one batch: int64 [B], fewer in the last."""
@@ -204,9 +205,9 @@ def _count(tokens: TokenStream, context: int, purpose: str = "read") -> int:
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
     if len(tokens) <= context:
-        found = f"there are {len(tokens)} to {purpose}, from {tokens.locate(0)} on"
-        words = f"context={context} needs windows of {context + 1} tokens"
-        raise ConfigError(f"{words}, and {found}")
+        supply = f"there are {len(tokens)} to {purpose}, from {tokens.locate(0)} on"
+        demand = f"context={context} needs windows of {context + 1} tokens"
+        raise ConfigError(f"{demand}, and {supply}")
     return (len(tokens) - 1) // context
 
 

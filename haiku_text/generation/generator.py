@@ -60,12 +60,12 @@ def load(run: Run) -> LanguageModel:
         return [flatten(params)[path].shape[0] for path in family.tables]
 
     def read(checkpoints: Checkpoints, step: int) -> hk.Params:
-        part = "ema_params" if checkpoints.saved(step).get("ema_params") else "params"
-        vocabulary, _ = sizes(checkpoints.saved(step)[part])
+        field = "ema_params" if checkpoints.saved(step).get("ema_params") else "params"
+        vocabulary, _ = sizes(checkpoints.saved(step)[field])
         init = experiment.make_model(config, vocabulary).init
         tokens = np.zeros((1, 1), np.int32)
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
-        return checkpoints.restore(step, shapes, part)
+        return checkpoints.restore(step, shapes, field)
 
     tuned = config and trains_a_part(config.finetuning)
     if config is None or tuned:
@@ -117,8 +117,8 @@ def make_generate(
         written, tokens = None, None
         for count in range(num_tokens):
             if written is None or max(map(len, rows)) > context:
-                kept = max(context // 2, 1)
-                rows = [row[-kept:] if len(row) > context else row for row in rows]
+                tail = max(context // 2, 1)
+                rows = [row[-tail:] if len(row) > context else row for row in rows]
                 padded = [row + [0] * (size - len(row)) for row in rows]
                 batch = {
                     "tokens": np.array(padded, np.int32),

@@ -176,17 +176,18 @@ def _block(
     y = layers.norm("norm_1")(x)
     with hk.name_scope("attention"):
         projected = jnp.split(layers.linear(3 * size.width, "qkv")(y), 3, axis=-1)
-        query, key, value = (part.reshape(heads) for part in projected)
+        query, key, value = (p.reshape(heads) for p in projected)
         if cache is None:
             # First parameters come from shapes alone, and are traced in float32.
-            chosen = "xla" if hk.running_init() else attention
-            y = attend(chosen, query, key, value, segments=segments)
+            kernel = "xla" if hk.running_init() else attention
+            y = attend(kernel, query, key, value, segments=segments)
         else:
             (keys, values), lengths = cache
-            cache = _append(keys, key, lengths), _append(values, value, lengths)
+            keys, values = _append(keys, key, lengths), _append(values, value, lengths)
+            cache = keys, values
             here = lengths[:, None] + jnp.arange(x.shape[1])  # [B, T]
             visible = jnp.arange(size.context) <= here[:, None, :, None]
-            y = attend(attention, query, *cache, visible)
+            y = attend(attention, query, keys, values, visible)
         y = layers.linear(size.width, "projection", residual)(y.reshape(x.shape))
     x = x + layers.drop(rate, y)
     y = layers.feed_forward(layers.norm("norm_2")(x), 4 * size.width, True, residual)
@@ -253,11 +254,11 @@ def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | size._asdict()
 
 
-def _size(preset: str | None, *given: int | None) -> Size:
+def _size(preset: str | None, *sizes: int | None) -> Size:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset={preset!r}; possible are {', '.join(PRESETS)}")
-    pairs = zip(given, PRESETS[preset or "124M"], strict=True)
-    size = Size(*(known if own is None else own for own, known in pairs))
+    pairs = zip(sizes, PRESETS[preset or "124M"], strict=True)
+    size = Size(*(default if x is None else x for x, default in pairs))
     if min(size) < 1 or size.width % size.num_heads:
         raise ValueError(
             f"num_layers={size.num_layers}, width={size.width}, num_heads="

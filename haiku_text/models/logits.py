@@ -86,8 +86,8 @@ _product.defvjp(lambda *factors: (_product(*factors), factors), _backward)
 def _logits(size: int, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
     """Logits [R, V] of a tile, rounded to the compute dtype; -inf from `size` on."""
     logits = jnp.einsum("rd,vd->rv", hidden, embedding)
-    known = jnp.arange(len(embedding)) < size
-    return jnp.where(known, logits, -jnp.inf).astype(jnp.float32)
+    in_vocabulary = jnp.arange(len(embedding)) < size
+    return jnp.where(in_vocabulary, logits, -jnp.inf).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,24 +101,26 @@ def _losses(
 def _losses_forward(
     size: int, hidden: jax.Array, embedding: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def part(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def tile_losses(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits, labels = _logits(size, tile[0], embedding), tile[1]
         log_sums = jax.nn.logsumexp(logits, axis=1)
         # A label that the vocabulary lacks has no place, and gives NaN.
         places = jnp.where((labels >= 0) & (labels < size), labels, len(embedding))
-        found = jnp.take_along_axis(logits, places[:, None], axis=1, mode="fill")
-        return log_sums - found[:, 0], log_sums
+        label_logits = jnp.take_along_axis(logits, places[:, None], axis=1, mode="fill")
+        return log_sums - label_logits[:, 0], log_sums
 
-    losses, log_sums = jax.lax.map(part, (hidden, labels))
+    losses, log_sums = jax.lax.map(tile_losses, (hidden, labels))
     return losses, (hidden, embedding, labels, log_sums)
 
 
 def _losses_backward(
-    size: int, kept: tuple[jax.Array, ...], grads: jax.Array
+    size: int, residuals: tuple[jax.Array, ...], grads: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    hidden, embedding, labels, log_sums = kept
+    hidden, embedding, labels, log_sums = residuals
 
-    def part(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_tile(
+        total: jax.Array, tile: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         hidden, labels, log_sums, grads = tile
         # The compiler finds these logits computed if there is one tile.
         shares = jnp.exp(_logits(size, hidden, embedding) - log_sums[:, None])
@@ -130,7 +132,7 @@ def _losses_backward(
     # The embedding's gradients are added up over the tiles in float32.
     total = jnp.zeros(embedding.shape, jnp.float32)
     tiles = hidden, labels, log_sums, grads
-    total, for_hidden = jax.lax.scan(part, total, tiles)
+    total, for_hidden = jax.lax.scan(add_tile, total, tiles)
     return for_hidden, total.astype(embedding.dtype), None
 
 
