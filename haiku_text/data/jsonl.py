@@ -101,17 +101,11 @@ def jsonl(
     else:
         train = BucketedDataset(examples, lengths, spec)
     evaluation = BucketedEvaluationSet(held_examples, lengths, spec.batch_size)
-    data = Data(
-        train,
-        evaluation if held_out else None,
-        num_outputs,
-        text=coder.name,
-        class_names=names,
-        vocab_size=size,
-    )
+    evaluation = evaluation if held_out else None
+    data = Data(train, evaluation, num_outputs, text=coder.name, class_names=names)
     if labels == "classes":  # Padding is on the right.
-        return data._replace(preprocess=buckets.with_lengths)
-    return data
+        data = data._replace(preprocess=buckets.with_lengths)
+    return data._replace(vocab_size=size)
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     mapping: mmap.mmap | None = None
     offset: int = 0
 
-    def part(self, start: int, stop: int) -> "Shard":
+    def section(self, start: int, stop: int) -> "Shard":
         """Slices the tokens `start` to `stop - 1`, without a copy."""
         return self._replace(tokens=self.tokens[start:stop], first=self.first + start)
 
@@ -63,15 +63,17 @@ class TokenStream:
         return self._ends[-1]
 
     @functools.cached_property
-    def whole(self) -> np.ndarray:
+    def array(self) -> np.ndarray:
         """All tokens as one array: the file's own mapping, or a copy of many files."""
         arrays = [shard.tokens for shard in self.shards]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def part(self, start: int, stop: int) -> "TokenStream":
+    def section(self, start: int, stop: int) -> "TokenStream":
         """Slices the tokens `start` to `stop - 1`, without a copy."""
         pieces = self._pieces(start, stop)
-        return TokenStream([shard.part(first, last) for shard, first, last in pieces])
+        return TokenStream(
+            [shard.section(first, last) for shard, first, last in pieces]
+        )
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Copies windows [B, T] that begin at `starts`, int64 [B], natively."""

@@ -52,8 +52,8 @@ def tokens(
     elif count := _count_held_out(training, validation_fraction, validation_tokens):
         # Mapped once more: evaluation goes forward, and reading ahead helps it.
         forward, end = open_files(source, random=False), len(training)
-        held_out = forward.part(end - count, end)
-        training = training.part(0, end - count)
+        held_out = forward.section(end - count, end)
+        training = training.section(0, end - count)
     beside = (source if source.is_dir() else source.parent) / FILE
     tokenizer = Tokenizer(beside) if beside.is_file() else None
     size = _vocab_size(vocab_size, tokenizer, source)
@@ -141,7 +141,7 @@ class TokenDataset:
 
     def staged(self) -> Batch:
         """All tokens, checked against the vocabulary, which `gather` reads from."""
-        flat = self.tokens.whole
+        flat = self.tokens.array
         for start in range(0, len(flat), LOOKED_AT):
             window = flat[None, start : start + LOOKED_AT]
             _check_vocabulary(self.tokens, window, np.array([start]), self.vocab_size)

@@ -78,7 +78,7 @@ def test_windows_cross_the_borders_of_shards(tmp_path):
 
 def test_a_part_of_a_stream_is_a_stream_and_knows_its_places():
     stream = stream_of(TOKENS[:100], TOKENS[100:101], TOKENS[101:])
-    part = stream.part(40, 900).part(10, 850)
+    part = stream.section(40, 900).section(10, 850)
     assert len(part) == 840
     np.testing.assert_array_equal(part.windows(np.array([0]), 840)[0], TOKENS[50:890])
     assert part.locate(0) == "shard 0, token 50"
