@@ -9,7 +9,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,13 @@ flags.DEFINE_float(
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 SECONDS = ("join_seconds", "stall_seconds")
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
+TRAINING_TEXTS = {
+    "target": "With --dry_run, compile for GPUs you do not have: h100x8; list names "
+    "them.",
+    "device_memory_limit": "Limit for each device, such as 24GiB; by default JAX's.",
+    "profile": "START:STOP: trace the steps after START, up to STOP, and sum up.",
+}
 signals.when_ended(lambda *_: jax_doctor.end_children())
-OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
@@ -78,34 +83,43 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     `num_devices` counts where no flag does; None means all. Raises `DeviceError`.
     """
     if "target" in FLAGS and FLAGS.target is not None:
-        if not FLAGS.dry_run:
-            raise ConfigError(
-                f"--target={FLAGS.target} only compiles, for GPUs that are not here; "
-                "give --dry_run, too"
-            )
-        given = [f"--{name}" for name in WHERE if FLAGS[name].present]
-        if given:
-            raise ConfigError(
-                f"--target={FLAGS.target} says which GPUs, and how many, as in h100x8;"
-                f" leave out {', '.join(given)}"
-            )
-        from haiku_template.preflight.targets import target_devices
-
-        return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
-    asked = "cpu" if FLAGS.simulate_devices else FLAGS.device
-    for finding in jax_doctor.check_environment(asked):
+        return _target_devices()
+    device = "cpu" if FLAGS.simulate_devices else FLAGS.device
+    for finding in jax_doctor.check_environment(device):
         if finding.severity == "error" and FLAGS.fallback != "cpu":
-            raise DeviceError(f"--device={asked} cannot be used: {finding}")
+            raise DeviceError(f"--device={device} cannot be used: {finding}")
         logging.warning("%s", finding)
-    _join()
+    if (processes := _processes()) is not None:
+        _join(*processes)
     from haiku_template.devices import DeviceManager
-    from haiku_template.devices.processes import waited
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
-    cluster.watch(waited, FLAGS.stall_seconds, _resumes)
-    options = {name: FLAGS[name].value for name in OPTIONS}
-    return DeviceManager.create(FLAGS.device, num_devices=num_devices, **options)
+    return DeviceManager.create(
+        FLAGS.device,
+        num_devices=num_devices,
+        simulate_devices=FLAGS.simulate_devices,
+        fallback=FLAGS.fallback,
+        gpu_memory_fraction=FLAGS.gpu_memory_fraction,
+        gpu_preallocate=FLAGS.gpu_preallocate,
+    )
+
+
+def _target_devices() -> "DeviceManager":
+    if not FLAGS.dry_run:
+        raise ConfigError(
+            f"--target={FLAGS.target} only compiles, for GPUs that are not here; "
+            "give --dry_run, too"
+        )
+    conflicts = [f"--{name}" for name in WHERE if FLAGS[name].present]
+    if conflicts:
+        raise ConfigError(
+            f"--target={FLAGS.target} says which GPUs, and how many, as in h100x8;"
+            f" leave out {', '.join(conflicts)}"
+        )
+    from haiku_template.preflight.targets import target_devices
+
+    return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
 
 
 def _resumes() -> bool:
@@ -118,54 +132,70 @@ def _resumes() -> bool:
 
 def _processes() -> tuple | None:
     """Arguments of `cluster.join`; None for a process on its own."""
-    given = {name: FLAGS[name].value for name in PROCESSES}
-    if (ids := given["local_device_ids"]) is not None:
-        if not all(number.isdecimal() for number in ids):
-            raise ConfigError(
-                f"--local_device_ids={','.join(ids)} is not understood; possible are "
-                "numbers of cards that this process sees, such as 0,1"
-            )
-        given["local_device_ids"] = list(map(int, ids))
-    return cluster.asked(FLAGS.distributed, os.environ, **given)
-
-
-def _join() -> None:
-    """Joins the processes of the run, if there are several."""
     for name in SECONDS:
         if not (value := FLAGS[name].value) > 0:  # It would end a run that is well.
             raise ConfigError(
                 f"--{name}={value:g} is not possible; it is a number of seconds above "
                 f"0, such as {FLAGS[name].default:g}"
             )
-    processes = _processes()
-    if processes is not None:
-        workdir = FLAGS["workdir"].value if "workdir" in FLAGS else None
-        cluster.join(*processes, seconds=FLAGS.join_seconds, workdir=workdir)
-        if processes[2]:
-            logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
+    is_launched = not cluster.LAUNCHERS.isdisjoint(os.environ)
+    is_told = any(FLAGS[name].value is not None for name in PROCESSES)
+    if FLAGS.distributed == "auto" and not is_launched and not is_told:
+        return None
+    ids = FLAGS.local_device_ids
+    if ids is not None and not all(number.isdecimal() for number in ids):
+        raise ConfigError(
+            f"--local_device_ids={','.join(ids)} is not understood; possible are "
+            "numbers of cards that this process sees, such as 0,1"
+        )
+    return cluster.asked(
+        FLAGS.distributed,
+        os.environ,
+        coordinator_address=FLAGS.coordinator_address,
+        num_processes=FLAGS.num_processes,
+        process_id=FLAGS.process_id,
+        local_device_ids=None if ids is None else [int(number) for number in ids],
+    )
+
+
+def _join(
+    address: str, count: int, index: int, local_device_ids: Sequence[int] | None
+) -> None:
+    """Joins the processes of the run, and watches for who does not go on."""
+    workdir = FLAGS["workdir"].value if "workdir" in FLAGS else None
+    seconds = FLAGS.join_seconds
+    cluster.join(address, count, index, local_device_ids, seconds, workdir)
+    if index:
+        logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
+    from haiku_template.devices.processes import waited
+
+    cluster.watch(waited, FLAGS.stall_seconds, _resumes)
 
 
 def run_flags(required: bool = True) -> None:
     """Defines --workdir, --checkpoint, --experiment, --trust: for `open_run`."""
     flags.DEFINE_string("workdir", None, "The directory of the run.", required=required)
     flags.DEFINE_string("checkpoint", "latest", "Which one: latest, best, or a step.")
-    words = "For a script's run: MODULE:FUNCTION, maps devices to the Experiment."
-    flags.DEFINE_string("experiment", None, words)
-    words = "PATHS or MODULES whose code the run's config may name, beside this folder."
-    flags.DEFINE_multi_string("trust", [], words)
+    flags.DEFINE_string(
+        "experiment",
+        None,
+        "For a script's run: MODULE:FUNCTION, maps devices to the Experiment.",
+    )
+    flags.DEFINE_multi_string(
+        "trust",
+        [],
+        "PATHS or MODULES whose code the run's config may name, beside this folder.",
+    )
 
 
 def training_flags() -> None:
     """Defines --workdir, and what else a run can be told beside its config."""
-    text, boolean = flags.DEFINE_string, flags.DEFINE_bool
-    text("workdir", None, "Directory of the run, new or resumed.")
-    boolean("dry_run", False, "Print what the run needs of each device, and stop.")
-    words = "With --dry_run, compile for GPUs you do not have: h100x8; list names them."
-    text("target", None, words)
-    words = "Limit for each device, such as 24GiB; by default JAX's."
-    text("device_memory_limit", None, words)
-    words = "START:STOP: trace the steps after START, up to STOP, and sum up."
-    text("profile", None, words)
+    flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
+    flags.DEFINE_bool(
+        "dry_run", False, "Print what the run needs of each device, and stop."
+    )
+    for name, purpose in TRAINING_TEXTS.items():
+        flags.DEFINE_string(name, None, purpose)
 
 
 def need(*names: str) -> None:
@@ -188,7 +218,7 @@ def open_run(num_devices: int | None = None) -> "Run":
 
     Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
-    made = None
+    experiment = None
     if (processes := _processes()) is not None and processes[1] > 1:
         raise ConfigError(
             f"{processes[1]} processes were started, and this command is for one; "
@@ -198,11 +228,11 @@ def open_run(num_devices: int | None = None) -> "Run":
     if FLAGS.experiment is None:
         config.of_run(Path(FLAGS.workdir), trust)
     else:
-        made = registry.resolve("--experiment", FLAGS.experiment, {})
+        experiment = registry.resolve("--experiment", FLAGS.experiment, {})
     devices = device_manager(num_devices)
     from haiku_template.runs import Run
 
-    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, made, trust)
+    return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, experiment, trust)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -222,33 +252,38 @@ def run(main: Callable[[], None]) -> None:
             raise
         finally:
             signals.ignore()  # It ends by itself now.
-        cluster.leave()
+        if cluster.HEARTBEATS:
+            cluster.leave()
 
     try:
         app.run(guarded, flags_parser=_parse)
     except SystemExit:
         raise
     except BaseException as error:
-        several = cluster.is_joined()
-        error = (several and cluster.lost(error)) or error
-        interrupted = (
-            signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
-        )
-        code = getattr(error, "exit_code", interrupted)
-        if code is None:
-            cluster.leave(f"{type(error).__name__}: {error}")
-            if several:
-                traceback.print_exc()
-                os._exit(1)  # JAX would wait for the others, who wait for this one.
-            raise
-        words = str(error) or "interrupted before the state could be saved"
-        cluster.leave("" if isinstance(error, Interrupted) else words, code)
-        sys.stdout.flush()
-        print(f"error: {words}", file=sys.stderr, flush=True)
-        alone = several and not isinstance(error, Interrupted)
-        if alone or code == StorageError.exit_code:
-            os._exit(code)  # Without waiting for threads that write.
-        sys.exit(code)
+        _end(error)
+        raise
+
+
+def _end(error: BaseException) -> None:
+    """Exits with the sentence of an error and its code; returns for a defect."""
+    several = cluster.is_joined()
+    error = (several and cluster.lost(error)) or error
+    interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
+    code = getattr(error, "exit_code", interrupted)
+    if code is None:
+        cluster.leave(f"{type(error).__name__}: {error}")
+        if several:
+            traceback.print_exc()
+            os._exit(1)  # JAX would wait for the others, who wait for this one.
+        return
+    sentence = str(error) or "interrupted before the state could be saved"
+    cluster.leave("" if isinstance(error, Interrupted) else sentence, code)
+    sys.stdout.flush()
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    alone = several and not isinstance(error, Interrupted)
+    if alone or code == StorageError.exit_code:
+        os._exit(code)  # Without waiting for threads that write.
+    sys.exit(code)
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -256,47 +291,59 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         file = _config_file(argv)
         if file and not file.is_file():
-            near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
+            raise ValueError(_missing(file))
+        literals = {word: LITERAL.fullmatch(word) for word in argv}
+        arguments = FLAGS([word for word in argv if not literals[word]])
+        if len(arguments) > 1:
             raise ValueError(
-                f"the config file {file} does not exist; {file.parent} holds "
-                f"{', '.join(near) or 'no .py files'}"
+                f"unexpected argument {arguments[1]!r}; flags begin with --"
             )
-        found = {word: LITERAL.fullmatch(word) for word in argv}
-        given = {match[1]: match[2] for match in filter(None, found.values())}
-        rest = FLAGS([word for word in argv if not found[word]])
-        if len(rest) > 1:
-            raise ValueError(f"unexpected argument {rest[1]!r}; flags begin with --")
         if file is not None:
-            values = FLAGS["config"].value
-            if not isinstance(values, config_dict.ConfigDict):
-                hasattr(values, "keys")  # Raises if the file could not be read.
-                raise ValueError(_returned(file, values))
-            for key, text in given.items():
-                value = _literal(key, text)
-                config_path.set_value(key, values, value, accept_new_attributes=True)
-        return rest
+            _set_literals(file, filter(None, literals.values()))
+        return arguments
     except Exception as error:
         raise ConfigError(_sentence(error, argv)) from error
+
+
+def _missing(file: Path) -> str:
+    near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
+    return (
+        f"the config file {file} does not exist; {file.parent} holds "
+        f"{', '.join(near) or 'no .py files'}"
+    )
+
+
+def _set_literals(file: Path, literals: Iterable[re.Match]) -> None:
+    """Sets the keys that config_flags could not, in the config of a file."""
+    values = FLAGS["config"].value
+    if not isinstance(values, config_dict.ConfigDict):
+        hasattr(values, "keys")  # Raises if the file could not be read.
+        raise ValueError(_returned(file, values))
+    for match in literals:
+        value = _literal(match[1], match[2])
+        config_path.set_value(match[1], values, value, accept_new_attributes=True)
 
 
 def _literal(key: str, text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except SyntaxError as error:
-        words = "possible is a tuple of patterns, such as ('*/block_*',)"
-        raise ValueError(f"--config.{key}={text} cannot be read; {words}") from error
+        raise ValueError(
+            f"--config.{key}={text} cannot be read; possible is a tuple of patterns, "
+            "such as ('*/block_*',)"
+        ) from error
 
 
 def _config_file(argv: list[str]) -> Path | None:
     """File of the last --config, without its function's argument."""
-    found = re.findall(r"\0--?config[=\0]([^:\0]*)", "\0".join(argv))
-    return Path(found[-1]) if found else None
+    files = re.findall(r"\0--?config[=\0]([^:\0]*)", "\0".join(argv))
+    return Path(files[-1]) if files else None
 
 
 def _returned(file: Path | None, value: Any) -> str:
-    words = "None" if value is None else f"a {type(value).__name__}"
+    kind = "None" if value is None else f"a {type(value).__name__}"
     return (
-        f"get_config() of {file} returns {words}; it must return a ConfigDict, such as "
+        f"get_config() of {file} returns {kind}; it must return a ConfigDict, such as "
         "default_config() with changes"
     )
 
@@ -309,16 +356,16 @@ def _sentence(error: Exception, argv: list[str]) -> str:
     places = re.findall(r'File "(\S+)", line (\d+)', text) or [f[:2] for f in frames]
     if isinstance(error, SyntaxError):
         places.append((error.filename, error.lineno))
-    ours = ("<", __file__, sysconfig.get_path("stdlib"))
+    internal = ("<", __file__, sysconfig.get_path("stdlib"))
     places = [
         f"{name}, line {line}"
         for name, line in places
-        if "site-packages" not in name and not name.startswith(ours)
+        if "site-packages" not in name and not name.startswith(internal)
     ]
     if places:
         name = f"{type(error).__name__}: " * isinstance(error, LookupError)
-        words = repr(last) if isinstance(error, KeyError) else last
-        return f"{places[-1]}: {name}{words}"
+        cause = repr(last) if isinstance(error, KeyError) else last
+        return f"{places[-1]}: {name}{cause}"
     file = _config_file(argv)
     if "get_config() takes" in last or "get_config() missing" in last:
         return f"{file} (what follows a colon is its argument): {last}"
@@ -329,12 +376,12 @@ def _sentence(error: Exception, argv: list[str]) -> str:
     if not isinstance(error, flags.Error):
         return "the config has no key " * isinstance(error, KeyError) + last
     if isinstance(error, flags.UnrecognizedFlagError) and "config" in FLAGS:
-        known, asked = config.default_config().to_dict(), f".{error.flagname}"
-        meant = [key for key in config.flatten(known, "config.") if key.endswith(asked)]
-        text += MEANT.format(f"--{' or --'.join(meant)}") if meant else ""
+        keys = config.flatten(config.default_config().to_dict(), "config.")
+        similar = [key for key in keys if key.endswith(f".{error.flagname}")]
+        text += MEANT.format(f"--{' or --'.join(similar)}") if similar else ""
     numbers = ("literal for int", "a whole number"), ("to float", "a number")
     for fault, kind in (*numbers, ("Non-boolean argument", "true or false")):
-        words = rf"\1 has the wrong type: {kind} is needed here"
-        text = re.sub(rf"flag (\S+): .*(?:{fault}).*", words, text)
-    needed = r"flag --(\w+)=None: .*must have a value.*"
-    return re.sub(needed, r"--\1 is needed; --help shows all flags", text)
+        sentence = rf"\1 has the wrong type: {kind} is needed here"
+        text = re.sub(rf"flag (\S+): .*(?:{fault}).*", sentence, text)
+    required = r"flag --(\w+)=None: .*must have a value.*"
+    return re.sub(required, r"--\1 is needed; --help shows all flags", text)

@@ -28,17 +28,8 @@ def detect(environ: Mapping[str, str]) -> Started | None:
     Raises `ConfigError` if a node's cards cannot be shared evenly, or its address is
     not known.
     """
-    # An inner launcher's processes have the variables of the outer's, too: torchrun's
-    # those of srun, and mpirun's those of the daemon that srun started for it.
-    readers = {
-        "TORCHELASTIC_RUN_ID": _torch,
-        "OMPI_COMM_WORLD_SIZE": _open_mpi,
-        "SLURM_STEP_ID": _slurm,
-        "MASTER_ADDR": _torch,
-        "JOB_COMPLETION_INDEX": _kubernetes,
-    }
-    innermost = next((name for name in readers if name in environ), None)
-    return readers[innermost](environ) if innermost else None
+    innermost = next((name for name in READERS if name in environ), None)
+    return READERS[innermost](environ) if innermost else None
 
 
 def _slurm(environ: Mapping[str, str]) -> Started | None:
@@ -162,3 +153,15 @@ def own_cards(
 def _port(job: str) -> int:
     """Port for a job, the same in each of its processes."""
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+
+
+# An inner launcher's processes have the variables of the outer's, too: torchrun's those
+# of srun, and mpirun's those of the daemon that srun started for it.
+READERS = {
+    "TORCHELASTIC_RUN_ID": _torch,
+    "OMPI_COMM_WORLD_SIZE": _open_mpi,
+    "SLURM_STEP_ID": _slurm,
+    "MASTER_ADDR": _torch,
+    "JOB_COMPLETION_INDEX": _kubernetes,
+}
+LAUNCHERS = READERS.keys()  # Variables that a process on its own has none of.

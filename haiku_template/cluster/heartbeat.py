@@ -66,7 +66,7 @@ class Heartbeat:
         self._found, self._parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
-        self.kept: Any = None  # Lives as long as the threads do.
+        self.references: Any = None  # Live as long as the threads do.
         for peer in peers:
             peer.link.settimeout(SILENT_SECONDS)
         # A child would keep the connections of a process that was killed.

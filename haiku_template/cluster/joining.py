@@ -19,6 +19,8 @@ from haiku_template.cluster.rendezvous import SECONDS, meet
 from haiku_template.errors import ConfigError, DeviceError
 
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
+# Flags for `join`; all but the last are needed.
+PARAMETERS = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 # Of JAX, which then aborts: the heartbeat finds who is lost, and all wait for who is
 # slow to import it, or saves.
 PATIENCE_SECONDS = 3600
@@ -27,17 +29,17 @@ RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
 COLLECTIVES = ("Gloo", "NCCL")
 PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
 START_SECONDS = 600.0  # From the first process that has imported JAX to the last.
-_HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
+HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
 
 def asked(
-    how: str, environ: Mapping[str, str], **given: Any
+    mode: str, environ: Mapping[str, str], **flags: Any
 ) -> tuple[str, int, int, Sequence[int] | None] | None:
     """Arguments of `join`, from flags (None for those not given) and the launcher.
 
     Args:
-      how: `auto`, `on` or `off`.
-      given: `coordinator_address`, `num_processes`, `process_id`, `local_device_ids`.
+      mode: `auto`, `on` or `off`.
+      flags: of `PARAMETERS`.
 
     Returns:
       None for a process on its own.
@@ -45,24 +47,25 @@ def asked(
     Raises:
       ConfigError: something is missing; says what was found.
     """
-    if how == "off":
+    if mode == "off":
         return None
-    found = detect(environ) or Started("", None, None, None)
-    told = dict(zip(given, found[1:], strict=True))
-    whole = {k: told[k] if value is None else value for k, value in given.items()}
-    *needed, ids = whole.values()
-    alone = found.by in ("", "Kubernetes") and all(x is None for x in given.values())
-    missing = [f"--{k}" for k, x in zip(whole, needed, strict=False) if x is None]
-    if alone and how == "auto":
+    launch = detect(environ) or Started("", None, None, None)
+    arguments = dict(zip(PARAMETERS, launch[1:], strict=True))
+    arguments |= {k: value for k, value in flags.items() if value is not None}
+    is_told = any(value is not None for value in flags.values())
+    if mode == "auto" and launch.by in ("", "Kubernetes") and not is_told:
         return None
+    missing = [f"--{name}" for name in PARAMETERS[:3] if arguments[name] is None]
     if missing:
-        who = f"{found.by}, which started this one," if found.by else "this environment"
-        raise ConfigError(
-            f"several processes need {', '.join(missing)}, which {who} does not tell; "
-            "--coordinator_address (HOST:PORT of process 0) and --num_processes are "
-            "the same in all, --process_id is another in each"
+        launcher = (
+            f"{launch.by}, which started this one," if launch.by else "this environment"
         )
-    return *needed, ids
+        raise ConfigError(
+            f"several processes need {', '.join(missing)}, which {launcher} does not "
+            "tell; --coordinator_address (HOST:PORT of process 0) and --num_processes "
+            "are the same in all, --process_id is another in each"
+        )
+    return tuple(arguments[name] for name in PARAMETERS)
 
 
 def join(
@@ -95,7 +98,7 @@ def join(
     facts["the version of Python"] = platform.python_version()
     meeting = meet(address, count, index, facts, seconds, workdir)
     heartbeat = Heartbeat(meeting.peers, index)
-    _HEARTBEATS.append(heartbeat)
+    HEARTBEATS.append(heartbeat)
     signals.when_ended(leave)
     service = relay.start(meeting, address, index, BEAT_SECONDS)
     import jax
@@ -130,13 +133,13 @@ def _leave_at_exit() -> None:
         leave()
         return _shut_down()
     leave(f"{type(error).__name__}: {error}")
-    words = lost(error)
+    fault = lost(error)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    if words:
-        print(f"error: {words}", file=sys.stderr, flush=True)
-    own = 130 if isinstance(error, KeyboardInterrupt) else 1
-    os._exit(words.exit_code if words else own)
+    if fault:
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+        os._exit(fault.exit_code)
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _shut_down() -> None:
@@ -146,12 +149,13 @@ def _shut_down() -> None:
 
     # Once a signal came, each process's part of JAX's preemption service waits for the
     # others', at its end, too; it must not outlive its client, and ends in no thread.
-    kept = state.preemption_sync_manager, state.client
+    # Why: docs/decisions/patches.md#preemption
+    references = state.preemption_sync_manager, state.client
     state.preemption_sync_manager = None
-    for heartbeat in _HEARTBEATS:
-        heartbeat.kept = kept
+    for heartbeat in HEARTBEATS:
+        heartbeat.references = references
     jax.distributed.shutdown()
-    for heartbeat in _HEARTBEATS:
+    for heartbeat in HEARTBEATS:
         heartbeat.part()
 
 
@@ -165,7 +169,7 @@ def watch(
     `waited` gives the seconds for which it has waited by now; 0 when it does not wait.
     `resumes` is True once there is a checkpoint; then errors say how to resume.
     """
-    for heartbeat in _HEARTBEATS:
+    for heartbeat in HEARTBEATS:
         heartbeat.stall_seconds, heartbeat.resumes = seconds, resumes
         heartbeat.waited = waited
 
@@ -181,7 +185,7 @@ def leave(error: str = "", exit_code: int = 0) -> None:
 
     `exit_code` is then its own, even if another process is lost meanwhile.
     """
-    for heartbeat in _HEARTBEATS:
+    for heartbeat in HEARTBEATS:
         heartbeat.exit_code = exit_code or heartbeat.exit_code
         heartbeat.leave(error)
 
@@ -208,22 +212,22 @@ def lost(error: BaseException) -> DeviceError | None:
     Collectives may fail with all processes there, for want of /dev/shm, say. A restart
     mends that not, and it has the exit code of a bad configuration.
     """
-    words = str(error).split("\n")[0][:300]
+    message = str(error).split("\n")[0][:300]
     # JAX raises its runtime's errors as a ValueError when a result is fetched.
     of_jax = isinstance(error, RuntimeError | ValueError) and is_joined()
-    known = any(name in words for name in RUNTIME + COLLECTIVES)
-    if not of_jax or hasattr(error, "exit_code") or not known:
+    of_peers = any(name in message for name in RUNTIME + COLLECTIVES)
+    if not of_jax or hasattr(error, "exit_code") or not of_peers:
         return None
-    for heartbeat in _HEARTBEATS:
+    for heartbeat in HEARTBEATS:
         if heartbeat.wait_for_fault():
             error = DeviceError(heartbeat.sentence())
             error.exit_code = heartbeat.fault_code
             return error
-    if any(name in words for name in RUNTIME + PEER):
+    if any(name in message for name in RUNTIME + PEER):
         gone = "another process of this run is gone or cannot be reached"
-        return DeviceError(f"{gone} ({words})")
+        return DeviceError(f"{gone} ({message})")
     error = DeviceError(
-        f"the collectives failed here, and no process is lost: {words}; on GPUs "
+        f"the collectives failed here, and no process is lost: {message}; on GPUs "
         "NCCL_DEBUG=INFO says why: mostly the size of /dev/shm, ulimit -l, the driver, "
         "or the interface (NCCL_SOCKET_IFNAME)"
     )
