@@ -84,27 +84,39 @@ def audit(
 
     Without a layout every leaf should be replicated.
     """
-    shardings = (layout or Layout(devices.everyone)).of(tree)
-    return [
-        _placement(path, leaf, devices.everyone, not sharding.is_fully_replicated)
-        for (path, leaf), sharding in zip(
-            leaves_by_path(tree).items(), jax.tree.leaves(shardings), strict=True
-        )
-    ]
+    return [_placement(*row) for row in _verdicts(devices, tree, layout)]
 
 
-def _placement(
-    path: str, leaf: Any, devices: Sequence[jax.Device], sharded: bool
-) -> Placement:
-    shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__))
+def _verdicts(
+    devices: "DeviceManager", tree: Any, layout: Layout | None
+) -> Iterator[tuple[str, Any, str]]:
+    """Yields path, leaf and verdict of each leaf."""
+    mesh_devices = devices.everyone
+    shardings = jax.tree.leaves((layout or Layout(mesh_devices)).of(tree))
+    for (path, leaf), sharding in zip(
+        leaves_by_path(tree).items(), shardings, strict=True
+    ):
+        sharded = not sharding.is_fully_replicated
+        yield path, leaf, _verdict(leaf, mesh_devices, sharded)
+
+
+def _placement(path: str, leaf: Any, verdict: str) -> Placement:
     size, committed, kind = 0, False, ""
     if not isinstance(leaf, jax.Array):
         size = np.asarray(leaf).nbytes
     elif is_concrete(leaf) and not leaf.is_deleted():
         size = max(shard.data.nbytes for shard in leaf.addressable_shards)
         committed, kind = leaf.committed, leaf.sharding.memory_kind or ""
-    facts = (path, shape, dtype, size, describe(leaf), committed, kind)
-    return Placement(*facts, _verdict(leaf, devices, sharded))
+    return Placement(
+        path,
+        np.shape(leaf),
+        str(getattr(leaf, "dtype", type(leaf).__name__)),
+        size,
+        describe(leaf),
+        committed,
+        kind,
+        verdict,
+    )
 
 
 def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
@@ -115,24 +127,30 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
         return f"a tracer left by init: {REMEDY}"
     if leaf.is_deleted():
         return DELETED
-    where, wanted = leaf.devices(), set(devices)
-    kind, own = leaf.sharding.memory_kind, devices[0].default_memory().kind
-    if where == wanted and kind not in (None, own):
+    if leaf.devices() != set(devices):
+        return _elsewhere(leaf, devices)
+    kind = leaf.sharding.memory_kind
+    if kind not in (None, devices[0].default_memory().kind):
         return f"in {kind} memory, and not the devices' own: use devices.replicate"
-    if where == wanted:
-        if leaf.is_fully_replicated != sharded:
-            return ""
-        if sharded:
-            return "replicated, where the layout shards it: use devices.init"
-        if leaf.ndim and leaf.shape[0] == len(devices):
-            return (
-                "a stacked copy, one entry a device: use devices.replicate, which adds "
-                "no leading axis"
-            )
-        return "sharded, where the layout replicates it: use devices.replicate"
-    if where < wanted:
+    return "" if leaf.is_fully_replicated != sharded else _layout_fault(leaf, sharded)
+
+
+def _layout_fault(leaf: jax.Array, sharded: bool) -> str:
+    if sharded:
+        return "replicated, where the layout shards it: use devices.init"
+    if leaf.ndim and leaf.shape[0] == len(leaf.devices()):
         return (
-            f"on {len(where)} of the {len(devices)} devices: make it with "
+            "a stacked copy, one entry a device: use devices.replicate, which adds "
+            "no leading axis"
+        )
+    return "sharded, where the layout replicates it: use devices.replicate"
+
+
+def _elsewhere(leaf: jax.Array, devices: Sequence[jax.Device]) -> str:
+    locations = leaf.devices()
+    if locations < set(devices):
+        return (
+            f"on {len(locations)} of the {len(devices)} devices: make it with "
             "devices.init, or use devices.replicate"
         )
     if not leaf.committed:
@@ -142,21 +160,22 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
             "their own thread alone), and each use moves all of it; use "
             "devices.replicate"
         )
-    if {d.platform for d in where} == {"cpu"} and devices[0].platform != "cpu":
+    if {d.platform for d in locations} == {"cpu"} and devices[0].platform != "cpu":
         return "committed to the CPU, as by from_dlpack: use devices.replicate"
     return "on devices that this run does not use: use devices.replicate"
 
 
 def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> None:
     """Raises `PlacementError` unless every leaf is where `audit` expects it."""
-    faults = [row for row in audit(devices, tree, layout) if row.verdict]
+    rows = _verdicts(devices, tree, layout)
+    faults = [_placement(*row) for row in rows if row[-1]]
     if faults:
-        first, *others = faults
-        more = f"; so are {', '.join(row.path for row in others[:3])}" * bool(others)
-        more += f" and {len(others) - 3} more" * (len(others) > 3)
+        first, *tail = faults
+        clause = f"; so are {', '.join(row.path for row in tail[:3])}" * bool(tail)
+        clause += f" and {len(tail) - 3} more" * (len(tail) > 3)
         raise PlacementError(
             f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
-            f"{first.verdict}{more}"
+            f"{first.verdict}{clause}"
         )
 
 
@@ -165,19 +184,19 @@ def check_batch_size(
 ) -> int:
     """Rows of a device's share; `PlacementError` names the nearest possible sizes."""
     n = devices.num_devices
-    parts = n * accumulate_steps
+    divisor = n * accumulate_steps
     if not isinstance(batch_size, numbers.Integral):
         raise PlacementError(
             f"a batch size is a whole number of examples, not {batch_size!r}"
         )
-    if batch_size % parts == 0 and batch_size > 0:
+    if batch_size % divisor == 0 and batch_size > 0:
         return batch_size // n
-    below = batch_size // parts * parts
-    nearest = f"{below} or {below + parts}" if below else f"{parts}"
-    each = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
+    below = batch_size // divisor * divisor
+    nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
+    times = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
     raise PlacementError(
         f"a batch of {batch_size} examples cannot be sharded evenly over {n} "
-        f"devices{each}; the nearest batch sizes that can are {nearest}"
+        f"devices{times}; the nearest batch sizes that can are {nearest}"
     )
 
 
@@ -190,7 +209,7 @@ def audit_table(rows: Sequence[Placement]) -> Group:
     alike: dict[Any, list[Placement]] = {}
     for row in rows:
         alike.setdefault(row[-4:], []).append(row)
-    parts: list[Any] = []
+    tables: list[Any] = []
     for facts, group in sorted(alike.items(), key=lambda item: bool(item[0][-1])):
         where, committed, kind, verdict = facts
         if kind:
@@ -207,8 +226,8 @@ def audit_table(rows: Sequence[Placement]) -> Group:
             shape = "x".join(map(str, row.shape)) or "scalar"
             # As Text: brackets in a path are no markup.
             leaves.add_row(Text(row.path), shape, row.dtype, f"{row.bytes:,}")
-        parts += ["", shared, leaves]
-    return Group(*parts[1:])
+        tables += ["", shared, leaves]
+    return Group(*tables[1:])
 
 
 REMEDY = (
@@ -228,16 +247,20 @@ def leaks_named(make: Callable[..., Any] | None = None, *args: Any) -> Iterator[
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
-        places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
-        kind = re.search(r"with type (\S+)", str(error))
-        results: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # For the same reason, before any result.
-            results = leaves_by_path(make(*args) if make else {})
-        leaves = [k for k, x in results.items() if isinstance(x, jax.core.Tracer)]
-        raise PlacementError(
-            f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
-            f"of type {kind[1] if kind else 'unknown'} made at "
-            f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
-            f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
-            "attribute or a global"
-        ) from error
+        raise _leak(error, make, *args) from error
+
+
+def _leak(error: Exception, make: Callable[..., Any] | None, *args: Any) -> Exception:
+    places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
+    kind = re.search(r"with type (\S+)", str(error))
+    results: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # For the same reason, before any result.
+        results = leaves_by_path(make(*args) if make else {})
+    leaves = [k for k, x in results.items() if isinstance(x, jax.core.Tracer)]
+    return PlacementError(
+        f"{', '.join(leaves[:4]) or 'a value'}{' and others' * (len(leaves) > 4)} "
+        f"of type {kind[1] if kind else 'unknown'} made at "
+        f"{places[-1] if places else 'an unknown place'} is a tracer that leaks "
+        f"out of its trace: {REMEDY}, and keep no array of a model in a list, an "
+        "attribute or a global"
+    )

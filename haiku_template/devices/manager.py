@@ -51,8 +51,10 @@ class DeviceManager(NamedTuple):
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
         """
-        options = num_devices, simulate_devices, gpu_memory_fraction, gpu_preallocate
-        devices, reason = selection.choose(spec, fallback, *options)
+        request = selection.parse(
+            spec, num_devices, simulate_devices, gpu_memory_fraction, gpu_preallocate
+        )
+        devices, reason = selection.choose(request, fallback)
         return cls(tuple(devices), reason, Ledger(), None, processes.of(devices))
 
     @property
@@ -133,10 +135,10 @@ class DeviceManager(NamedTuple):
         """
         tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
-            placed = transfer.device_put_everywhere(tree, self.replicated)
-            jax.block_until_ready(placed)
-        self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(placed))
-        return placed
+            arrays = transfer.device_put_everywhere(tree, self.replicated)
+            jax.block_until_ready(arrays)
+        self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(arrays))
+        return arrays
 
     def place(self, tree: Any, layout: Layout) -> Any:
         """Puts arrays where a layout has them; those that are there stay."""
@@ -162,10 +164,10 @@ class DeviceManager(NamedTuple):
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)
         with self.ledger.timed("to_devices"):
-            placed = transfer.device_put_batch(batch, self.devices, self.everyone)
-            jax.block_until_ready(placed)
-        self.ledger.add("bytes_to_devices", tree_bytes(placed))
-        return placed
+            arrays = transfer.device_put_batch(batch, self.devices, self.everyone)
+            jax.block_until_ready(arrays)
+        self.ledger.add("bytes_to_devices", tree_bytes(arrays))
+        return arrays
 
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""

@@ -74,17 +74,21 @@ class Processes(NamedTuple):
           ConfigError: or another `error`; names what differs, in which process, and
             both values.
         """
-        if self.count == 1:
-            return
-        all_facts = gather(facts)
-        for i, theirs in enumerate(all_facts):
-            for name in all_facts[0] | theirs:
-                value = all_facts[0].get(name)
-                if theirs.get(name) != value:
-                    raise error(
-                        f"the processes of a run differ in {name}: {value} in process "
-                        f"0 and {theirs.get(name)} in process {i}; {advice}"
-                    )
+        if self.count > 1:
+            _check_same(gather(facts), error, advice)
+
+
+def _check_same(
+    all_facts: list[dict[str, Any]], error: type[Exception], advice: str
+) -> None:
+    for i, facts in enumerate(all_facts):
+        for name in all_facts[0] | facts:
+            value = all_facts[0].get(name)
+            if facts.get(name) != value:
+                raise error(
+                    f"the processes of a run differ in {name}: {value} in process "
+                    f"0 and {facts.get(name)} in process {i}; {advice}"
+                )
 
 
 def of(devices: list[jax.Device]) -> Processes:
@@ -93,36 +97,38 @@ def of(devices: list[jax.Device]) -> Processes:
     Raises:
       DeviceError: they have not as many each, or devices of different platforms.
     """
-    if jax.process_count() == 1:
-        return Processes()
+    return Processes() if jax.process_count() == 1 else _joined(devices)
+
+
+def _joined(devices: list[jax.Device]) -> Processes:
     by_id = {d.id: d for d in jax.devices(devices[0].platform)}
     # Known to each before any of them can compute with the others.
     _check_alike(Counter(d.process_index for d in by_id.values()))
     this = Processes(jax.process_index(), jax.process_count())
     this.agree(options(), advice="start all with the same environment and flags")
-    chosen = gather([d.id for d in devices])
-    _check_alike(dict(enumerate(map(len, chosen))))
-    everyone = tuple(by_id[number] for each in chosen for number in each)
+    ids = gather([d.id for d in devices])
+    _check_alike(dict(enumerate(map(len, ids))))
+    everyone = tuple(by_id[number] for numbers in ids for number in numbers)
     return this._replace(devices=everyone)
 
 
 def options() -> dict[str, str]:
     """Options of JAX, and variables of XLA, that all processes must share."""
-    found = {k: str(x) for k, x in jax.config.values.items() if not OWN.search(k)}
+    values = {k: str(x) for k, x in jax.config.values.items() if not OWN.search(k)}
     for name in VARIABLES:
         flags = os.environ.get(name, "").split()
-        found[name] = " ".join(sorted(x for x in flags if not OWN.search(x)))
-    return found
+        values[name] = " ".join(sorted(x for x in flags if not OWN.search(x)))
+    return values
 
 
 def _check_alike(counts: dict[int, int]) -> None:
     """Raises `DeviceError` unless each process has as many devices."""
-    each = [counts.get(i, 0) for i in range(jax.process_count())]
-    if len(set(each)) > 1:
-        found = [f"{count} in process {i}" for i, count in enumerate(each)]
+    sizes = [counts.get(i, 0) for i in range(jax.process_count())]
+    if len(set(sizes)) > 1:
+        clauses = [f"{size} in process {i}" for i, size in enumerate(sizes)]
         raise DeviceError(
-            f"the devices of a run are {', '.join(found)}; each process needs as many, "
-            "of one platform: give all the same --device, --num_devices and "
+            f"the devices of a run are {', '.join(clauses)}; each process needs as "
+            "many, of one platform: give all the same --device, --num_devices and "
             "--simulate_devices"
         )
 

@@ -77,13 +77,13 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
         return
     leaves = leaves_by_path(jax.tree.map(first_copy, tree))
     sums = jax.device_get(_all_fingerprints(list(leaves.values())))
-    found = dict(zip(leaves, map(int, sums), strict=True))
+    hashes = dict(zip(leaves, map(int, sums), strict=True))
     kind, advice = (
         (ReplicaError, "nothing of it was saved: run the same command again")
         if agreed
         else (PlacementError, "the step averages it not over axis_name, or not at all")
     )
-    processes.agree({f"the bits of {k}": x for k, x in found.items()}, kind, advice)
+    processes.agree({f"the bits of {k}": x for k, x in hashes.items()}, kind, advice)
 
 
 @jax.jit
@@ -119,15 +119,15 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
     Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
     """
-    words = _words(x)
-    words = words + jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
+    bits = _bits(x)
+    bits = bits + jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
     # murmur3's finalizer: each bit of the result depends on each bit of the word.
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(words ^ (words >> 16), dtype=jnp.uint32)
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(bits ^ (bits >> 16), dtype=jnp.uint32)
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _bits(x: jax.Array) -> jax.Array:
     """Bits of an array: uint32 [n], one word an element and two for 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

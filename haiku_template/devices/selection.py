@@ -7,6 +7,7 @@ ignores most later changes in silence. So they are set first, or refused as too 
 import logging
 import os
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,10 @@ class Request(NamedTuple):
     preallocate: bool | None
 
 
-def choose(spec: str, fallback: str, *options: Any) -> tuple[list[jax.Device], str]:
-    """Starts JAX on the devices of `parse(spec, *options)`; says why these."""
+def choose(request: Request, fallback: str) -> tuple[list[jax.Device], str]:
+    """Starts JAX on the devices of a request, unless it has started; says why these."""
     if fallback not in ("error", "cpu"):
         raise DeviceError(f"--fallback={fallback}; possible are error and cpu")
-    request = parse(spec, *options)
     try:
         return _start(request)
     except DeviceError as error:
@@ -58,6 +58,35 @@ def check_share(memory_fraction: float | None) -> None:
         )
 
 
+# Sentences about requests that are refused, each with its condition.
+FAULTS: dict[str, Callable[[Request], Any]] = {
+    "--device={spec} names a device twice; name each once": (
+        lambda r: len(set(r.indices)) < len(r.indices)
+    ),
+    "--num_devices={num_devices} asks for no device; 1 is the least": (
+        lambda r: r.num_devices is not None and r.num_devices < 1
+    ),
+    "--simulate_devices={simulate_devices} asks for no device; 1 is the least": (
+        lambda r: r.simulate_devices is not None and r.simulate_devices < 1
+    ),
+    "--device={spec} names {count} devices and --num_devices={num_devices} asks for "
+    "{num_devices}; give one of the two": (
+        lambda r: r.indices and r.num_devices not in (None, len(r.indices))
+    ),
+    "--simulate_devices={simulate_devices} simulates CPU devices and --device={spec} "
+    "asks for others; give one of the two": (
+        lambda r: r.simulate_devices and r.platform not in ("auto", "cpu")
+    ),
+    "gpu_memory_fraction and gpu_preallocate were given after JAX had started and "
+    f"would be ignored; {TOO_LATE}": (
+        lambda r: r[-2:] != (None, None) and backend_started()
+    ),
+    "[A53] jax.default_device was overwritten with {default!r}, which changes no "
+    "device and breaks JAX; write `with jax.default_device(device):`, or leave it "
+    "out: DeviceManager places arrays": lambda _: not callable(jax.default_device),
+}
+
+
 def parse(
     spec: str,
     num_devices: int | None = None,
@@ -72,39 +101,23 @@ def parse(
             f"--device={spec} is not understood; possible are auto, cpu, gpu, tpu, and "
             "chosen devices such as gpu:1 or gpu:0,2"
         )
-    platform = match[1] or "auto"
-    indices = tuple(map(int, match[2].split(","))) if match[2] else ()
-    if len(set(indices)) != len(indices):
-        raise DeviceError(f"--device={spec} names a device twice; name each once")
-    counts = {"num_devices": num_devices, "simulate_devices": simulate_devices}
-    for flag, count in counts.items():
-        if count is not None and count < 1:
-            raise DeviceError(f"--{flag}={count} asks for no device; 1 is the least")
-    if indices and num_devices not in (None, len(indices)):
-        raise DeviceError(
-            f"--device={spec} names {len(indices)} devices and "
-            f"--num_devices={num_devices} asks for {num_devices}; give one of the two"
-        )
-    if simulate_devices and platform not in ("auto", "cpu"):
-        raise DeviceError(
-            f"--simulate_devices={simulate_devices} simulates CPU devices and "
-            f"--device={spec} asks for others; give one of the two"
-        )
+    request = Request(
+        spec,
+        match[1] or "auto",
+        tuple(map(int, match[2].split(","))) if match[2] else (),
+        num_devices,
+        simulate_devices,
+        memory_fraction,
+        preallocate,
+    )
     check_share(memory_fraction)
-    memory = memory_fraction, preallocate
-    if memory != (None, None) and backend_started():
-        raise DeviceError(
-            "gpu_memory_fraction and gpu_preallocate were given after JAX had started "
-            f"and would be ignored; {TOO_LATE}"
-        )
-    if not callable(jax.default_device):
-        raise DeviceError(
-            f"[A53] jax.default_device was overwritten with {jax.default_device!r}, "
-            "which changes no device and breaks JAX; write `with "
-            "jax.default_device(device):`, or leave it out: DeviceManager places arrays"
-        )
-    platform = "cpu" if simulate_devices else platform
-    return Request(spec, platform, indices, *counts.values(), *memory)
+    for sentence, is_faulty in FAULTS.items():
+        if is_faulty(request):
+            count, default = len(request.indices), jax.default_device
+            raise DeviceError(
+                sentence.format(count=count, default=default, **request._asdict())
+            )
+    return request._replace(platform="cpu") if simulate_devices else request
 
 
 def backend_started() -> bool:
@@ -121,28 +134,10 @@ def backend_started() -> bool:
 
 def _configure(request: Request) -> None:
     """Configures JAX before its backend starts: platforms, devices, GPU memory."""
-    # The CPU stays available beside the others, for `DeviceManager.on_host`.
-    platforms = {"cpu": "cpu", "tpu": "tpu,cpu"}.get(request.platform)
-    if request.platform == "gpu":
-        machine = Machine.here()
-        # From files and variables alone, in milliseconds; the driver is asked once JAX
-        # has failed.
-        found = [f for f in diagnose(machine) if f.severity == "error"]
-        if found:
-            raise DeviceError(
-                f"--device={request.spec} was asked for and no GPU can be used: "
-                f"{found[0]}; --fallback=cpu or --device=cpu runs on the CPU"
-            )
-        platforms = "rocm,cpu" if machine.is_amd() else "cuda,cpu"
-    if platforms:
-        jax.config.update("jax_platforms", platforms)
-    wanted = request.indices or range(request.num_devices or 0)
-    # JAX reserves memory on every GPU it sees. Indices and counts are among the devices
-    # that the user's own JAX_CUDA_VISIBLE_DEVICES leaves.
-    for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
-        shown = jax.config.values.get(option)
-        if wanted and shown == "all" and request.platform != "cpu":
-            jax.config.update(option, ",".join(str(i) for i in sorted(wanted)))
+    if request.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    else:
+        _configure_accelerators(request)
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
     if request.memory_fraction is not None:
@@ -154,30 +149,66 @@ def _configure(request: Request) -> None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
 
 
+def _configure_accelerators(request: Request) -> None:
+    # The CPU stays available beside the others, for `DeviceManager.on_host`.
+    if request.platform == "tpu":
+        jax.config.update("jax_platforms", "tpu,cpu")
+    if request.platform == "gpu":
+        machine = Machine.here()
+        # From files and variables alone, in milliseconds; the driver is asked once JAX
+        # has failed.
+        for finding in diagnose(machine):
+            if finding.severity == "error":
+                raise DeviceError(
+                    f"--device={request.spec} was asked for and no GPU can be used: "
+                    f"{finding}; --fallback=cpu or --device=cpu runs on the CPU"
+                )
+        platforms = "rocm,cpu" if machine.is_amd() else "cuda,cpu"
+        jax.config.update("jax_platforms", platforms)
+    indices = sorted(request.indices or range(request.num_devices or 0))
+    # JAX reserves memory on every GPU it sees. Indices and counts are among the devices
+    # that the user's own JAX_CUDA_VISIBLE_DEVICES leaves.
+    for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        if indices and jax.config.values.get(option) == "all":
+            jax.config.update(option, ",".join(map(str, indices)))
+
+
 def _start(request: Request) -> tuple[list[jax.Device], str]:
-    """Starts JAX unless it has started; selects devices, and says why these."""
     if not backend_started():
         _configure(request)
-    elif request.platform == "auto" and (ignored := ignored_platforms()):
-        raise DeviceError(f"--device=auto was asked for: {ignored}")
+    elif request.platform == "auto" and (late_change := ignored_platforms()):
+        raise DeviceError(f"--device=auto was asked for: {late_change}")
     platform = None if request.platform == "auto" else request.platform
     try:
         devices = jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:
-        words = _first_line(error)
-        ignored = backend_started() and ignored_platforms()
-        if ignored or request.platform != "tpu":
-            words = f"{words}; {ignored or why_no_gpu()}"
-        raise DeviceError(
-            f"--device={request.spec} was asked for and JAX cannot provide it: {words}"
-        ) from error
+        raise _unavailable(request, error) from error
     if request.simulate_devices and len(devices) < request.simulate_devices:
         raise DeviceError(
             f"{request.simulate_devices} simulated devices were asked for after JAX "
             f"had started with {len(devices)}; {TOO_LATE}"
         )
-    chosen = _pick(request, devices)
-    return chosen, _reason(request, chosen, len(devices))
+    picks, simulated = _pick(request, devices), request.simulate_devices
+    share = f"{len(picks)} of {len(devices)}" if len(picks) < len(devices) else "all"
+    if simulated:
+        reason = f"--simulate_devices={simulated}: the CPU as several"
+    elif platform:
+        reason = (
+            f"--device={request.spec}, {share} of this process's {platform} devices"
+        )
+    else:
+        reason = f"--device=auto, and {_reason_for_auto(picks[0].platform, share)}"
+    return picks, reason
+
+
+def _unavailable(request: Request, error: Exception) -> DeviceError:
+    reason = _first_line(error)
+    late_change = backend_started() and ignored_platforms()
+    if late_change or request.platform != "tpu":
+        reason = f"{reason}; {late_change or why_no_gpu()}"
+    return DeviceError(
+        f"--device={request.spec} was asked for and JAX cannot provide it: {reason}"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -186,46 +217,41 @@ def _first_line(error: Exception) -> str:
 
 
 def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
-    """Picks the requested devices, in the order asked."""
-    platform = devices[0].platform
+    """Picks the requested devices, in the order of the request."""
     by_index = {device_index(device): device for device in devices}
-    missing = [index for index in request.indices if index not in by_index]
     count = request.num_devices or request.simulate_devices or len(devices)
-    if not missing and count <= len(devices):
-        return [by_index[i] for i in request.indices] or devices[:count]
-    asked = f"--num_devices={count} was asked for on {platform}"
+    if by_index.keys() >= set(request.indices) and count <= len(devices):
+        return [by_index[index] for index in request.indices] or devices[:count]
+    platform = devices[0].platform
+    clause = f"--num_devices={count} was asked for on {platform}"
+    missing = [index for index in request.indices if index not in by_index]
     if missing:
-        asked = f"--device={request.spec} names {platform}:{missing[0]}"
+        clause = f"--device={request.spec} names {platform}:{missing[0]}"
         count = max(request.indices) + 1
     names = ", ".join(f"{platform}:{index}" for index in by_index)
     hint = f"; --simulate_devices={count} makes the CPU appear as so many"
     raise DeviceError(
-        f"{asked}, and there are {len(devices)}: {names}{hint * (platform == 'cpu')}"
+        f"{clause}, and there are {len(devices)}: {names}{hint * (platform == 'cpu')}"
     )
 
 
-def _reason(request: Request, chosen: list[jax.Device], available: int) -> str:
-    platform = chosen[0].platform
-    if request.simulate_devices:
-        return f"--simulate_devices={request.simulate_devices}: the CPU as several"
-    share = f"{len(chosen)} of {available}" if len(chosen) < available else "all"
-    if request.platform != "auto":
-        return f"--device={request.spec}, {share} of this process's {platform} devices"
+def _reason_for_auto(platform: str, share: str) -> str:
     if platform != "cpu":
-        return f"--device=auto, and JAX found {platform} ({share} of them used)"
+        return f"JAX found {platform} ({share} of them used)"
     variable = os.environ.get("JAX_PLATFORMS", "")
-    unused = why_no_gpu() if Machine(os.environ).has_card() else ""
-    if unused:
-        words = "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s"
-        logger.warning(words, unused)
+    no_gpu = why_no_gpu() if Machine(os.environ).has_card() else ""
+    if no_gpu:
+        logger.warning(
+            "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", no_gpu
+        )
     if variable.split(",")[0].strip() == "cpu":
-        return f"--device=auto, and JAX_PLATFORMS={variable} chooses the CPU"
+        return f"JAX_PLATFORMS={variable} chooses the CPU"
     if only_cpu():
-        return "--device=auto, and jax_platforms='cpu' was chosen in this process"
-    if unused:
-        return f"--device=auto, and this machine's GPU is not used: {unused}"
-    fell = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
-    return f"--device=auto, and no accelerator was found{fell}"
+        return "jax_platforms='cpu' was chosen in this process"
+    if no_gpu:
+        return f"this machine's GPU is not used: {no_gpu}"
+    clause = f", so that JAX_PLATFORMS={variable} falls back" if variable else ""
+    return f"no accelerator was found{clause}"
 
 
 def available() -> dict[str, list[jax.Device]]:
@@ -236,13 +262,13 @@ def available() -> dict[str, list[jax.Device]]:
     """
     try:
         preferred = jax.default_backend()
-        found = [backend.local_devices() for backend in backends().values()]
+        groups = [backend.local_devices() for backend in backends().values()]
     except (RuntimeError, AssertionError) as error:
         logger.warning("JAX cannot start: %s", _first_line(error))
         return {}
     # One backend may have several names: `cuda` is `gpu` to everything else.
-    named = {devices[0].platform: devices for devices in found if devices}
-    return dict(sorted(named.items(), key=lambda item: item[0] != preferred))
+    by_platform = {devices[0].platform: devices for devices in groups if devices}
+    return dict(sorted(by_platform.items(), key=lambda item: item[0] != preferred))
 
 
 def why_no_gpu() -> str:
@@ -272,16 +298,22 @@ def ignored_platforms() -> str:
 
     JAX must have started. It keeps the platforms that it started with, in silence.
     """
-    wanted = jax.config.jax_platforms
-    words = ["gpu" if word in GPU_NAMES else word for word in (wanted or "").split(",")]
-    used = jax.default_backend()
-    if not wanted or words[0] == used:
+    setting = jax.config.jax_platforms
+    platforms = [
+        "gpu" if name in GPU_NAMES else name for name in (setting or "").split(",")
+    ]
+    backend = jax.default_backend()
+    if not setting or platforms[0] == backend:
         return ""
     # Without a card JAX passes over CUDA in silence: then it may have come in time.
-    if words[0] == "gpu" and used in words and not Machine(os.environ).has_card():
+    if (
+        platforms[0] == "gpu"
+        and backend in platforms
+        and not Machine(os.environ).has_card()
+    ):
         return ""
     return (
-        f"[A46] jax_platforms was changed to {wanted!r} after JAX had started on "
+        f"[A46] jax_platforms was changed to {setting!r} after JAX had started on "
         f"{', '.join(backends())}, and JAX ignores that; change it, or create the "
         "DeviceManager, before the first JAX operation"
     )

@@ -36,63 +36,66 @@ MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
+COPY = (
+    "using it would be a copy that nobody asked for; give it with devices.replicate or "
+    "devices.shard"
+)
+SHARES = "has not one share on each device; give batches with devices.shard"
 
 
-def check_alive(tree: Any, what: str = "", distinct: bool = False) -> None:
+def check_alive(tree: Any, subject: str = "", distinct: bool = False) -> None:
     """Raises `PlacementError` if a leaf was deleted: several devices crash with it.
 
     `distinct` also refuses an array that is in the tree twice and cannot be donated
-    twice; `what` begins the message.
+    twice; `subject` begins the message.
     """
     leaves = jax.tree.leaves(tree)
     once = not distinct or len(set(map(id, leaves))) == len(leaves)
     with contextlib.suppress(AttributeError, TypeError):
         if once and not any(leaf.is_deleted() for leaf in leaves):
-            return  # Without the names, which take longer than the step's own call.
-    seen: dict[int, str] = {}
+            return
+    # Names take longer than the step's own call.
+    _check_alive_by_name(tree, subject, distinct)
+
+
+def _check_alive_by_name(tree: Any, subject: str, distinct: bool) -> None:
+    path_of: dict[int, str] = {}
     for path, leaf in leaves_by_path(tree).items():
         if not is_concrete(leaf):
             continue
         if leaf.is_deleted():
-            raise PlacementError(f"{what}{path} ({shaped(leaf)}) is {DELETED}")
-        first = seen.setdefault(id(leaf), path)
+            raise PlacementError(f"{subject}{path} ({shaped(leaf)}) is {DELETED}")
+        first = path_of.setdefault(id(leaf), path)
         if distinct and first != path:
             raise PlacementError(
-                f"{what}{path} ({shaped(leaf)}) is the same array as {what}{first}, "
-                "and a step cannot take over its memory twice; make the state with "
-                "devices.init, or a copy with jnp.copy"
+                f"{subject}{path} ({shaped(leaf)}) is the same array as "
+                f"{subject}{first}, and a step cannot take over its memory twice; make "
+                "the state with devices.init, or a copy with jnp.copy"
             )
 
 
 def check_placed(
-    tree: Any, devices: Sequence[jax.Device], what: str, sharded: bool = False
+    tree: Any, devices: Sequence[jax.Device], subject: str, sharded: bool = False
 ) -> None:
     """Raises `PlacementError` for leaves that are not on exactly these devices.
 
     If they are `sharded` each must have one share on each device, as `shard` gives
-    them: `pmap` uses fewer devices for other batches in silence. `what` begins the
+    them: `pmap` uses fewer devices for other batches in silence. `subject` begins the
     message.
     """
-    wanted, n = set(devices), len(devices)
+    target, n = set(devices), len(devices)
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if isinstance(leaf, jax.core.Tracer):
             continue
-        placed = isinstance(leaf, jax.Array) and leaf.devices() == wanted
-        if placed and (n == 1 or not sharded):
-            continue
-        if placed and leaf.shape[:1] == (n,) and not leaf.is_fully_replicated:
-            continue
-        name = f"{what}{list(leaves_by_path(tree))[i] or 'array'}"
-        if not placed:
+        fault = "" if isinstance(leaf, jax.Array) and leaf.devices() == target else COPY
+        if not fault and sharded and n > 1:
+            is_cut = leaf.shape[:1] == (n,) and not leaf.is_fully_replicated
+            fault = "" if is_cut else SHARES
+        if fault:
+            name = f"{subject}{list(leaves_by_path(tree))[i] or 'array'}"
             raise PlacementError(
-                f"{name} ({shaped(leaf)}) is on {describe(leaf)}, and using it would "
-                "be a copy that nobody asked for; give it with devices.replicate or "
-                "devices.shard"
+                f"{name} ({shaped(leaf)}) is on {describe(leaf)}, and {fault}"
             )
-        raise PlacementError(
-            f"{name} ({shaped(leaf)}, {describe(leaf)}) has not one share on each of "
-            f"the {n} devices; give batches with devices.shard"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,7 @@ class CompiledStep:
     devices: "DeviceManager"
     compiled: Any  # Returns results and a token.
     takes_state: bool  # Takes over the memory of its first argument.
-    place: Callable[[Any], Any] = lambda args: args  # Gives the arguments their form.
+    local: bool = False  # Takes this process's part of arrays that span several.
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
@@ -127,12 +130,13 @@ class CompiledStep:
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
                         IN_FLIGHT.popleft().block_until_ready()
                 with ledger.timed("dispatch"):
-                    results, token = self.compiled(*self.place(args))
+                    args = own_part(args) if self.local else args
+                    results, token = self.compiled(*args)
                 if not isinstance(token, jax.core.Tracer):  # Of another program.
                     IN_FLIGHT.append(token)
                 return results
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            if any(words in str(error) for words in MISPLACED):
+            if any(phrase in str(error) for phrase in MISPLACED):
                 for tree in trees:
                     check_placed(tree, devices, "the state's ")
             raise
@@ -199,7 +203,8 @@ def compile_per_example(
         sharded = sharding_on(devices.devices, AXIS_NAME)
         shardings = sharded, sharding_on(devices.devices)
     compiled = jax.jit(run, out_shardings=shardings)
-    return CompiledStep(devices, compiled, takes_state=False, place=own_part)
+    several = devices.processes.count > 1
+    return CompiledStep(devices, compiled, takes_state=False, local=several)
 
 
 def _token() -> jax.Array:
@@ -228,11 +233,19 @@ def over_devices(
         return fn
     if devices.processes.count > 1:
         return _shard_mapped(fn, mesh_devices, joined)
+    return _pmapped(fn, devices.axis_name, mesh_devices, joined)
 
+
+def _pmapped(
+    fn: Callable[..., Any],
+    axis_name: str,
+    mesh_devices: Sequence[jax.Device],
+    joined: bool,
+) -> Callable[..., Any]:
     def mapped(*args: Any) -> Any:
         results = jax.pmap(
             fn,
-            devices.axis_name,
+            axis_name,
             in_axes=(*(None,) * (len(args) - 1), 0),
             out_axes=0 if joined else None,
             devices=mesh_devices,
@@ -308,9 +321,10 @@ def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
     Real arrays, but not numbers [], travel as `dtype`; None leaves them as they are.
     Leaves of at most `BUCKETED` bytes travel in one bucket for each dtype.
     """
-    if axis_name is None:
-        return tree
+    return tree if axis_name is None else _sum(axis_name, tree, dtype)
 
+
+def _sum(axis_name: str, tree: Any, dtype: str | None) -> Any:
     def cast(x: Any, like: Any, to: Any) -> Any:
         real = np.ndim(like) and jnp.issubdtype(like.dtype, jnp.floating)
         return x.astype(to or like.dtype) if dtype and real else x
@@ -337,10 +351,10 @@ def _psum(tree: Any, axis_name: str) -> Any:
         for group in groups.values()
     ]
     sums = jax.lax.psum([bucket for bucket, _ in buckets], axis_name)
-    found: dict[int, Any] = {}
+    totals: dict[int, Any] = {}
     for (_, unravel), total in zip(buckets, sums, strict=True):
-        found |= unravel(total)
-    return structure.unflatten([found[i] for i in range(len(leaves))])
+        totals |= unravel(total)
+    return structure.unflatten([totals[i] for i in range(len(leaves))])
 
 
 def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:

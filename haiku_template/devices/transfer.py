@@ -6,6 +6,7 @@ goes straight to its own device, not through host stacks or device 0.
 """
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -50,13 +51,13 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
             f"device_put_sharded got {len(shards)} shards for {len(devices)} devices; "
             "it takes one shard for each device"
         )
-    first, *others = map(jax.tree.structure, shards)
-    for i, other in enumerate(others, 1):
-        if other != first:
+    first, *structures = map(jax.tree.structure, shards)
+    for i, structure in enumerate(structures, 1):
+        if structure != first:
             is_leaf = first == jax.tree.structure(0)  # And not None.
             raise (TypeError if is_leaf else PlacementError)(
                 f"the shards differ in structure: shard 0 is {first}, shard {i} is "
-                f"{other}"
+                f"{structure}"
             )
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: _join(jax.tree_util.keystr(path), leaves, devices),
@@ -85,24 +86,22 @@ def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
     It is the identity for batches of a data set that reads shares, as its `spec` says,
     and raises `PlacementError` if the processes cannot have as many rows each.
     """
-    n, spec = processes.count, getattr(dataset, "spec", None)
-    if n == 1:
+    if processes.count == 1:
         return lambda batch: batch
-    share = spec.batch_size // n if getattr(spec, "process_count", 1) == n else None
+    return functools.partial(_cut_rows, processes, getattr(dataset, "spec", None))
 
-    def cut(batch: Any) -> Any:
-        rows = len(jax.tree.leaves(batch)[0])
-        if rows == share:
-            return batch
-        if rows % n:
-            sizes = f"{rows - rows % n} and {rows - rows % -n}"
-            raise PlacementError(
-                f"a batch of {rows} examples cannot be shared evenly by {n} processes; "
-                f"the nearest batch sizes that can are {sizes}"
-            )
-        return jax.tree.map(lambda x: np.split(x, n)[processes.index], batch)
 
-    return cut
+def _cut_rows(processes: Processes, spec: Any, batch: Any) -> Any:
+    rows, n = len(jax.tree.leaves(batch)[0]), processes.count
+    if getattr(spec, "process_count", 1) == n and rows == spec.batch_size // n:
+        return batch
+    if rows % n:
+        sizes = f"{rows - rows % n} and {rows - rows % -n}"
+        raise PlacementError(
+            f"a batch of {rows} examples cannot be sharded evenly over {n} processes; "
+            f"the nearest batch sizes that can are {sizes}"
+        )
+    return jax.tree.map(lambda x: np.split(x, n)[processes.index], batch)
 
 
 def device_put_batch(
@@ -112,19 +111,20 @@ def device_put_batch(
 
     With several processes these are rows of one, and the arrays span `everyone`.
     """
-    n = len(devices)
     if len(everyone) == 1:
         return jax.device_put(batch, sharding_on(devices))
+    shards = _device_put_blocks(batch, devices)
+    if len(devices) == len(everyone):
+        return shards
+    return _spanning(shards, sharding_on(everyone, AXIS_NAME))
+
+
+def _device_put_blocks(batch: Any, devices: tuple[jax.Device, ...]) -> Any:
+    n = len(devices)
     if n == 1:  # A fifth of the time that joining takes.
-        own = jax.device_put(by_device(batch, n), sharding_on(devices))
-    else:
-        blocks = [
-            jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)
-        ]
-        own = device_put_sharded(blocks, devices)
-    if n == len(everyone):
-        return own
-    return _spanning(own, sharding_on(everyone, AXIS_NAME))
+        return jax.device_put(by_device(batch, n), sharding_on(devices))
+    blocks = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
+    return device_put_sharded(blocks, devices)
 
 
 def device_put_everywhere(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -136,16 +136,16 @@ def device_put_everywhere(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def own_part(tree: Any) -> Any:
-    """Part of arrays that span processes on this one's devices; others as they are."""
+    """Local part of arrays that span processes; others as they are."""
 
-    def part(x: Any) -> Any:
+    def local(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         devices = tuple(shard.device for shard in x.addressable_shards)
         spec = () if x.is_fully_replicated else (AXIS_NAME,)
         return _spanning(x, sharding_on(devices, *spec))
 
-    return jax.tree.map(part, tree)
+    return jax.tree.map(local, tree)
 
 
 def _spanning(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -204,17 +204,21 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def check_host_batch(batch: Any, what: str = "the batch") -> int:
-    """Rows of a batch in host memory; `what` begins the message.
+def check_host_batch(batch: Any, subject: str = "the batch") -> int:
+    """Rows of a batch in host memory; `subject` begins the message.
 
     `PlacementError` names a leaf on a device, without rows, or with other rows.
     """
-    sizes = {type(x) is np.ndarray and x.shape[:1] for x in jax.tree.leaves(batch)}
-    if len(sizes) == 1 and (size := sizes.pop()):
-        return size[0]  # Without the names, which take longer.
+    shapes = {type(x) is np.ndarray and x.shape[:1] for x in jax.tree.leaves(batch)}
+    if len(shapes) == 1 and (rows := shapes.pop()):
+        return rows[0]
+    return _check_host_leaves(batch, subject)  # With the names, which take longer.
+
+
+def _check_host_leaves(batch: Any, subject: str) -> int:
     rows: dict[str, int] = {}
     for path, leaf in leaves_by_path(batch).items():
-        name = f"{what}'s {path}"
+        name = f"{subject}'s {path}"
         if isinstance(leaf, jax.Array):
             raise PlacementError(
                 f"{name} is a JAX array on {describe(leaf)}"
@@ -228,12 +232,12 @@ def check_host_batch(batch: Any, what: str = "the batch") -> int:
             )
         rows[name] = len(leaf)
     if not rows:
-        raise PlacementError(f"{what} is empty: it holds no array")
-    (first, size), *others = rows.items()
-    for name, found in others:
-        if found != size:
+        raise PlacementError(f"{subject} is empty: it holds no array")
+    first, size = next(iter(rows.items()))
+    for name, count in rows.items():
+        if count != size:
             raise PlacementError(
-                f"{first} has {size} rows and {name} has {found}; all leaves of a "
+                f"{first} has {size} rows and {name} has {count}; all leaves of a "
                 "batch have one row for each example"
             )
     return size
@@ -300,13 +304,13 @@ def on_devices(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     Arrays of one process's devices are made to span all of the sharding's.
     """
 
-    def placed(x: Any) -> Any:
+    def put(x: Any) -> Any:
         is_here = isinstance(x, jax.Array) and x.is_fully_addressable
         if isinstance(x, jax.Array) and is_here <= sharding.is_fully_addressable:
             return x
         return device_put_everywhere(x, sharding)
 
-    return jax.tree.map(placed, fitting(tree))
+    return jax.tree.map(put, fitting(tree))
 
 
 def _holds(path: Any) -> str:
@@ -325,12 +329,12 @@ def _dtype(path: Any, leaf: Any) -> np.dtype:
 
 def distinct(tree: Any) -> Any:
     """Copies a JAX array that is there twice: a step can then take over both."""
-    seen: set[int] = set()
+    ids: set[int] = set()
 
     def once(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and id(leaf) in seen:
+        if isinstance(leaf, jax.Array) and id(leaf) in ids:
             return jnp.copy(leaf)
-        seen.add(id(leaf))
+        ids.add(id(leaf))
         return leaf
 
     return jax.tree.map(once, tree)
@@ -348,9 +352,7 @@ def canonical_shapes(
 ) -> Any:
     """Shapes of a tree of arrays, with JAX's dtypes: float64 becomes float32.
 
-    With `rows`, those of a batch that has so many.
-
-    Raises as `fitting` for a NumPy array that is not of numbers.
+    With `rows`, those of a batch that has so many. Raises as `fitting`.
     """
 
     def canonical_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
@@ -384,11 +386,11 @@ class Ledger:
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Adds the seconds that a block takes."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - begun)
+            self.add(name, time.perf_counter() - start)
 
     def totals(self) -> Counter[str]:
         """Totals by name; one that was never entered counts as 0."""
@@ -397,8 +399,8 @@ class Ledger:
 
     def waits(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yields the same items; seconds until each is there count as `waiting`."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for item in items:
-            self.add("waiting", time.perf_counter() - begun)
+            self.add("waiting", time.perf_counter() - start)
             yield item
-            begun = time.perf_counter()
+            start = time.perf_counter()

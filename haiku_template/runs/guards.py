@@ -16,9 +16,7 @@ from haiku_template.devices import (
     check_replicas,
     device_name,
 )
-from haiku_template.errors import (
-    NonFiniteError,
-)
+from haiku_template.errors import NonFiniteError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
 from haiku_template.runs.outliers import GradientNorms, blame
@@ -79,15 +77,15 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
     return ""
 
 
-def non_finite(what: str, latest: int | None, blamed: str = "") -> NonFiniteError:
+def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteError:
     """Makes the error that names the newest checkpoint and the likely cause."""
-    kept = f"the newest is of step {latest}" if latest else "there is none"
-    reason = blamed or (
+    newest = f"the newest is of step {latest}" if latest else "there is none"
+    reason = cause or (
         "values in the data that are not finite do this, an example_weight below 0, "
         "labels below 0, and learning rates too high for want of a warm-up or clip_norm"
     )
     return NonFiniteError(
-        f"{what}; it was not saved as a checkpoint, and {kept}: {reason}"
+        f"{fault}; it was not saved as a checkpoint, and {newest}: {reason}"
     )
 
 
@@ -123,9 +121,13 @@ class Guards:
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
-        check_replicas(state)
-        check_processes(self._devices.processes, (state, self._unchecked[-1][1]))
+        self._check_copies(state, (state, self._unchecked[-1][1]))
         self._agreed = True
+
+    def _check_copies(self, state: Any, common: Any) -> None:
+        if self._devices.num_devices > 1:
+            check_replicas(state, agreed=self._agreed)
+            check_processes(self._devices.processes, common, agreed=self._agreed)
 
     def finite(self, step: int, scalars: Any) -> dict[str, float]:
         """Fetches scalars; raises `NonFiniteError` if the loss is not finite.
@@ -139,8 +141,8 @@ class Guards:
             values["skipped_steps"] = float(self._skipped)
         elif not math.isfinite(values["loss"]):
             step = next(self._faulty_steps("loss"), step)
-            what = f"the loss of step {step} is infinite or NaN"
-            raise non_finite(what, self._latest(), self._blame())
+            fault = f"the loss of step {step} is infinite or NaN"
+            raise non_finite(fault, self._latest(), self._blame())
         self._norms.look()
         return values
 
@@ -153,9 +155,9 @@ class Guards:
             if math.isfinite(norm) and math.isfinite(loss):
                 continue
             if math.isfinite(norm) or scale <= 1:
-                what = f"the loss of step {step} is infinite or NaN"
-                what += f" with a loss scale of {scale:g}"
-                raise non_finite(what, self._latest(), self._blame())
+                fault = f"the loss of step {step} is infinite or NaN"
+                fault += f" with a loss scale of {scale:g}"
+                raise non_finite(fault, self._latest(), self._blame())
             self._skipped += 1
         self._counted = max(step for step, _ in self._unchecked)
 
@@ -163,8 +165,8 @@ class Guards:
         """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state)
-            what = f"the evaluation's loss after step {step} is infinite or NaN"
-            raise non_finite(what, self._latest(), EVALUATION)
+            fault = f"the evaluation's loss after step {step} is infinite or NaN"
+            raise non_finite(fault, self._latest(), EVALUATION)
 
     def before_save(self, step: int, scalars: Any, state: Any) -> None:
         """Asserts that scalars and state are finite, and replicas equal.
@@ -178,29 +180,32 @@ class Guards:
         self._unchecked.clear()
 
     def _check(self, step: int, state: Any) -> None:
-        check_replicas(state, agreed=self._agreed)
-        check_processes(self._devices.processes, state, agreed=self._agreed)
+        self._check_copies(state, state)
         faults = {
-            name: fault
-            for name, fault in faulty_leaves(self._devices, state).items()
-            if fault == "NaN" or self._from_start.get(name) != fault
+            name: kind
+            for name, kind in faulty_leaves(self._devices, state).items()
+            if kind == "NaN" or self._from_start.get(name) != kind
         }
         if faults:
-            some = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
-            more = f" and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-            what = f"the state after step {step} is infinite or NaN in {some}{more}"
-            raise non_finite(what, self._latest(), self._blame())
+            names = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
+            names += f" and {len(faults) - SHOWN} more" * (len(faults) > SHOWN)
+            fault = f"the state after step {step} is infinite or NaN in {names}"
+            raise non_finite(fault, self._latest(), self._blame())
 
     def _faulty_steps(self, *names: str) -> Iterator[int]:
         """Yields the unchecked steps at which a scalar of these is not finite."""
         for step, values in self._unchecked:
-            found = [values[name] for name in names if name in values]
-            if not all(map(math.isfinite, self._devices.fetch(found))):
+            scalars = [values[name] for name in names if name in values]
+            if not all(map(math.isfinite, self._devices.fetch(scalars))):
                 yield step
 
     def _blame(self) -> str:
         """Searches the batches since the last save for the cause."""
         steps = self._faulty_steps("loss", "grad_norm")
         causes = (blame, below_zero)
-        words = (f(self._devices, self._train, step) for step in steps for f in causes)
-        return next(filter(None, words), "")
+        sentences = (
+            cause(self._devices, self._train, step)
+            for step in steps
+            for cause in causes
+        )
+        return next(filter(None, sentences), "")

@@ -9,9 +9,7 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from haiku_template import signals
-from haiku_template.errors import (
-    Interrupted,
-)
+from haiku_template.errors import Interrupted
 
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 
@@ -55,9 +53,9 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signals.EXIT_CODES:
-            theirs = number == signal.SIGTERM and self._several
-            obeyed = number in OBEYED or signals.is_free(number)
-            if obeyed and not theirs:
+            is_jax = number == signal.SIGTERM and self._several
+            is_free = number in OBEYED or signals.is_free(number)
+            if is_free and not is_jax:
                 self._previous[number] = signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
@@ -82,9 +80,11 @@ class StopSignals:
 
     def error(self, step: int) -> Interrupted:
         """Makes the error to raise once `step` is saved."""
-        words = f"{self.received.name} received: step {step} is saved, and the same "
-        words += "command resumes it"
-        return Interrupted(words, signals.EXIT_CODES[self.received])
+        return Interrupted(
+            f"{self.received.name} received: step {step} is saved, and the same "
+            "command resumes it",
+            signals.EXIT_CODES[self.received],
+        )
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
