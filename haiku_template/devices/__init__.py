@@ -4,13 +4,13 @@ from haiku_template.devices.checks import Placement as Placement
 from haiku_template.devices.checks import audit_table as audit_table
 from haiku_template.devices.checks import describe as describe
 from haiku_template.devices.checks import device_name as device_name
+from haiku_template.devices.compiled import mean_over as mean_over
+from haiku_template.devices.compiled import sum_over as sum_over
 from haiku_template.devices.layout import Layout as Layout
 from haiku_template.devices.manager import DeviceManager as DeviceManager
 from haiku_template.devices.replicas import check_processes as check_processes
 from haiku_template.devices.replicas import check_replicas as check_replicas
 from haiku_template.devices.selection import available as available
-from haiku_template.devices.step import mean_over as mean_over
-from haiku_template.devices.step import sum_over as sum_over
 from haiku_template.devices.transfer import Ledger as Ledger
 from haiku_template.devices.transfer import canonical_shapes as canonical_shapes
 from haiku_template.devices.transfer import check_host_batch as check_host_batch

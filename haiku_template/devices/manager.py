@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from haiku.data_structures import tree_bytes
 
-from haiku_template.devices import checks, processes, selection, step, transfer
+from haiku_template.devices import checks, compiled, processes, selection, transfer
 from haiku_template.devices.layout import Layout, sharding_on
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
@@ -99,17 +99,17 @@ class DeviceManager(NamedTuple):
         initialize too.
         """
         args = transfer.on_devices(args, self.replicated)
-        compiled = self._once(fn, layout, *args)
-        with checks.leaks_named(compiled.__wrapped__, *args):
-            return compiled(*args)
+        program = self._once(fn, layout, *args)
+        with checks.leaks_named(program.__wrapped__, *args):
+            return program(*args)
 
     def lower_init(
         self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
     ) -> Any:
         """Lowers `init(...)`; on one device `init` reuses the compiled result."""
-        compiled = self._once(fn, layout, *args)
-        with checks.leaks_named(compiled.__wrapped__, *args):
-            return compiled.lower(*args)
+        program = self._once(fn, layout, *args)
+        with checks.leaks_named(program.__wrapped__, *args):
+            return program.lower(*args)
 
     def abstract(
         self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
@@ -121,7 +121,7 @@ class DeviceManager(NamedTuple):
 
     def _once(self, fn: Callable[..., Any], layout: Layout | None, *args: Any) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
-        fn, shardings = step.with_axis(fn, self.axis_name), self.replicated
+        fn, shardings = compiled.with_axis(fn, self.axis_name), self.replicated
         if layout is not None and layout.rules:
             shardings = layout.of(jax.eval_shape(fn, *args))
         return jax.jit(fn, out_shardings=shardings, compiler_options=options)
@@ -178,9 +178,9 @@ class DeviceManager(NamedTuple):
         return transfer.canonical_shapes(batch, sharding, rows=rows)
 
     # `jax.jit`, or `jax.pmap` over the batch with the state replicated; it is donated.
-    compile = step.compile_step
-    compile_per_example = step.compile_per_example
-    map_batches = step.map_batches
+    compile = compiled.compile_step
+    compile_per_example = compiled.compile_per_example
+    map_batches = compiled.map_batches
     audit = checks.audit
     check = checks.check
     check_batch_size = checks.check_batch_size
@@ -197,7 +197,7 @@ class DeviceManager(NamedTuple):
         deleted, is no number, or whose replicas differ.
         """
         transfer.check_numbers(tree)
-        step.check_alive(tree)
+        compiled.check_alive(tree)
         copies = jax.tree.map(transfer.first_copy, tree)
         self.wait(copies)
         if self.num_devices > 1:

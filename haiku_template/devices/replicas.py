@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.checks import describe, device_name
+from haiku_template.devices.compiled import check_alive
 from haiku_template.devices.processes import Processes
-from haiku_template.devices.step import check_alive
 from haiku_template.devices.transfer import first_copy, own_part
 from haiku_template.errors import PlacementError, ReplicaError
 from haiku_template.params import leaves_by_path

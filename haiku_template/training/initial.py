@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from haiku_template.devices.step import with_axis
+from haiku_template.devices.compiled import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten

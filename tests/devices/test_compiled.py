@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from haiku_template.devices import check_replicas, mean_over
-from haiku_template.devices.step import IN_FLIGHT
+from haiku_template.devices.compiled import IN_FLIGHT
 from haiku_template.errors import PlacementError
 
 EIGHT = np.arange(8, dtype=np.float32)
