@@ -38,6 +38,7 @@ FILE = "program.json"
 FORMAT = "2"  # Of the digests: a workdir with those of another is refused.
 VERSIONS = ("format", "jax", "python")
 FIRST_BATCH = "first batch of the training data"  # Not where a process has a share.
+ENDS = "first and last rows of the training data"  # Where these are arrays.
 NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
 # The identity on one device. Why: docs/decisions/storage.md#fingerprint
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
@@ -84,7 +85,7 @@ def of(trainer: Trainer) -> dict[str, str]:
         digests[FIRST_BATCH] = _value(batch)
     if hasattr(data.train, "staged"):
         ends = [(x[:1], x[-1:]) for x in jax.tree.leaves(data.train.staged())]
-        digests["first and last rows of the training data"] = _value(ends)
+        digests[ENDS] = _value(ends)
     for name, dataset in ({"": data.evaluation} | dict(data.evaluations)).items():
         count = dataset.num_batches if dataset is not None else 0
         for place, index in (("first", 0), ("last", count - 1)) if count else ():
@@ -150,9 +151,8 @@ def _check(
     if config and start not in (None, config[NUM_STEPS]):
         trainer = _with_num_steps(trainer, config, start)
     digests = of(trainer)
-    keys = saved.keys() | digests.keys()
-    if FIRST_BATCH not in saved or FIRST_BATCH not in digests:
-        keys -= {FIRST_BATCH}
+    shared = saved.keys() & digests.keys()
+    keys = (saved.keys() | digests.keys()) - ({FIRST_BATCH, ENDS} - shared)
     keys = {key for key in keys if saved.get(key) != digests.get(key)}
     changes = ", ".join(sorted(keys - {"platform", *VERSIONS}))
     if not changes:
