@@ -46,9 +46,9 @@ def make_custom_init(
 
 def preprocessed(recipe: Recipe, batch: Any) -> Any:
     """Preprocesses what a model would take of a batch, and keeps the rest."""
-    whole = recipe.task.whole_batch
-    inputs = recipe.preprocess(inputs_of(batch, whole))
-    return with_inputs(batch, inputs, whole)
+    of_batch = recipe.task.whole_batch
+    inputs = recipe.preprocess(inputs_of(batch, of_batch))
+    return with_inputs(batch, inputs, of_batch)
 
 
 def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
@@ -67,15 +67,15 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
     ) -> tuple[TrainState, Scalars]:
         batch = preprocessed(recipe, batch)
         rng = step_rng(recipe, state.step)
-        whole = state._replace(frozen=frozen)
-        made = step(whole, batch, rng, recipe.axis_name)
-        kinds = [type(x) for x in made] if isinstance(made, tuple) else []
+        full_state = state._replace(frozen=frozen)
+        results = step(full_state, batch, rng, recipe.axis_name)
+        kinds = [type(x) for x in results] if isinstance(results, tuple) else []
         if kinds != [TrainState, dict]:
             raise ConfigError(
                 "step(state, batch, rng, axis_name) must return the new state and a "
                 "dictionary of scalars, as (state._replace(params=...), {'loss': ...})"
             )
-        new, scalars = made
+        new, scalars = results
         new = new._replace(step=state.step + 1, frozen={})
         check_leaves(state, new, "the step")
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}

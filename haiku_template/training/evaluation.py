@@ -60,10 +60,10 @@ def add_up(
     `size` is from `padded_size`.
     """
     padded, sums = _padded(dataset, size), None
-    own = own_rows(devices.processes)
+    cut = own_rows(devices.processes)
 
     def make(index: int) -> Any:
-        return devices.shard(own(next(padded)))
+        return devices.shard(cut(next(padded)))
 
     with Prefetcher(make, 0, dataset.num_batches) as batches:
         for fetched in devices.fetch_each(map(eval_step, batches)):
@@ -82,17 +82,17 @@ def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def placed_inputs(
-    dataset: Any, whole: bool = False
+    dataset: Any, whole_batch: bool = False
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
-    `whole` is as in `inputs_of`.
+    `whole_batch` is a task's.
     """
     first = 0
     for index in range(dataset.num_batches):
         batch = dataset.batch(index)
         last = first + num_rows(batch)
-        yield inputs_of(batch, whole), np.arange(first, last, dtype=np.int32)
+        yield inputs_of(batch, whole_batch), np.arange(first, last, dtype=np.int32)
         first = last
 
 
@@ -196,9 +196,9 @@ def make_predict_step(
     """
 
     def predict_step(
-        variables: Variables, frozen: hk.Params, placed: tuple[Any, jax.Array]
+        variables: Variables, frozen: hk.Params, inputs: tuple[Any, jax.Array]
     ) -> Any:
-        batch, rngs = {"inputs": placed[0]}, (_rng(recipe, placed[1]), None)
+        batch, rngs = {"inputs": inputs[0]}, (_rng(recipe, inputs[1]), None)
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         return plain_outputs(facts["outputs"])
 

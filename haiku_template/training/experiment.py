@@ -189,8 +189,8 @@ def make_task(config: config_dict.ConfigDict) -> Task:
     values = config.task.to_dict()
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))
-    given = dict.fromkeys(facts_of(task.values, values.keys() - FACTS))
-    check_keys("task", name, task.values, values, **given)
+    facts = facts_of(task.values, values.keys() - FACTS)
+    check_keys("task", name, task.values, values, **dict.fromkeys(facts))
     bound = functools.partial(task.values, **values) if values else task.values
     return task._replace(values=bound)
 
@@ -216,8 +216,8 @@ def make_model(
     config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
 ) -> Model:
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
-    facts = {"num_outputs": num_outputs, "axis_name": axis_name}
-    model = make("model", model_keys(config), MODELS, **facts)
+    keys = model_keys(config)
+    model = make("model", keys, MODELS, num_outputs=num_outputs, axis_name=axis_name)
     return in_form(model, config.model.to_dict())
 
 

@@ -48,9 +48,9 @@ class Feed:
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         example = each_shape(self._source)[0]
-        own = self._own(example)
-        self.batch_size = check_host_batch(own) * devices.processes.count
-        self._kinds, self._described = _kinds(own), _described(own)
+        rows = self._own(example)
+        self.batch_size = check_host_batch(rows) * devices.processes.count
+        self._kinds, self._described = _kinds(rows), _described(rows)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.example = canonical_shapes(example, rows=self.batch_size)
         if experiment.placement == "device":
@@ -100,10 +100,10 @@ class Feed:
 
     def _put(self, step: int) -> Any:
         """Puts a step's batch on the devices."""
-        own = self._own(self._next(step))
-        if _kinds(own) != self._kinds:
-            _check_alike(self._described, _described(own), step)
-        return self._devices.shard(own)
+        rows = self._own(self._next(step))
+        if _kinds(rows) != self._kinds:
+            _check_alike(self._described, _described(rows), step)
+        return self._devices.shard(rows)
 
     def _gather_from_staged(self) -> Callable[[int], StagedBatch]:
         """Stages the set, and makes the function that puts row numbers beside it."""

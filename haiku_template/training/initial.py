@@ -51,8 +51,8 @@ def make_model_init(
             example = policy.cast_to_param(recipe.preprocess(example))
             return recipe.model.init(rng, example, True)
         except Exception as error:
-            given = "whole batches" if inputs is batch else "inputs alone, of"
-            error.add_note(f"The model was given {given}: {names}.{_of_bytes(example)}")
+            kind = "whole batches" if inputs is batch else "inputs alone, of"
+            error.add_note(f"The model was given {kind}: {names}.{_of_bytes(example)}")
             raise
 
     return init
@@ -70,8 +70,8 @@ def trace_model_init(
     def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
         init = make_model_init(recipe, batch, rows)
         example = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), inputs)
-        named = lambda x: dict(zip(("params", "net_state"), init(x), strict=True))  # noqa: E731
-        return init, *dependents(named, example, axis_name)
+        by_field = lambda x: dict(zip(("params", "net_state"), init(x), strict=True))  # noqa: E731
+        return init, *dependents(by_field, example, axis_name)
 
     size = jax.tree.leaves(inputs)[0].shape[0]
     try:
@@ -79,8 +79,8 @@ def trace_model_init(
     except Exception:
         # A codebook may take more rows than one. Else the first error says more.
         with contextlib.suppress(Exception):
-            if (whole := trace(size))[2]:
-                return whole
+            if (of_batch := trace(size))[2]:
+                return of_batch
         raise
     return trace(size) if one[2] else one
 
@@ -115,12 +115,15 @@ def _dependent_results(jaxpr: Any, equation: Any, read: list[Any]) -> list[Any]:
     if len(results) == 1 and not any("jaxpr" in key for key in equation.params):
         return results
     unnamed = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    parts = {"constvars": [], "invars": [*dict.fromkeys(read)], "outvars": results}
-    one = jaxpr.replace(**parts, eqns=[equation], debug_info=unnamed)
-    each = [[x is result for x in results] for result in results]
-    return [
-        x for x, only in zip(results, each, strict=True) if any(dce_jaxpr(one, only)[1])
-    ]
+    one = jaxpr.replace(
+        constvars=[],
+        invars=[*dict.fromkeys(read)],
+        outvars=results,
+        eqns=[equation],
+        debug_info=unnamed,
+    )
+    used = lambda mask: any(dce_jaxpr(one, mask)[1])  # noqa: E731
+    return [x for x in results if used([x is result for result in results])]
 
 
 def _of_bytes(inputs: Any) -> str:
@@ -151,8 +154,9 @@ def make_init(recipe: Recipe, model_init: Callable[..., Any]) -> Callable[..., A
         params = {path: leaves.get(path, x) for path, x in flatten(params).items()}
         params = unflatten(params)
         # Leaves that start fresh are not in what was read; a module's may be a tree.
-        found = flatten(first) | flatten(net_state or {})
-        net_state = jax.tree.unflatten(jax.tree.structure(first), found.values())
+        leaves_of_state = flatten(first) | flatten(net_state or {})
+        structure = jax.tree.structure(first)
+        net_state = jax.tree.unflatten(structure, leaves_of_state.values())
         return first_state(recipe, params=params, net_state=net_state)
 
     return init

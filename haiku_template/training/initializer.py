@@ -92,8 +92,11 @@ class Initializer:
             of the first batch cannot be had, as this process reads a part of that.
         """
         frozen = self.frozen(layout)
-        args = *self._pretrained(frozen), *self._first_inputs()
-        state = self._devices.init(self._init, *args, layout=layout)
+        leaves, net_state = self._pretrained(frozen)
+        inputs = self._first_inputs()
+        state = self._devices.init(
+            self._init, leaves, net_state, *inputs, layout=layout
+        )
         return state._replace(frozen=frozen)
 
     def lower(self, layout: Layout) -> Any:

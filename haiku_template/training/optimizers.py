@@ -56,9 +56,12 @@ def make_schedule(
         warmup_steps = cut
     make = resolve("optimizer.schedule", name, SCHEDULES)
     if name not in SCHEDULES:
-        keys = {"learning_rate": learning_rate, "num_steps": num_steps}
-        keys |= {"warmup_steps": warmup_steps, "final_fraction": final_fraction}
-        return make(**keys)
+        return make(
+            learning_rate=learning_rate,
+            num_steps=num_steps,
+            warmup_steps=warmup_steps,
+            final_fraction=final_fraction,
+        )
     shape = make(learning_rate, num_steps - warmup_steps, final_fraction)
     if not warmup_steps:
         return shape
@@ -118,25 +121,25 @@ def make_optimizer(
     del shard_moments
     function = resolve("optimizer", name, _optimizers())
     parameters = inspect.signature(function).parameters
-    given = {key: value for key, value in kwargs.items() if value is not None}
-    for key in given:
+    keys = {key: value for key, value in kwargs.items() if value is not None}
+    for key in keys:
         if key not in parameters:
-            own = [k for k in parameters if "decay" not in k and "mask" not in k]
+            names = [k for k in parameters if "decay" not in k and "mask" not in k]
             raise ConfigError(
-                f"config.optimizer: {name} takes no {key}{near(key, [*own, *KEYS])}; "
-                f"besides {', '.join(KEYS)} it takes {', '.join(own)}"
+                f"config.optimizer: {name} takes no {key}{near(key, [*names, *KEYS])}; "
+                f"besides {', '.join(KEYS)} it takes {', '.join(names)}"
             )
     if name in _optimizers():
-        _check_usable(name, schedule, given)
+        _check_usable(name, schedule, keys)
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
-        optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | given))
+        optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | keys))
     elif "weight_decay" in parameters and mask is not None:
-        given |= {"weight_decay": weight_decay, mask: matrices}
-        optimizer = function(schedule, **given)
+        keys |= {"weight_decay": weight_decay, mask: matrices}
+        optimizer = function(schedule, **keys)
     else:
-        optimizer = function(schedule, **given)
+        optimizer = function(schedule, **keys)
         if weight_decay:
             decay = optax.add_decayed_weights(
                 lambda step: -weight_decay * schedule(step), mask=matrices
@@ -188,10 +191,10 @@ def own_averages(opt_state: Any, params: Any) -> Any:
     """
     kind = optax.contrib.ScheduleFreeState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    found = next((x for x in nodes if isinstance(x, kind)), None)
-    if found is None:
+    state = next((x for x in nodes if isinstance(x, kind)), None)
+    if state is None:
         return None
-    averages = optax.contrib.schedule_free_eval_params(found, params)
+    averages = optax.contrib.schedule_free_eval_params(state, params)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), averages, params)
 
 
@@ -209,9 +212,13 @@ def make_optimization(
 
     Arguments and errors are those of `make_schedule` and `make_optimizer`.
     """
-    shape = {"learning_rate": learning_rate, "final_fraction": final_fraction}
-    shape |= {"num_steps": num_steps, "warmup_steps": warmup_steps}
-    rate = make_schedule(schedule, **shape)
+    rate = make_schedule(
+        schedule,
+        learning_rate=learning_rate,
+        num_steps=num_steps,
+        warmup_steps=warmup_steps,
+        final_fraction=final_fraction,
+    )
     return make_optimizer(name, rate, **keys), rate
 
 

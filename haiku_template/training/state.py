@@ -91,8 +91,8 @@ class Recipe(NamedTuple):
     seed: int = 0  # With the step and the device, the source of randomness.
 
 
-def check_leaves(old: Any, new: Any, what: str) -> None:
-    """Raises `ConfigError` unless `what`, which returns `new`, keeps a state's leaves.
+def check_leaves(old: Any, new: Any, source: str) -> None:
+    """Raises `ConfigError` unless the `source` of `new` keeps a state's leaves.
 
     It could be neither resumed nor evaluated.
     """
@@ -100,7 +100,7 @@ def check_leaves(old: Any, new: Any, what: str) -> None:
     for name in before | after:
         if before.get(name) != after.get(name):
             raise ConfigError(
-                f"{what} returns a state whose {name} is {after.get(name, 'gone')} "
+                f"{source} returns a state whose {name} is {after.get(name, 'gone')} "
                 f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
                 "of a state must stay"
             )

@@ -88,9 +88,9 @@ def make_gradients(recipe: Recipe) -> Gradients:
     ) -> tuple[hk.Params, Scalars, hk.State]:
         scale = recipe.precision.loss_scale(state.loss_scale)
         rng = step_rng(recipe, state.step)
-        part = functools.partial(gradient, state.params, frozen, state.step, scale)
+        of_batch = functools.partial(gradient, state.params, frozen, state.step, scale)
         grads, (net_state, scalars, _) = _accumulate(
-            part, state.net_state, rng, batch, recipe
+            of_batch, state.net_state, rng, batch, recipe
         )
         means = scale.unscale(grads), scalars
         dtype = recipe.precision.reduce_dtype
@@ -186,35 +186,34 @@ def _accumulate(
 
     Each micro-batch updates net_state.
     """
-    parts = recipe.accumulate_steps
-    if parts == 1:
+    n = recipe.accumulate_steps
+    if n == 1:
         return gradient(net_state, rng, batch)
-    # Every `parts`-th row: a micro-batch, of which batch statistics are taken, has the
+    # Every n-th row: a micro-batch, of which batch statistics are taken, has the
     # same rows on any number of devices.
-    batch = jax.tree.map(
-        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
-    )
-    each = jax.random.split(rng, parts), batch
+    batch = jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1), batch)
+    micro_batches = jax.random.split(rng, n), batch
 
-    def add(carry: Any, part: Any) -> tuple[Any, None]:
+    def add(carry: Any, micro_batch: Any) -> tuple[Any, None]:
         net_state, total = carry
-        grads, (net_state, scalars, weight) = gradient(net_state, *part)
+        grads, (net_state, scalars, weight) = gradient(net_state, *micro_batch)
         if weight is not None:
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
         return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
-    last = jax.tree.map(lambda x: x[-1], each)
-    grads, (_, *more) = jax.eval_shape(gradient, net_state, *last)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *more))
-    rest = each if recipe.axis_name is None else jax.tree.map(lambda x: x[:-1], each)
-    carry, _ = jax.lax.scan(add, (net_state, zeros), rest)
+    last = jax.tree.map(lambda x: x[-1], micro_batches)
+    grads, (_, *averages) = jax.eval_shape(gradient, net_state, *last)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *averages))
+    if recipe.axis_name is not None:
+        micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
+    carry, _ = jax.lax.scan(add, (net_state, zeros), micro_batches)
     if recipe.axis_name is not None:
         # The last backward pass is not in the loop, but after it by the barrier: so
         # all-reduces run beside it.
         carry, _ = add(*jax.lax.optimization_barrier((carry, last)))
     net_state, (*sums, weight) = carry
     if weight is None:
-        grads, scalars = jax.tree.map(lambda x: x / parts, sums)
+        grads, scalars = jax.tree.map(lambda x: x / n, sums)
     else:
         grads, scalars = divide(sums, weight)
     return grads, (net_state, scalars, weight)
@@ -228,6 +227,6 @@ def _skip_unless_finite(
     The loss scale is adjusted in both cases.
     """
     finite = jmp.all_finite(grads)
-    kept = jmp.select_tree(finite, new, old._replace(step=new.step))
+    state = jmp.select_tree(finite, new, old._replace(step=new.step))
     adjusted = scale.adjust(finite)
-    return kept._replace(loss_scale=(adjusted.loss_scale, adjusted.counter))
+    return state._replace(loss_scale=(adjusted.loss_scale, adjusted.counter))

@@ -49,10 +49,10 @@ class Task(NamedTuple):
 
     def __call__(self, outputs: Any, batch: Any, **options: Any) -> Values:
         """Computes the values of a batch; `options` are other facts or keywords."""
-        known = {"outputs": outputs, "batch": batch}
-        facts = facts_of(self.values, options)
-        given = {name: known[fact] for name, fact in facts.items() if fact in known}
-        return self.values(**given, **options)
+        arguments = {"outputs": outputs, "batch": batch}
+        facts = facts_of(self.values, options).items()
+        facts = {name: arguments[fact] for name, fact in facts if fact in arguments}
+        return self.values(**facts, **options)
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
@@ -75,22 +75,22 @@ def as_task(task: Task | Callable[..., Values]) -> Task:
 
 def facts_of(function: Callable[..., Any], keys: Iterable[str] = ()) -> dict[str, str]:
     """Maps a function's parameters, without its `keys`, to the facts that they take."""
-    known = inspect.signature(function).parameters
-    parameters = [p for name, p in known.items() if name not in keys]
+    signature = inspect.signature(function)
+    parameters = [p for name, p in signature.parameters.items() if name not in keys]
     facts = {p.name: p.name for p in parameters if p.name in FACTS}
     free = [name for name in ("outputs", "batch") if name not in facts]
-    others = [
+    unnamed = [
         p.name
         for p in parameters
         if p.name not in FACTS and p.default is p.empty
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if len(others) > len(free):
+    if len(unnamed) > len(free):
         raise ConfigError(
-            f"the task takes {', '.join(others)}; possible are {', '.join(FACTS)}, and "
-            "names of your own for the outputs and the batch alone"
+            f"the task takes {', '.join(unnamed)}; possible are {', '.join(FACTS)}, "
+            "and names of your own for the outputs and the batch alone"
         )
-    return facts | dict(zip(others, free, strict=False))
+    return facts | dict(zip(unnamed, free, strict=False))
 
 
 def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
@@ -102,14 +102,14 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     Raises:
       ConfigError: a value of another shape, no `loss`, or no dictionary.
     """
-    taken, rows = facts_of(task.values), len(facts["mask"])
+    parameters, rows = facts_of(task.values), len(facts["mask"])
     names = [*facts["batch"]] if isinstance(facts["batch"], dict) else []
     if task.labels != "any" and "labels" not in names:
         raise ConfigError(
             f"the task takes labels ({task.labels}), and the batches of the data have "
             f"{', '.join(names) or 'arrays without names'} alone"
         )
-    values = task.values(**{name: facts[fact] for name, fact in taken.items()})
+    values = task.values(**{name: facts[fact] for name, fact in parameters.items()})
     if not isinstance(values, dict):
         is_array = isinstance(values, jax.Array | np.ndarray)
         kind = f"array {list(values.shape)}" if is_array else type(values).__name__
@@ -123,7 +123,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     for name, value in values.items():
         shape = jnp.shape(value)
         _check_shape(name, shape, facts["batch"], rows)
-        if not shape and "mask" not in taken.values() and not facts["is_training"]:
+        if not shape and "mask" not in parameters.values() and not facts["is_training"]:
             raise ConfigError(
                 f"the task's {name!r} has shape [] for {rows} examples, not one number "
                 "per example; in evaluation the last ones may be padding: let the task "
@@ -148,9 +148,10 @@ def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> No
     # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean, also
     # where inputs are B wide.
     is_square = len(shape) > 1 and shape[1] == rows
-    beside, known = _shapes(_beside_inputs(batch)), _shapes(batch)
-    others = beside if is_square else {x[: len(shape)] for x in known}
-    if shape not in {(), (rows,)} | others:
+    of_batch = _shapes(_beside_inputs(batch) if is_square else batch)
+    if not is_square:
+        of_batch = {x[: len(shape)] for x in of_batch}
+    if shape not in {(), (rows,)} | of_batch:
         pairs = ", which may be all pairs of them" if is_square else ""
         raise ConfigError(
             f"the task's {name!r} has shape {list(shape)} for {rows} examples{pairs}; "

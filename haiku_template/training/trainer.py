@@ -132,14 +132,15 @@ class Trainer:
         tokens, flops = example["labels"].shape[1], self.experiment.flops_per_token
         if flops is None:
             return Work(tokens)
-        sizes, plan = {}, self.recipe.plan
-        if plan.frozen:
-            params = {k: x.size for k, x in flatten(self.abstract.params).items()}
-            trained = {k: n for k, n in params.items() if k in plan.trained}
-            # Adapters have the paths of their matrices, and a suffix.
-            added = {k: n for k, n in params.items() if k not in trained}
-            sizes = {"trained": trained, "added": added}
-        return Work(tokens, tokens * flops(num_tokens=tokens, **sizes))
+        plan = self.recipe.plan
+        if not plan.frozen:
+            return Work(tokens, tokens * flops(num_tokens=tokens))
+        sizes = {k: x.size for k, x in flatten(self.abstract.params).items()}
+        matrices = {k: n for k, n in sizes.items() if k in plan.trained}
+        # Adapters have the paths of their matrices, and a suffix.
+        adapters = {k: n for k, n in sizes.items() if k not in matrices}
+        operations = flops(num_tokens=tokens, trained=matrices, added=adapters)
+        return Work(tokens, tokens * operations)
 
     def init(self) -> TrainState:
         """Makes the train state before step 0; raises as `Initializer.init`."""
@@ -154,8 +155,8 @@ class Trainer:
 
         The state is donated; the batch is from `batches` or `devices.shard`.
         """
-        more = batch if isinstance(batch, StagedBatch) else (batch,)
-        new, scalars = self._step(state.without_frozen(), state.frozen, *more)
+        last = batch if isinstance(batch, StagedBatch) else (batch,)
+        new, scalars = self._step(state.without_frozen(), state.frozen, *last)
         return new._replace(frozen=state.frozen), scalars
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
@@ -220,8 +221,8 @@ class Trainer:
         variables, frozen = self.abstract.variables(), self.abstract.frozen
         batch = inputs_of(self.feed.example, self.recipe.task.whole_batch), rows
         predict_step = self.functions().predict_step
-        args = variables, frozen, batch
-        return pads_rows(self.devices, self.recipe.task, predict_step, *args)
+        task = self.recipe.task
+        return pads_rows(self.devices, task, predict_step, variables, frozen, batch)
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Merges adapters into the parameters, averaged if there are averages."""
@@ -278,7 +279,6 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
     facts_of(task.values)  # Raises for those that it cannot have.
-    dtypes = experiment.precision, experiment.reduce_dtype
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
         optimizer = optax.chain(optimizer, tuning.scale_updates(multipliers))
@@ -287,7 +287,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
         task=_with_outputs(task, data.num_outputs),
         optimizer=optimizer,
         preprocess=data.preprocess,
-        precision=Precision.create(*dtypes),
+        precision=Precision.create(experiment.precision, experiment.reduce_dtype),
         schedule=experiment.schedule,
         accumulate_steps=experiment.accumulate_steps,
         ema_decay=experiment.ema_decay,
