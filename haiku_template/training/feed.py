@@ -40,7 +40,7 @@ class Feed:
 
     Raises:
       ConfigError: the data cannot be staged.
-      PlacementError: the batch does not split over the devices and micro-batches.
+      PlacementError: devices and micro-batches do not divide the batch.
     """
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:

@@ -103,7 +103,7 @@ def make_gradients(recipe: Recipe) -> Gradients:
 def make_update(recipe: Recipe) -> Update:
     """Makes `update(state, results)`, of the results of `gradients`.
 
-    It is of whole arrays, wherever they live, and knows no devices. Returns the new
+    It is of global arrays, wherever they live, and knows no devices. Returns the new
     state and scalars.
     """
 

@@ -53,7 +53,7 @@ _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
 class Functions(NamedTuple):
-    """Pure functions of an experiment: `update` of whole arrays, others of a share.
+    """Pure functions of an experiment: `update` of global arrays, others of a share.
 
     A custom step is `gradients` here, which returns what `update` passes on.
     """

@@ -17,10 +17,10 @@ from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import data_path, read_with
 from haiku_template.errors import ConfigError
-from haiku_text.data import buckets
-from haiku_text.data.buckets import Completions, Texts, Tokens
+from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
+from haiku_text.data.texts import Completions, Texts, Tokens
 from haiku_text.data.tokenizer import Tokenizer
 
 # Keys by the kind of labels that a task needs; other keys of a line are not read.
@@ -95,7 +95,7 @@ def jsonl(
     _check_sizes(examples.sizes, training, context)
     _check_sizes(held_examples.sizes, held_out, context)
     longest = max(x.sizes.max(initial=0) for x in (examples, held_examples))
-    lengths = buckets.choose_lengths(examples.sizes, num_buckets, context, longest)
+    lengths = texts.choose_lengths(examples.sizes, num_buckets, context, longest)
     if packing:
         train = PackedDataset(examples, context, spec)
     else:
@@ -104,7 +104,7 @@ def jsonl(
     evaluation = evaluation if held_out else None
     data = Data(train, evaluation, num_outputs, text=coder.name, class_names=names)
     if labels == "classes":  # Padding is on the right.
-        data = data._replace(preprocess=buckets.with_lengths)
+        data = data._replace(preprocess=texts.with_lengths)
     return data._replace(vocab_size=size)
 
 

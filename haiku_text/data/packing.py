@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 from haiku_template.data.dataset import Batch, BatchSpec, epochs
-from haiku_text.data.buckets import Completions
+from haiku_text.data.texts import Completions
 
 
 def pack(sizes: np.ndarray, context: int) -> np.ndarray:

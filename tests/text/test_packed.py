@@ -10,9 +10,9 @@ import pytest
 from haiku_template.data import BatchSpec
 from haiku_template.runs import train
 from haiku_template.training import Experiment
-from haiku_text.data.buckets import Completions, Tokens
 from haiku_text.data.jsonl import jsonl
 from haiku_text.data.packing import PackedDataset
+from haiku_text.data.texts import Completions, Tokens
 from haiku_text.models import LazyLogits, gpt, token_losses
 from haiku_text.tasks import language_model
 from tests.runs import run_steps, with_data

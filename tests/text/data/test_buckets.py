@@ -13,8 +13,8 @@ from haiku_template.errors import ConfigError
 from haiku_template.preflight.budget import memory_budget
 from haiku_template.runs import train
 from haiku_template.training import Experiment, classification
-from haiku_text.data.buckets import text_lengths
 from haiku_text.data.jsonl import jsonl
+from haiku_text.data.texts import text_lengths
 from haiku_text.models import bert, gpt
 from haiku_text.tasks import language_model
 

@@ -8,8 +8,8 @@ import pytest
 from haiku_template.data import BatchSpec, each_shape
 from haiku_template.data.buckets import BucketedDataset
 from haiku_template.errors import ConfigError
-from haiku_text.data.buckets import Texts, Tokens, choose_lengths
 from haiku_text.data.jsonl import jsonl
+from haiku_text.data.texts import Texts, Tokens, choose_lengths
 
 RNG = np.random.default_rng(0)
 CLASSIFICATION = BatchSpec(8)

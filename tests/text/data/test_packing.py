@@ -7,9 +7,9 @@ import pytest
 
 from haiku_template.data import BatchSpec, each_shape
 from haiku_template.errors import ConfigError
-from haiku_text.data.buckets import Completions, Tokens
 from haiku_text.data.jsonl import jsonl
 from haiku_text.data.packing import PackedDataset, pack
+from haiku_text.data.texts import Completions, Tokens
 
 RNG = np.random.default_rng(0)
 
