@@ -198,20 +198,15 @@ def compile_per_example(
 
     mapped = over_devices(share, devices, devices.devices, joined=True)
     run = functools.wraps(step)(lambda *args: (mapped(*args), _token()))
-    shardings = None
-    if devices.axis_name is not None:
-        sharded = sharding_on(devices.devices, AXIS_NAME)
-        shardings = sharded, sharding_on(devices.devices)
-    compiled = jax.jit(run, out_shardings=shardings)
+    sharded = sharding_on(devices.devices, AXIS_NAME)
+    shardings = sharded, sharding_on(devices.devices)
+    compiled = jax.jit(run, out_shardings=shardings if devices.axis_name else None)
     several = devices.processes.count > 1
     return CompiledStep(devices, compiled, takes_state=False, local=several)
 
 
 def _token() -> jax.Array:
-    """Makes a result that is there when the program has ended.
-
-    Whatever of its other results the next step takes over.
-    """
+    """Result that no later step takes over, there when the program has ended."""
     return jnp.zeros((), jnp.bool_)
 
 
