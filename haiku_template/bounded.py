@@ -41,18 +41,21 @@ def parse(text: str | bytes, kind: type = object) -> Any:
     except RecursionError as error:
         raise ValueError(DEEP) from error
     if text.count("[") + text.count("{") > DEPTH:
-        level = [value]
-        for _ in range(DEPTH):
-            held = [x.values() if isinstance(x, dict) else x for x in level]
-            level = [x for xs in held for x in xs if isinstance(x, dict | list)]
-            if not level:
-                break
-        else:
-            raise ValueError(DEEP)
+        _check_depth(value)
     if not isinstance(value, kind):
-        wanted = "keys" if kind is dict else kind.__name__
-        raise ValueError(f"it holds a {type(value).__name__} and no {wanted}")
+        expected = "keys" if kind is dict else kind.__name__
+        raise ValueError(f"it holds a {type(value).__name__} and no {expected}")
     return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        items = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [x for xs in items for x in xs if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ValueError(DEEP)
 
 
 def read_json(path: Path, kind: type = dict, most: int = MOST) -> Any:

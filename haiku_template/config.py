@@ -24,6 +24,8 @@ LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # that ends with the last step.
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
+TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
+TYPES |= {bool: "True or False"}
 # Keys that earlier versions had: they changed no number.
 RETIRED = {"config.finetuning.features", "config.finetuning.features_dir"}
 
@@ -183,9 +185,9 @@ def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
     """Names of code that using a run imports, by key; training has more."""
     values = flatten(saved.to_dict())
     keys = [*(f"{key}.name" for key in (*NAMED, "optimizer")), "optimizer.schedule"]
-    named = {key: str(values.get(key)) for key in keys}
-    named = {key: name for key, name in named.items() if ":" in name}
-    return named | ({} if saved.step is None else {"step": saved.step})
+    names = {key: str(values.get(key)) for key in keys}
+    names = {key: name for key, name in names.items() if ":" in name}
+    return names | ({} if saved.step is None else {"step": saved.step})
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -214,11 +216,11 @@ def check(config: config_dict.ConfigDict) -> None:
     expected = default_config()
     _check_keys(config, expected, "")
     values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
-    for keys, possible, words in RANGES:
+    for keys, possible, text in RANGES:
         for key in keys.split():
             value, none = values.get(key), "None, or " * (defaults[key] is None)
             if value is not None and not possible(value):
-                raise ConfigError(f"config.{key}={value}; possible is {none}{words}")
+                raise ConfigError(f"config.{key}={value}; possible is {none}{text}")
 
 
 def _check_keys(
@@ -226,19 +228,14 @@ def _check_keys(
 ) -> None:
     # The optimizer's own keys are free; those left out are defaults.
     free = prefix == "optimizer."
-    cutoff = 0.8 if free else 0.6
     for key in config:
-        guess = near(key, expected, MEANT, cutoff)
-        if key not in expected and (guess or not free):
-            raise ConfigError(
-                f"the config has an unknown key {prefix}{key}{guess}; possible are "
-                f"{', '.join(sorted(expected))}"
-            )
+        if key not in expected:
+            _check_unknown(prefix, key, expected, free)
     for key, default in expected.items():
         name = f"{prefix}{key}"
-        if key not in config and free:
-            continue
         if key not in config:
+            if free:
+                continue
             raise ConfigError(
                 f"the config has no key {name}; start from default_config()"
             )
@@ -252,15 +249,23 @@ def _check_keys(
             raise ConfigError(f"the config has no key {name}.name")
 
 
+def _check_unknown(prefix: str, key: str, keys: Iterable[str], free: bool) -> None:
+    """Raises `ConfigError` for an unknown key; a free one may only be misspelled."""
+    guess = near(key, keys, MEANT, 0.8 if free else 0.6)
+    if guess or not free:
+        raise ConfigError(
+            f"the config has an unknown key {prefix}{key}{guess}; possible are "
+            f"{', '.join(sorted(keys))}"
+        )
+
+
 def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
     accepted = (int, float) if kind is float else kind
     fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
     if not fits and not (value is None and may_be_none):
-        words = {int: "a whole number", float: "a number", str: "text"}
-        wanted = (words | {tuple: "a tuple", bool: "True or False"})[kind]
-        wanted += " or None" * may_be_none
         raise ConfigError(
-            f"config.{key}={value!r} has the wrong type; possible is {wanted}"
+            f"config.{key}={value!r} has the wrong type; possible is "
+            f"{TYPES[kind]}{' or None' * may_be_none}"
         )
 
 

@@ -56,12 +56,12 @@ class Interrupted(RuntimeError):
 
 
 def near(
-    name: str, names: Iterable[str], words: str = NEAREST, cutoff: float = 0.6
+    name: str, names: Iterable[str], template: str = NEAREST, cutoff: float = 0.6
 ) -> str:
-    """Formats `words` with the most similar of the names; "" if none is similar.
+    """Formats `template` with the most similar of the names; "" if none is similar.
 
     Capitals do not count.
     """
-    known = {known.casefold(): known for known in itertools.islice(names, 1000)}
-    found = difflib.get_close_matches(name.casefold(), known, 1, cutoff)
-    return words.format(known[found[0]]) if found else ""
+    originals = {x.casefold(): x for x in itertools.islice(names, 1000)}
+    matches = difflib.get_close_matches(name.casefold(), originals, 1, cutoff)
+    return template.format(originals[matches[0]]) if matches else ""

@@ -30,10 +30,18 @@ FORMATS = ["safetensors", "npz", "stablehlo", "adapters"]
 NAMES = ["haiku", "alphafold", "graphcast"]
 flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
 flags.DEFINE_string("output", None, "The new folder, or .npz, to write.", required=True)
-words = "Of npz: MODULE/NAME, MODULE//NAME or params:MODULE:NAME; by default haiku."
-flags.DEFINE_enum("names", None, NAMES, words)
-words = "Of stablehlo: examples in a batch; by default any number."
-flags.DEFINE_integer("batch_size", None, words, lower_bound=1)
+flags.DEFINE_enum(
+    "names",
+    None,
+    NAMES,
+    "Of npz: MODULE/NAME, MODULE//NAME or params:MODULE:NAME; by default haiku.",
+)
+flags.DEFINE_integer(
+    "batch_size",
+    None,
+    "Of stablehlo: examples in a batch; by default any number.",
+    lower_bound=1,
+)
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
@@ -41,11 +49,12 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Restores the checkpoint and writes it."""
     values = flags.FLAGS
-    more = {"npz": "names", "stablehlo": "batch_size"}
-    given = {name: values[name].value for name in more.values()}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given.keys() - {more.get(values.format)}:
-        raise ConfigError(f"--{name} is not for --format={values.format}")
+    formats = {"names": "npz", "batch_size": "stablehlo"}
+    options = {name: values[name].value for name in formats}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name in options:
+        if formats[name] != values.format:
+            raise ConfigError(f"--{name} is not for --format={values.format}")
     run, output = cli.open_run(), Path(values.output)
     from haiku_template import runs
 
@@ -55,7 +64,7 @@ def main() -> None:
         "stablehlo": runs.export_stablehlo,
         "adapters": runs.export_adapters,
     }[values.format]
-    print(f"{output}: step {write(run, output, **given)} of {run.workdir}")
+    print(f"{output}: step {write(run, output, **options)} of {run.workdir}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -17,56 +17,63 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
     An entry of the table may be `module:function` too, imported when it is asked for.
     If neither is there, `ConfigError` lists the table and the nearest name.
     """
-    if isinstance(found := table.get(name), str):
-        module, _, function = found.partition(":")
+    entry = table.get(name)
+    if isinstance(entry, str):
+        module, _, function = entry.partition(":")
         return getattr(importlib.import_module(module), function)
-    if found is not None:
-        return found
+    return _users(key, name, table) if entry is None else entry
+
+
+def _users(key: str, name: str, table: Iterable[str]) -> Callable:
+    """Imports a user's `module:function`."""
     if not key.startswith("--"):  # A flag.
         key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
-    given = f"{key}={name!r}"
+    setting = f"{key}={name!r}"
     module, colon, function = str(name).partition(":")
     if not colon:
         guess = near(str(name), table, MEANT)
         possible = ", ".join([*table, "a function of yours as module:function"])
-        raise ConfigError(f"{given} is not known{guess}; possible are {possible}")
-    imported = _import(module, given)
+        raise ConfigError(f"{setting} is not known{guess}; possible are {possible}")
+    imported = _import(module, setting)
     if not hasattr(imported, function):
-        where = getattr(imported, "__file__", module)
+        file = getattr(imported, "__file__", module)
         raise ConfigError(
-            f"{given} cannot be imported from here: {where} has no {function}"
+            f"{setting} cannot be imported from here: {file} has no {function}"
         )
-    found = getattr(imported, function)
-    if not callable(found):
-        kind = type(found).__name__
-        raise ConfigError(f"{given} is of type {kind}; it must be a function")
-    return found
+    entry = getattr(imported, function)
+    if not callable(entry):
+        kind = type(entry).__name__
+        raise ConfigError(f"{setting} is of type {kind}; it must be a function")
+    return entry
 
 
 def module(
     key: str, name: str | None, default: ModuleType, *functions: str
 ) -> ModuleType:
     """Imports a user's module, which must have these functions; or the default."""
-    if name is None:
-        return default
-    found, given = _import(name, f"config.{key}={name!r}"), f"config.{key}={name!r}"
-    missing = [function for function in functions if not hasattr(found, function)]
+    return default if name is None else _users_module(key, name, functions)
+
+
+def _users_module(key: str, name: str, functions: Iterable[str]) -> ModuleType:
+    setting = f"config.{key}={name!r}"
+    imported = _import(name, setting)
+    missing = [function for function in functions if not hasattr(imported, function)]
     if missing:
-        raise ConfigError(f"{given} has no {', no '.join(missing)}, as a {key} needs")
-    return found
+        raise ConfigError(f"{setting} has no {', no '.join(missing)}, as a {key} needs")
+    return imported
 
 
-def _import(module: str, given: str) -> ModuleType:
-    refused = f"{given} cannot be imported from here"
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"{refused}: {module!r} is no name of a module")
+def _import(module: str, setting: str) -> ModuleType:
+    refusal = f"{setting} cannot be imported from here"
+    if not all(identifier.isidentifier() for identifier in module.split(".")):
+        raise ConfigError(f"{refusal}: {module!r} is no name of a module")
     IMPORTING.append(module)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # The module exists, but not one that it imports.
-        raise ConfigError(f"{refused}: {error}") from error
+        raise ConfigError(f"{refusal}: {error}") from error
     finally:
         IMPORTING.pop()
 
@@ -100,5 +107,5 @@ def check_keys(
     except TypeError as error:
         free = [k for k in [*signature.parameters][len(args) :] if k not in kwargs]
         takes = ", ".join(free) or "no keys"
-        words = str(error).removeprefix("inspect.Signature.bind() ")
-        raise ConfigError(f"config.{key}: {name} {words}; it takes {takes}") from error
+        cause = str(error).removeprefix("inspect.Signature.bind() ")
+        raise ConfigError(f"config.{key}: {name} {cause}; it takes {takes}") from error

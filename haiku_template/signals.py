@@ -48,9 +48,9 @@ def is_free(number: int) -> bool:
     return signal.getsignal(number) in (*_PYTHONS, leave)
 
 
-def leave(number: int, _: FrameType | None, words: str = NOTHING_SAVED) -> None:
+def leave(number: int, _: FrameType | None, sentence: str = NOTHING_SAVED) -> None:
     """Handler that ends the process with a sentence."""
-    end(f"{signal.Signals(number).name} {words}", EXIT_CODES[number])
+    end(f"{signal.Signals(number).name} {sentence}", EXIT_CODES[number])
 
 
 def be_quiet() -> None:

@@ -109,22 +109,22 @@ def assert_resumes_bitwise(
 
     State and metrics are compared.
     """
-    whole, rows = _train(config, workdir / "whole", num_steps)
+    state, rows = _train(config, workdir / "whole", num_steps)
     # Each is built anew, as by another process: only the checkpoint is shared.
     _train(config, workdir / "parts", num_steps, stop=num_steps // 2)
     resumed, again = _train(config, workdir / "parts", num_steps)
-    words = (
+    advice = (
         "differs after a run that was stopped and resumed: is batch(step) a function "
         "of the step alone?"
     )
-    whole, resumed = flatten(whole), flatten(resumed)
-    for name in whole:
-        same = np.array_equal(whole[name], resumed[name], equal_nan=True)
-        assert same, f"{name} {words}"
+    state, resumed = flatten(state), flatten(resumed)
+    for name in state:
+        same = np.array_equal(state[name], resumed[name], equal_nan=True)
+        assert same, f"{name} {advice}"
     for row, other in zip(rows, again, strict=True):
         for name in row:
             same = name.startswith("perf/") or row[name] == other[name]
-            assert same, f"{name} of step {row['step']} {words}"
+            assert same, f"{name} of step {row['step']} {advice}"
 
 
 def _devices(count: int) -> DeviceManager:

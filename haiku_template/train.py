@@ -37,8 +37,9 @@ def main() -> None:
         return cli.list_targets()
     cli.need("config", "workdir")
     config.check(FLAGS.config)
-    asked, limit = FLAGS.profile, FLAGS.device_memory_limit
-    profile = asked if asked is None else config.interval(asked, FLAGS.config.num_steps)
+    profile, limit = FLAGS.profile, FLAGS.device_memory_limit
+    if profile is not None:
+        profile = config.interval(profile, FLAGS.config.num_steps)
     devices = cli.device_manager()  # Before what imports JAX.
     from haiku_template.reporting.display import parse_bytes
     from haiku_template.runs import start

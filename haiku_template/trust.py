@@ -36,16 +36,16 @@ def check_files(key: str, name: str, workdir: Path, roots: Iterable[str] = ()) -
     Raises:
       ConfigError: there is no such module, or a file of it is not trusted.
     """
-    asked, module = f"config.{key}={name!r} of {workdir}", name.partition(":")[0]
+    setting, module = f"config.{key}={name!r} of {workdir}", name.partition(":")[0]
     files, trusted = files_of(module), [*_roots(roots)]
     if not files and not (module == "__main__" in sys.modules):
         raise ConfigError(
-            f"{asked} cannot be imported from here: {module} is no file of yours"
+            f"{setting} cannot be imported from here: {module} is no file of yours"
         )
     for file in files:
         if _is_inside(file, workdir):
             raise ConfigError(
-                f"{asked} is inside that very directory ({file}); a run's code is "
+                f"{setting} is inside that very directory ({file}); a run's code is "
                 "imported only from where the command is run, never from a workdir: "
                 "others may have written it"
             )
@@ -53,15 +53,15 @@ def check_files(key: str, name: str, workdir: Path, roots: Iterable[str] = ()) -
             continue
         if not _is_trusted(file, trusted):
             top = module.partition(".")[0]
-            adds = (
+            advice = (
                 f"; if you know all code there, --trust={top} adds it (in Python "
                 f"Run.open(..., trust=[{top!r}]))"
             )
             raise ConfigError(
-                f"{asked} is {file}, and was not imported: others may have written "
+                f"{setting} is {file}, and was not imported: others may have written "
                 "what a workdir names, so that it is imported from the current "
                 f"directory ({Path.cwd()}) alone"
-                + adds
+                + advice
                 * (top not in sys.stdlib_module_names)
             )
         _warn_once(f"config.{key}: {name} from {file}")
@@ -111,11 +111,11 @@ def files_of(module: str) -> list[Path]:
     if module == "__main__":  # It runs already.
         return [*filter(None, [_file(module)])]
     path, name, files = None, "", []
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
+    for identifier in module.split("."):
+        name = f"{name}.{identifier}".lstrip(".")
         # Others' finders last: one of setuptools' imports it in order to find.
         specs = (x.find_spec(name, path) for x in (*FINDERS, *sys.meta_path))
-        spec = next(filter(None, specs), None) if part.isidentifier() else None
+        spec = next(filter(None, specs), None) if identifier.isidentifier() else None
         path = spec and spec.submodule_search_locations
         if spec is None or (path is None and not spec.has_location):
             return []

@@ -30,10 +30,18 @@ config_flags.DEFINE_config_file(
     accept_new_attributes=True,
     lock_config=False,
 )
-words = "MODULE:FUNCTION to compare with, of (params, net_state, batch)."
-flags.DEFINE_string("against", None, words, required=True)
-words = "Difference allowed, as a share of a leaf's largest value."
-flags.DEFINE_float("tolerance", 1e-5, words, lower_bound=0.0)
+flags.DEFINE_string(
+    "against",
+    None,
+    "MODULE:FUNCTION to compare with, of (params, net_state, batch).",
+    required=True,
+)
+flags.DEFINE_float(
+    "tolerance",
+    1e-5,
+    "Difference allowed, as a share of a leaf's largest value.",
+    lower_bound=0.0,
+)
 cli.run_flags(required=False)
 flags.adopt_module_key_flags(cli)
 

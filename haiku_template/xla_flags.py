@@ -37,14 +37,17 @@ def set_flag() -> None:
         return
     bridge = sys.modules.get("jax._src.xla_bridge")
     if bridge and bridge.backends_are_initialized():
-        logging.getLogger(__name__).warning(
-            "JAX started before haiku_template was imported, and sums on CPUs may be "
-            "wrong; import haiku_template before the first JAX operation, or write "
-            'export XLA_FLAGS="%s"',
-            f"{FLAG} {flags}".strip(),
-        )
-        return
+        return _warn(flags)
     os.environ["XLA_FLAGS"] = f"{FLAG} {flags}".strip()
+
+
+def _warn(flags: str) -> None:
+    logging.getLogger(__name__).warning(
+        "JAX started before haiku_template was imported, and sums on CPUs may be "
+        "wrong; import haiku_template before the first JAX operation, or write "
+        'export XLA_FLAGS="%s"',
+        f"{FLAG} {flags}".strip(),
+    )
 
 
 def _libraries() -> Iterator[Path]:

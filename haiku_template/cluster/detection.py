@@ -58,14 +58,14 @@ def first_host(nodes: str) -> str:
     head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
     if head is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodes} names no node")
-    return "".join(part or "" for part in head.groups())
+    return "".join(group or "" for group in head.groups())
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Tasks of each node: [2, 2, 1] of `2(x2),1`."""
     counts: list[int] = []
-    for part in text.split(","):
-        tasks, _, times = part.partition("(x")
+    for item in text.split(","):
+        tasks, _, times = item.partition("(x")
         counts += [int(tasks)] * int(times.rstrip(")") or 1)
     return counts
 
@@ -78,13 +78,13 @@ def _address_of(host: str) -> str:
     except OSError:
         command = ["scontrol", "--oneliner", "show", "node", host]
         try:
-            shown = subprocess.check_output(command, text=True, timeout=20)
+            description = subprocess.check_output(command, text=True, timeout=20)
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(
                 f"the name of node {host} cannot be looked up, nor can scontrol tell "
                 f"its address ({error}); give --coordinator_address=HOST:PORT"
             ) from error
-        return re.search(r"NodeAddr=(\S+)", shown)[1]
+        return re.search(r"NodeAddr=(\S+)", description)[1]
 
 
 def _torch(environ: Mapping[str, str]) -> Started | None:
@@ -116,8 +116,8 @@ def _open_mpi(environ: Mapping[str, str]) -> Started | None:
     # Open MPI up to 4 says where mpirun runs, and 5 says nothing.
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     job = uri.partition(".")[0] or environ.get("PMIX_NAMESPACE", "")
-    found = re.search(r"tcp://([^,:]+)", uri)
-    host = "127.0.0.1" if together == count else found and found[1]
+    match = re.search(r"tcp://([^,:]+)", uri)
+    host = "127.0.0.1" if together == count else match and match[1]
     address = f"{host}:{_port(job)}" if host and job else None
     index = int(environ["OMPI_COMM_WORLD_RANK"])
     ids = own_cards(environ, local, together)

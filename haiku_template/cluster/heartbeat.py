@@ -78,8 +78,8 @@ class Heartbeat:
     def leave(self, error: str = "") -> None:
         """Tells the others, once, that this process ends: in order, or by an error."""
         if self._left.acquire(blocking=False):
-            words = " ".join(error.split())[:LONGEST]
-            self._send({"left": words, "code": self.exit_code})
+            summary = " ".join(error.split())[:LONGEST]
+            self._send({"left": summary, "code": self.exit_code})
 
     @contextlib.contextmanager
     def waiting(self, seconds: float, limit: str) -> Iterator[None]:
@@ -198,18 +198,18 @@ class Heartbeat:
             self._finished[peer.name] = time.time()
         return "", None
 
-    def _lose(self, words: str, code: int | None = None) -> None:
+    def _lose(self, fault: str, code: int | None = None) -> None:
         """Ends this process, after some seconds in which it may end by itself.
 
         `code` is the exit code of another process that ended by itself.
         """
         if not self._first.acquire(blocking=False):
             return
-        self.fault = words = identity.printable(words)[:LONGEST_FAULT]
+        self.fault = fault = identity.printable(fault)[:LONGEST_FAULT]
         if code in LASTING:
             self.fault_code = code
         # Process 0 to all; to process 0 it is no news.
-        self._send({"lost": words, "code": self.fault_code})
+        self._send({"lost": fault, "code": self.fault_code})
         self._found.set()
         if self._parted.wait(LEAVE_SECONDS):
             return

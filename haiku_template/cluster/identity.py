@@ -143,13 +143,13 @@ def _greet(link: socket.socket, start: Start, welcome: Callable[..., None]) -> N
 def present(
     link: socket.socket,
     hello: dict[str, Any],
-    found: Callable[[str], Start],
+    find_start: Callable[[str], Start],
     seconds: float,
 ) -> tuple[dict[str, Any], Start]:
     """Answers process 0's challenge; returns its reply, and the start.
 
     Args:
-      found: gives the start with an id, or raises `UnseenError`; process 0 is told.
+      find_start: gives the start with an id; process 0 is told of `UnseenError`.
       seconds: for the reply: process 0 may wait for others.
 
     Raises `OSError` or `ValueError` for whoever has not the key.
@@ -159,13 +159,13 @@ def present(
     if not all(isinstance(x, str) and HEX.fullmatch(x) for x in (number, nonce)):
         raise ValueError("what answers there is no process 0")
     try:
-        start = found(number)
+        start = find_start(number)
     except UnseenError:
         send(link, {"unseen": hello["index"]})
         raise
-    own = secrets.token_hex(16)
-    send(link, sealed(hello | {"nonce": own}, start.key, nonce))
-    return _opened(read(link, seconds), start.key, own), start
+    reply_nonce = secrets.token_hex(16)
+    send(link, sealed(hello | {"nonce": reply_nonce}, start.key, nonce))
+    return _opened(read(link, seconds), start.key, reply_nonce), start
 
 
 def sealed(message: dict[str, Any], key: bytes, nonce: str) -> dict[str, str]:

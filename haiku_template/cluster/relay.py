@@ -54,7 +54,7 @@ def start(meeting: Meeting, address: str, index: int, beat_seconds: float) -> st
     sockets = [peer.link for peer in meeting.peers]
     sockets += [meeting.server] if meeting.server else []
     # Not one of 0 to 2, which a process without standard input may give a connection.
-    numbers = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in sockets]
+    numbers = [fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, 3) for link in sockets]
     count = len(meeting.peers)
     task = {"id": meeting.start.id, "key": meeting.start.key.hex(), "index": index}
     task |= {"where": parsed(address), "folder": folder, "links": numbers[:count]}
@@ -188,9 +188,9 @@ def connect(
 ) -> None:
     """Connects a client, which is hung up on after `PATIENCE_SECONDS` without."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            link = socket.create_connection(where, timeout=left)
+            link = socket.create_connection(where, timeout=remaining)
             # Process 0 may be long in importing JAX; the heartbeat knows if it lives.
             identity.present(link, hello, lambda _: start, START_SECONDS)
         except (OSError, ValueError):
@@ -204,15 +204,15 @@ def connect(
 
 def copy(source: socket.socket, target: socket.socket, ends: bool) -> None:
     """Copies until one of them ends, and then ends the other, or keeps it open."""
-    for each in (source, target):
-        if each.family != socket.AF_UNIX:
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for end in (source, target):
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while data := source.recv(65_536):
             target.sendall(data)
     if ends:
-        for each in (source, target):
+        for end in (source, target):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
     else:
         _KEPT.append((source, target))

@@ -97,36 +97,36 @@ def parsed(address: str, name: str = "--coordinator_address") -> tuple[str, int]
 
 def _receive(
     address: str,
-    own: dict[str, Any],
+    hello_0: dict[str, Any],
     seconds: float,
     links: contextlib.ExitStack,
     workdir: str | Path | None,
 ) -> Meeting:
     """Waits for the others at process 0, and tells them the error if there is one."""
     server, deadline = links.enter_context(_listen(address)), time.monotonic() + seconds
-    came, unseen, error = {0: own}, set(), None
+    came, unseen, error = {0: hello_0}, set(), None
     peers: list[tuple[Peer, str]] = []
     hellos: queue.SimpleQueue = queue.SimpleQueue()
 
     def welcome(link: socket.socket, hello: dict[str, Any], is_known: bool) -> None:
         if is_known and _is_hello(hello):
             return hellos.put((link, hello))
-        unseen.update(_claimed(hello, own["count"]))
+        unseen.update(_claimed(hello, hello_0["count"]))
         link.close()  # It is told nothing, and ends nothing here.
 
     with identity.announced(workdir) as start:
-        while len(came) < own["count"] and error is None:
+        while len(came) < hello_0["count"] and error is None:
             if time.monotonic() > deadline:
-                error = _missing(address, own["count"], seconds, came, unseen)
+                error = _missing(address, hello_0["count"], seconds, came, unseen)
                 break
             identity.admit(server, start, welcome)
             while not hellos.empty():
                 link, hello = hellos.get()
                 peer = Peer(_name(hello), links.enter_context(link))
                 peers.append((peer, hello["nonce"]))
-                error = error or _odd(came, hello)
+                error = error or _mismatch(came, hello)
                 came[hello["index"]] = hello
-    answer = {"fault": str(error or ""), "name": _name(own)}
+    answer = {"fault": str(error or ""), "name": _name(hello_0)}
     for peer, nonce in peers:
         with contextlib.suppress(OSError):
             identity.send(peer.link, identity.sealed(answer, start.key, nonce))
@@ -140,16 +140,16 @@ def _missing(
 ) -> ConfigError | DeviceError:
     """Error for who did not come; `unseen` did, and did not see the workdir."""
     absent = sorted(set(range(count)) - came.keys())
-    words = (
+    sentence = (
         f"{len(came)} of {count} processes joined at {address} within "
         f"{seconds:.0f} s; missing: process {', '.join(map(str, absent))}"
     )
     if not unseen & set(absent):
-        return DeviceError(words)
+        return DeviceError(sentence)
     numbers = ", ".join(map(str, sorted(unseen & set(absent))))
     return ConfigError(
-        f"{words}; process {numbers} came and did not find this start in its --workdir:"
-        f" {SHARED}"
+        f"{sentence}; process {numbers} came and did not find this start in its "
+        f"--workdir: {SHARED}"
     )
 
 
@@ -165,18 +165,18 @@ def _name(hello: dict[str, Any]) -> str:
 
 def _listen(address: str) -> socket.socket:
     """Listens where JAX is told to, or at the address alone if it is this host's."""
-    told = os.environ.get(BIND)
-    host, port = parsed(told, BIND) if told else parsed(address)
+    variable = os.environ.get(BIND)
+    host, port = parsed(variable, BIND) if variable else parsed(address)
     try:
         for family, place in _places(host, port):
             try:
                 return socket.create_server(place, family=family, backlog=BACKLOG)
             except OSError as error:
-                if told or error.errno not in NOT_HERE:
+                if variable or error.errno not in NOT_HERE:
                     raise
         return _listen_everywhere(port)
     except OSError as error:
-        at = f"{BIND}={told}" if told else f"--coordinator_address={address}"
+        at = f"{BIND}={variable}" if variable else f"--coordinator_address={address}"
         raise DeviceError(
             f"process 0 cannot listen at port {port} of {at}: {error.strerror}; "
             "another run may use it, or another process have --process_id=0: choose "
@@ -213,28 +213,30 @@ def _listen_everywhere(port: int) -> socket.socket:
 
 def _is_hello(hello: dict[str, Any]) -> bool:
     kinds = {"index": int, "count": int, "facts": dict, "host": str, "nonce": str}
-    known = all(isinstance(hello.get(name), kind) for name, kind in kinds.items())
-    return known and 0 < hello["index"] < hello["count"]
+    is_typed = all(isinstance(hello.get(name), kind) for name, kind in kinds.items())
+    return is_typed and 0 < hello["index"] < hello["count"]
 
 
-def _odd(came: dict[int, dict[str, Any]], hello: dict[str, Any]) -> DeviceError | None:
-    """Error for a process that came; None if it is as it should be."""
-    own, index = came[0], hello["index"]
-    if hello["count"] != own["count"]:
+def _mismatch(
+    came: dict[int, dict[str, Any]], hello: dict[str, Any]
+) -> DeviceError | None:
+    """Error for a peer whose count, index or versions differ from process 0's."""
+    first, index = came[0], hello["index"]
+    if hello["count"] != first["count"]:
         return DeviceError(
             f"process {index} was started with --num_processes={hello['count']} and "
-            f"process 0 with {own['count']}"
+            f"process 0 with {first['count']}"
         )
     if index in came:
         return DeviceError(
             f"two processes were started with --process_id={index}; each has its own"
         )
-    for name, value in own["facts"].items():
-        theirs = hello["facts"].get(name)
-        if theirs != value:
+    for name, value in first["facts"].items():
+        other = hello["facts"].get(name)
+        if other != value:
             return DeviceError(
                 f"the processes of a run differ in {name}: {value} in process 0 and "
-                f"{identity.printable(str(theirs))} in process {index}"
+                f"{identity.printable(str(other))} in process {index}"
             )
     return None
 
@@ -249,13 +251,15 @@ def _visit(
     """Tells process 0 that this one is here; raises the fault that it found."""
     where, deadline = parsed(address), time.monotonic() + seconds
     reason, latest = OSError("no answer"), math.inf
-    while (left := deadline - time.monotonic()) > 0 and time.monotonic() < latest:
+    while (remaining := deadline - time.monotonic()) > 0 and time.monotonic() < latest:
         try:
-            link = links.enter_context(socket.create_connection(where, timeout=left))
+            link = links.enter_context(
+                socket.create_connection(where, timeout=remaining)
+            )
             # Process 0 has its own deadline, and says who is missing.
             limit = seconds + identity.HELLO_SECONDS
-            found = functools.partial(identity.find, workdir)
-            answer, start = identity.present(link, hello, found, limit)
+            find = functools.partial(identity.find, workdir)
+            answer, start = identity.present(link, hello, find, limit)
             if answer["fault"]:
                 raise DeviceError(identity.printable(answer["fault"]))
             return Meeting([Peer(identity.printable(answer["name"]), link)], start)

@@ -174,7 +174,7 @@ class Checkpoints:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
         sizes = {k: sum(x.nbytes for x in jax.tree.leaves(v)) for k, v in state.items()}
         field = min(filter(sizes.get, sizes), key=sizes.__getitem__)
-        arrays = self.restore(step, state[field], field)
+        arrays = self._load(step, {field: state[field]})[field]
         same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), arrays, state[field])
         if not jax.tree.all(same):
             raise StorageError(
@@ -205,15 +205,7 @@ class Checkpoints:
         has_step = getattr(saved.get(STEP), "shape", None) == ()
         if has_step:
             tree = tree | {STEP: tree.get(STEP, np.zeros((), saved[STEP].dtype))}
-        args = ocp.args.PyTreeRestore(
-            tree,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-            partial_restore=True,
-        )
-        with self._damage_as_error(step):
-            items = ocp.args.Composite(state=args)
-            folder = self.directory / str(step)
-            state = self._checkpointer.restore(folder, args=items)[STATE]
+        state = self._load(step, tree)
         if has_step and (saved_step := int(np.asarray(state[STEP]))) != step:
             raise StorageError(
                 f"{self.directory / str(step)} is not the checkpoint that its name "
@@ -221,6 +213,17 @@ class Checkpoints:
                 f"move it away, and those that are left in {self.directory} count"
             )
         return state[field] if field else state
+
+    def _load(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
+        """Loads fields of a state, to the devices that the leaves of `tree` name."""
+        args = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,
+        )
+        with self._damage_as_error(step):
+            items = ocp.args.Composite(state=args)
+            return self._checkpointer.restore(self.directory / str(step), items).state
 
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
@@ -267,13 +270,16 @@ def restore(
     folder = workdir / workdirs.CHECKPOINTS
     if not folder.is_dir():
         raise ConfigError(f"{workdir} holds no checkpoints")
-    keys = ("keep_last", "keep_best", "best_metric", "best_mode")
     config = workdirs.read_json(workdir / workdirs.CONFIG)
-    options = {key: config[key] for key in keys if key in config}
-    options["run"] = workdirs.run_id(workdir)
+    run = workdirs.run_id(workdir)
     for tries_left in range(REPLACED_TRIES, -1, -1):
         try:
-            with Checkpoints(folder, **options) as checkpoints:
+            with Checkpoints(
+                folder,
+                best_metric=config.get("best_metric", "eval/loss"),
+                best_mode=config.get("best_mode", "min"),
+                run=run,
+            ) as checkpoints:
                 step = _named_step(checkpoints, which, workdir)
                 return step, read(checkpoints, step)
         except StorageError:
@@ -284,9 +290,9 @@ def restore(
 
 
 def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
-    named = {"latest": checkpoints.latest, "best": checkpoints.best}
-    named[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
-    step = named.get(which, int(which) if which.isdecimal() else None)
+    steps = {"latest": checkpoints.latest, "best": checkpoints.best}
+    steps[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
+    step = steps.get(which, int(which) if which.isdecimal() else None)
     if step not in checkpoints.steps:
         raise ConfigError(
             f"--checkpoint={which} is not in {workdir}; there are steps "
@@ -297,14 +303,8 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
     """Makes Orbax's checkpointer, to which each process is the only one."""
-    processes = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1:
-        index = jax.process_index()
-        processes = ocp.options.MultiprocessingOptions(
-            primary_host=index,
-            active_processes={index},
-            barrier_sync_key_prefix=f"process_{index}",
-        )
+    several = jax.process_count() > 1
+    processes = _alone() if several else ocp.options.MultiprocessingOptions()
     arrays = ocp.type_handlers.create_type_handler_registry(
         # Copies of the state, which nobody changes.
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
@@ -321,6 +321,15 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
             metrics=metrics,
         ),
         multiprocessing_options=processes,
+    )
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    index = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=index,
+        active_processes={index},
+        barrier_sync_key_prefix=f"process_{index}",
     )
 
 
@@ -376,20 +385,24 @@ def _bytes(array: jax.Array) -> bytes:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Removes what a killed save left, and moves away what is no checkpoint.
-
-    A folder without its commit file would be in the way of the same step's save.
-    """
-    for left in directory.glob(UNFINISHED):
-        left.unlink() if left.is_symlink() else shutil.rmtree(left)
+    """Removes what a killed save left, and moves away what is no checkpoint."""
+    for path in directory.glob(UNFINISHED):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for folder in directory.glob("*"):
         if folder.name.isdecimal() and not (folder / workdirs.COMMIT).is_file():
-            away = folder.with_name(f"{folder.name}.incomplete.{time.time_ns()}")
-            folder.rename(away)
-            logger.warning(
-                "%s has no %s, so it is no checkpoint: it is called %s now",
-                *(folder, workdirs.COMMIT, away.name),
-            )
+            _move_away(folder)
+
+
+def _move_away(folder: Path) -> None:
+    """Renames a folder that would be in the way of the same step's save."""
+    away = folder.with_name(f"{folder.name}.incomplete.{time.time_ns()}")
+    folder.rename(away)
+    logger.warning(
+        "%s has no %s, so it is no checkpoint: it is called %s now",
+        folder,
+        workdirs.COMMIT,
+        away.name,
+    )
 
 
 def _remove(folder: Path) -> None:
@@ -427,14 +440,15 @@ def _check_files(folder: Path) -> None:
 
 def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
     # Paths are alike for tuples and for Orbax's lists.
-    trees = saved, abstract
-    shapes = [jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", t) for t in trees]
-    there, here = map(flatten, shapes)
-    there = {path: leaf for path, leaf in there.items() if path not in skip}
-    lines = differences(there, here)
+    saved_leaves = {k: v for k, v in flatten(_forms(saved)).items() if k not in skip}
+    lines = differences(saved_leaves, flatten(_forms(abstract)))
     if lines:
-        more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
+        remainder = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise StorageError(
             f"the checkpoint of step {step} does not fit this model, and nothing was "
-            f"loaded: {'; '.join(lines[:10])}{more}"
+            f"loaded: {'; '.join(lines[:10])}{remainder}"
         )
+
+
+def _forms(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)

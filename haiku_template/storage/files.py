@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def dispensable(what: str | Path) -> Iterator[None]:
-    """Turns any error inside into a warning that names `what`."""
+def dispensable(target: str | Path) -> Iterator[None]:
+    """Turns any error inside into a warning that names `target`."""
     try:
         yield
     except Exception as error:
-        logger.warning("%s is not written, and the run continues: %s", what, error)
+        logger.warning("%s is not written, and the run continues: %s", target, error)
 
 
 def appended(path: Path) -> BinaryIO:

@@ -1,7 +1,6 @@
 """Metrics on disk: one JSON object a line, and TensorBoard events."""
 
 import ctypes
-import functools
 import json
 import logging
 import math
@@ -25,6 +24,9 @@ logger = logging.getLogger(__name__)
 # Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
 VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5
+CRC_TABLE = [*range(256)]  # Of CRC-32C: eight shifts of each byte.
+for _ in range(8):
+    CRC_TABLE = [crc >> 1 ^ (crc & 1) * 0x82F63B78 for crc in CRC_TABLE]
 
 
 class MetricsWriter:
@@ -97,18 +99,10 @@ def _checksum(data: bytes) -> bytes:
     """CRC-32C, masked as TensorFlow masks it."""
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = crc >> 8 ^ _crc_table()[(crc ^ byte) & 0xFF]
+        crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
     masked = (crc >> 15 | crc << 17) + 0xA282EAD8
     return struct.pack("<I", masked & 0xFFFFFFFF)
-
-
-@functools.cache
-def _crc_table() -> list[int]:
-    table = [*range(256)]
-    for _ in range(8):
-        table = [crc >> 1 ^ (crc & 1) * 0x82F63B78 for crc in table]
-    return table
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -45,17 +45,17 @@ def _items(source: Path) -> dict[str, Path]:
     """Folders of trees by the first part of their names: none for a tree alone."""
     if (source / METADATA).is_file():
         return {"": source}
-    found = {path.parent.name: path.parent for path in source.glob(f"*/{METADATA}")}
+    folders = {path.parent.name: path.parent for path in source.glob(f"*/{METADATA}")}
     steps = {path.parents[1] for path in source.glob(f"*/*/{METADATA}")}
-    steps = {path for path in {*found.values(), *steps} if path.name.isdecimal()}
+    steps = {path for path in {*folders.values(), *steps} if path.name.isdecimal()}
     if steps:
-        named = ", ".join(sorted((path.name for path in steps), key=int))
+        numbers = ", ".join(sorted((path.name for path in steps), key=int))
         raise ConfigError(
-            f"{source} holds Orbax trees of the steps {named}; give the folder of one "
-            f"of them, such as {[*steps][0]}"
+            f"{source} holds Orbax trees of the steps {numbers}; give the folder of "
+            f"one of them, such as {[*steps][0]}"
         )
-    whole = found.get(WHOLE) or (len(found) == 1 and [*found.values()][0])
-    return {"": whole} if whole else found
+    single = folders.get(WHOLE) or (len(folders) == 1 and [*folders.values()][0])
+    return {"": single} if single else folders
 
 
 def leaves(source: Path) -> list[Leaf]:
@@ -77,17 +77,17 @@ def _check_files(folder: Path) -> None:
 def _leaves(item: str, folder: Path) -> list[Leaf]:
     _check_files(folder)
     with _faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        held = checkpointer.metadata(folder.absolute()).item_metadata
-        if held is None:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+        if metadata is None:
             raise ValueError("its leaves cannot be listed")
-        found = jax.tree_util.tree_leaves_with_path(held.tree)
+        nodes = jax.tree_util.tree_leaves_with_path(metadata.tree)
         stored = read_json(folder / METADATA, most=MOST_METADATA)
     # Otherwise what is missing on disk would be zeros, as Orbax reads it.
-    whole = bool(stored.get("store_array_data_equal_to_fill_value"))
-    kind = {"driver": "zarr3" if held.use_zarr3 else "zarr"}
-    kind["fill_missing_data_reads"] = not whole
+    is_complete = bool(stored.get("store_array_data_equal_to_fill_value"))
+    kind = {"driver": "zarr3" if metadata.use_zarr3 else "zarr"}
+    kind["fill_missing_data_reads"] = not is_complete
     listed = []
-    for path, leaf in found:
+    for path, leaf in nodes:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         dtype = np.dtype(leaf.dtype) if hasattr(leaf, "dtype") else None
         read = functools.partial(_read, kind, folder.absolute(), leaf.name)
@@ -125,10 +125,10 @@ def _read(
         rows = chunk * max(1, PIECE // (row * chunk))
         total = leaf.shape[0]
         bounds = [slice(i, min(i + rows, total)) for i in range(0, total, rows)]
-    for part in bounds:
+    for piece in bounds:
         with _faults(leaf.file):
-            values = array[part].read().result()
-        yield part, values
+            values = array[piece].read().result()
+        yield piece, values
 
 
 def _faults(folder: Path) -> Any:

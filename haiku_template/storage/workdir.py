@@ -39,26 +39,25 @@ PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "
 
 
 def own(workdir: str | Path) -> Path:
-    """Workdir of this process: the run's for process 0, one within it for another.
-
-    That has the run's checkpoints to read, and metrics and a log of its own.
-    """
+    """Workdir of this process: the run's for process 0, one within it for another."""
     workdir, index = Path(workdir), jax.process_index()
     with usable(workdir):
         _check_links(workdir)
-    if index == 0:
-        return workdir
-    own = workdir / PROCESSES / str(index)
-    with usable(workdir):
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True, exist_ok=True)
-        if has_checkpoints(workdir):
-            (own / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
-            for name in (CONFIG, RUN, METRICS, PROGRAM):
-                if (workdir / name).exists():
-                    data = bounded.contents(workdir / name, MOST_METRICS)
-                    (own / name).write_bytes(data)
-    return own
+        return _make_inner(workdir, index) if index else workdir
+
+
+def _make_inner(workdir: Path, index: int) -> Path:
+    """Makes a workdir with the run's checkpoints to read, and a log of its own."""
+    inner = workdir / PROCESSES / str(index)
+    shutil.rmtree(inner, ignore_errors=True)
+    inner.mkdir(parents=True, exist_ok=True)
+    if has_checkpoints(workdir):
+        (inner / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
+        for name in (CONFIG, RUN, METRICS, PROGRAM):
+            if (workdir / name).exists():
+                data = bounded.contents(workdir / name, MOST_METRICS)
+                (inner / name).write_bytes(data)
+    return inner
 
 
 def _check_links(workdir: Path) -> None:
@@ -105,25 +104,29 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
             "is overwritten; use another --workdir (config.init_from starts from "
             "exported parameters, config.finetuning.adapters from adapters)"
         )
-    if not (workdir / CONFIG).exists():
-        names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
-        found = [name for name in names if (workdir / name).exists()]
-        if found:
-            raise ConfigError(
-                f"{workdir} holds {', '.join(found)} but no {CONFIG}, so it is not "
-                "known what made them; use another --workdir"
-            )
-        return
+    if (workdir / CONFIG).exists():
+        return _check_same_run(workdir, config)
+    names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
+    names = [name for name in names if (workdir / name).exists()]
+    if names:
+        raise ConfigError(
+            f"{workdir} holds {', '.join(names)} but no {CONFIG}, so it is not "
+            "known what made them; use another --workdir"
+        )
+
+
+def _check_same_run(workdir: Path, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` for the workdir of another run, or of one in parts."""
     run = read_json(workdir / RUN)
     if not has_checkpoints(workdir):
         return _check_nothing_lost(workdir, run)
-    there, here = (fixed(completed(x)) for x in (read_json(workdir / CONFIG), config))
-    changed = differences(there, here)
-    if changed:
-        apart = "\n  " if len(changed) > 1 else " "
+    saved = read_json(workdir / CONFIG)
+    lines = differences(fixed(completed(saved)), fixed(completed(config)))
+    if lines:
+        apart = "\n  " if len(lines) > 1 else " "
         raise ConfigError(
             f"{workdir} belongs to a run with another config, and nothing was changed "
-            f"there; use another --workdir or restore:{apart}{apart.join(changed)}"
+            f"there; use another --workdir or restore:{apart}{apart.join(lines)}"
         )
     if "id" not in run:
         raise ConfigError(
@@ -158,8 +161,8 @@ def of_script(
 
     A run that has none, of an earlier version or another script, goes on without it.
     """
-    kept = (workdir / CONFIG).exists() and not read_json(workdir / CONFIG)
-    return config | ranks if config and not kept else {}
+    is_empty = (workdir / CONFIG).exists() and not read_json(workdir / CONFIG)
+    return config | ranks if config and not is_empty else {}
 
 
 def has_checkpoints(workdir: Path) -> bool:
@@ -200,43 +203,50 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
             write_json(workdir / CONFIG, config)
             write_json(workdir / RUN, {"id": uuid.uuid4().hex})
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-                logger.warning(
-                    "this job was queued again (SLURM_RESTART_COUNT=%s), and %s has no "
-                    "checkpoint: the run starts at step 0; if it had saved any, %s is "
-                    "on another node's own disk, and must be on one that all share",
-                    *(os.environ["SLURM_RESTART_COUNT"], workdir, workdir),
-                )
+                _warn_of_new_start(workdir)
     file, env = workdir / ENV, environment(devices)
     with dispensable(file):
         try:
-            before = read_json(file) or env
-            for line in differences(before | {"started": ""}, env | {"started": ""}):
+            saved = read_json(file) or env
+            for line in differences(saved | {"started": ""}, env | {"started": ""}):
                 logger.warning("this run's environment changed: %s", line)
         except ConfigError as error:
             logger.warning("what changed since the run stopped is not known: %s", error)
         write_json(file, env)
 
 
-def update_config(workdir: Path, now: dict[str, Any]) -> None:
+def _warn_of_new_start(workdir: Path) -> None:
+    logger.warning(
+        "this job was queued again (SLURM_RESTART_COUNT=%s), and %s has no "
+        "checkpoint: the run starts at step 0; if it had saved any, %s is on another "
+        "node's own disk, and must be on one that all share",
+        os.environ["SLURM_RESTART_COUNT"],
+        workdir,
+        workdir,
+    )
+
+
+def update_config(workdir: Path, config: dict[str, Any]) -> None:
     """Writes the config of a resumed run, and logs the differences."""
-    before = read_json(workdir / CONFIG)
-    changed = differences(completed(before), completed(now))
-    for line in changed:
+    saved = read_json(workdir / CONFIG)
+    lines = differences(completed(saved), completed(config))
+    for line in lines:
         logger.warning("this run resumes with another config: %s", line)
-    schedule = now.get("optimizer", {}).get("schedule", "constant")
-    if before.get("num_steps") != now.get("num_steps") and schedule != "constant":
+    schedule = config.get("optimizer", {}).get("schedule", "constant")
+    if saved.get("num_steps") != config.get("num_steps") and schedule != "constant":
         logger.warning(
             "the schedule %s of the learning rate now ends at step %s, and is another "
             "than before from here on",
-            *(schedule, now.get("num_steps")),
+            schedule,
+            config.get("num_steps"),
         )
-    if changed:
+    if lines:
         with usable(workdir):
-            write_json(workdir / CONFIG, now)
+            write_json(workdir / CONFIG, config)
 
 
-_held = contextlib.ExitStack()  # Locks: a forked process may outlive the run.
-os.register_at_fork(after_in_child=_held.close)
+_LOCKS = contextlib.ExitStack()  # Locks: a forked process may outlive the run.
+os.register_at_fork(after_in_child=_LOCKS.close)
 
 
 @contextlib.contextmanager
@@ -255,9 +265,10 @@ def locked(workdir: Path) -> Iterator[None]:
         except OSError as error:
             logger.warning(
                 "%s cannot be locked (%s): see to it that no other run writes there",
-                *(workdir, error.strerror),
+                workdir,
+                error.strerror,
             )
-        _held.callback(file.close)
+        _LOCKS.callback(file.close)
         yield
 
 
@@ -281,25 +292,29 @@ def _lock(file: IO) -> bool:
 
 
 def _wait_for_lock(workdir: Path, is_free: Callable[[], bool]) -> None:
-    """Returns once the lock is free; raises `ConfigError` if another run keeps it.
-
-    A lost process of several may keep it for a while after all others ended: a stopped
-    one, or one of a node that is cut off.
-    """
+    """Returns once the lock is free; raises `ConfigError` if another run keeps it."""
     for _ in range(ASKED_TRIES):
         if is_free():
             return
         time.sleep(ASKED_SECONDS)
-    words = f"another run is writing to {workdir}"
+    sentence = f"another run is writing to {workdir}"
     if jax.process_count() == 1:
-        raise ConfigError(f"{words}; wait for it, or use another --workdir")
-    logger.warning("%s; waiting up to %.0f s for its end", words, LOCK_SECONDS)
+        raise ConfigError(f"{sentence}; wait for it, or use another --workdir")
+    _wait_for_lease(sentence, is_free)
+
+
+def _wait_for_lease(sentence: str, is_free: Callable[[], bool]) -> None:
+    """Waits for the lock of a lost process, which may outlive all others.
+
+    It is a stopped one, or one of a node that is cut off.
+    """
+    logger.warning("%s; waiting up to %.0f s for its end", sentence, LOCK_SECONDS)
     deadline = time.monotonic() + LOCK_SECONDS
     while not is_free():
         if time.monotonic() > deadline:
             error = ConfigError(
-                f"{words}, also after {LOCK_SECONDS:.0f} s: end what is left of it, or "
-                "use another --workdir; the same command resumes the run then"
+                f"{sentence}, also after {LOCK_SECONDS:.0f} s: end what is left of it, "
+                "or use another --workdir; the same command resumes the run then"
             )
             error.exit_code = 75  # It need not come again.
             raise error
@@ -341,9 +356,10 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Commit of the working directory's Git; `-dirty` when files are changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, **quiet).strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=5
+        ).strip()
     return None
 
 
