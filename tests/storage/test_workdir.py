@@ -448,7 +448,7 @@ def test_a_second_run_is_refused_before_anything_is_compiled(tmp_path, monkeypat
         raise AssertionError("compiled")
 
     monkeypatch.setattr(trainer, "lower", lower)
-    monkeypatch.setattr(trainer, "lower_init", lower)
+    monkeypatch.setattr(trainer.initializer, "lower", lower)
     with (
         workdir.locked(tmp_path),
         pytest.raises(ConfigError, match="another run is writing"),
