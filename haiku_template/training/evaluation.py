@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.data import count_batches
-from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import (
     DeviceManager,
     check_host_batch,
@@ -25,6 +24,7 @@ from haiku_template.devices import (
 from haiku_template.errors import PlacementError
 from haiku_template.models import losses, plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
+from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
 from haiku_template.training.tasks import Task, example_values, weighted_sum
 

@@ -20,6 +20,7 @@ from haiku_template.devices import (
     Layout,
     check_host_batch,
 )
+from haiku_template.devices.compiled import CompiledStep
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
@@ -103,7 +104,6 @@ class Trainer:
             out_shardings=(shardings, devices.replicated),
         )
         self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
-        self._predict_step = devices.compile_per_example(functions.predict_step)
         self._evaluated: set[tuple[int, int]] = set()  # Sizes of batches, numbers.
 
     def functions(self, axis_name: str | None = None) -> Functions:
@@ -191,6 +191,11 @@ class Trainer:
             sums = add_up(self.devices, eval_step, dataset, size)
         self._evaluated.add(shapes)
         return summarize(sums, self.recipe.task.derive)
+
+    @functools.cached_property
+    def _predict_step(self) -> CompiledStep:
+        functions = self.functions(self.devices.axis_name)
+        return self.devices.compile_per_example(functions.predict_step)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""

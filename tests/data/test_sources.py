@@ -12,8 +12,8 @@ import pytest
 from test_dataset import assert_same, grain_pipeline, read_labels
 
 from haiku_template.data import GrainDataset, from_iterator
-from haiku_template.data.prefetch import Prefetcher
 from haiku_template.errors import ConfigError
+from haiku_template.training.feed import Prefetcher
 
 
 class Passes:

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from configs import digits, digits_resnet
-from haiku_template.data.prefetch import Prefetcher
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
@@ -21,6 +20,7 @@ from haiku_template.reporting.perf import Work
 from haiku_template.runs import loop, train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, Trainer
+from haiku_template.training.feed import Prefetcher
 from tests.runs import changed, run_steps
 
 

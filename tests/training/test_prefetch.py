@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from haiku_template.data.prefetch import Prefetcher
+from haiku_template.training.feed import Prefetcher
 
 # Seconds; a thread that does not end would otherwise hold up the whole suite.
 pytestmark = pytest.mark.timeout(30)
