@@ -175,6 +175,21 @@ def test_the_description_names_inputs_and_classes(tmp_path, one_device, shared):
     assert described["class_names"] == ["bad", "good"] and described["step"] == 1
 
 
+@pytest.mark.slow
+def test_an_exported_program_keeps_norms_in_half_precision_apart(
+    tmp_path, one_device, shared
+):
+    """Who runs it may not have the flag without which a jaxlib miscomputes."""
+    pytest.importorskip("flatbuffers")
+    for precision, has_barrier in (("bfloat16", True), ("float32", False)):
+        _, workdir = shared("resnet", precision)
+        output = tmp_path / precision
+        export_stablehlo(Run.open(workdir, one_device, "1"), output)
+        program = bytearray((output / "forward.stablehlo").read_bytes())
+        text = jax.export.deserialize(program).mlir_module()
+        assert ("optimization_barrier" in text) == has_barrier
+
+
 def test_a_program_exported_on_four_devices_needs_one(tmp_path, four_devices):
     pytest.importorskip("flatbuffers")
     _, workdir = trained(tmp_path, four_devices, "resnet")
