@@ -12,3 +12,4 @@ from haiku_template.runs.run import Run as Run
 from haiku_template.runs.stablehlo import export_forward as export_forward
 from haiku_template.runs.stablehlo import export_stablehlo as export_stablehlo
 from haiku_template.runs.verification import verify as verify
+from haiku_template.training import Experiment as Experiment  # What a script needs.
