@@ -48,7 +48,7 @@ MAY_IMPORT["training"] = MAY_IMPORT["finetuning"] | {
 }
 MAY_IMPORT["preflight"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["runs"] = MAY_IMPORT["preflight"] | {"preflight"}
-# The hour: what a run does, from the command to a batch and back.
+# The files that are read first: what a run does, from the command to a batch and back.
 CORE = (
     "train.py",
     "training/experiment.py",

@@ -112,8 +112,8 @@ class Trainer:
         recipe = self.recipe._replace(axis_name=axis_name)
         if own_step is None:
             gradients, update = steps.make_gradients(recipe), steps.make_update(recipe)
-        else:  # Its results are the new state and the scalars.
-            gradients, update = make_custom_step(recipe, own_step), _second
+        else:
+            gradients, update = make_custom_step(recipe, own_step), _pass_on
         return Functions(
             self.initializer.function(axis_name),
             gradients,
@@ -312,7 +312,7 @@ def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
     return layout
 
 
-def _second(state: TrainState, results: Any) -> Any:
-    """Returns the second of two arguments."""
+def _pass_on(state: TrainState, results: Any) -> Any:
+    """Update of a custom step, whose results are the new state and the scalars."""
     del state
     return results

@@ -11,8 +11,12 @@ from pathlib import Path
 from subprocess import DEVNULL
 
 import haiku as hk
+import numpy as np
 import pytest
 
+from configs import digits
+from haiku_template.devices import DeviceManager
+from haiku_template.training import Experiment
 from tests.runs import ROOT
 
 LOCAL = str(ROOT / "launch/local.py")
@@ -363,6 +367,44 @@ def test_a_script_ends_with_its_peers(tmp_path, address, ending):
         r"error: process 1 on \S+ ended at .*: LookupError: no data; ", last
     )
     assert "LookupError: no data" in errors[1] and "Traceback" in errors[1]
+
+
+PREDICTS = """
+import sys
+import numpy as np
+from configs import digits
+from haiku_template.cluster import join
+from haiku_template.devices import DeviceManager
+from haiku_template.training import Experiment
+join(sys.argv[2], 2, int(sys.argv[1]))
+devices = DeviceManager.create("cpu", simulate_devices=int(sys.argv[3]))
+trainer = Experiment.from_config(digits.get_config(), devices).trainer(devices)
+state = trainer.init()
+devices.check(state, trainer.layout)
+outputs = np.concatenate(list(trainer.predict(state)))
+np.save(f"{sys.argv[4]}.{sys.argv[1]}.npy", outputs)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_process_predicts_what_one_does(tmp_path, address, devices):
+    script = tmp_path / "script.py"
+    script.write_text(PREDICTS)
+    last = [str(devices), str(tmp_path / "outputs")]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(i), address, *last], env=ENVIRONMENT
+        )
+        for i in range(2)
+    ]
+    assert [run.wait(timeout=200) for run in runs] == [0, 0]
+    one = DeviceManager.create("cpu", num_devices=1)
+    trainer = Experiment.from_config(digits.get_config(), one).trainer(one)
+    expected = np.concatenate(list(trainer.predict(trainer.init())))
+    for i in range(2):
+        outputs = np.load(tmp_path / f"outputs.{i}.npy")
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
 AT_THE_END = """
