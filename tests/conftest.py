@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import signal
 import tempfile
 from types import SimpleNamespace
 
@@ -11,6 +12,13 @@ from types import SimpleNamespace
 COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+# Under nohup, and in the background of a script, these are ignored, and so by all that
+# tests start and send them to.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
