@@ -1,47 +1,15 @@
-"""Custom first states and train steps, run by the same loop."""
+"""Custom train steps, run by the same loop; `initial.py` has custom first states."""
 
 from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
-import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of, with_inputs
-from haiku_template.training.initial import first_state
-from haiku_template.training.state import Recipe, TrainState, check_leaves, split_seed
+from haiku_template.training.state import Recipe, TrainState, check_leaves
 from haiku_template.training.step import Batch, Gradients, Scalars, step_rng
-
-FIELDS = ("params", "net_state", "opt_state", "ema_params")
-
-
-def make_custom_init(
-    recipe: Recipe, init: Callable[..., Any], batch: Any
-) -> Callable[..., TrainState]:
-    """Makes the state before step 0 of a user's `init(rng, batch)`.
-
-    `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
-    or the first batch if what it returns depends on that.
-
-    Raises:
-      ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
-    """
-
-    def make(leaves: Any, net_state: Any = None, first: Any = None) -> TrainState:
-        del leaves, net_state  # Nothing is pretrained.
-        if first is None:
-            first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
-        names = list(fields) if isinstance(fields, dict) else type(fields).__name__
-        if "params" not in names or not set(names) <= set(FIELDS):
-            raise ConfigError(
-                f"init returns {names}; it must return a dictionary of pytrees, params "
-                f"among them; possible are {', '.join(FIELDS)}"
-            )
-        return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
-
-    return make
 
 
 def preprocessed(recipe: Recipe, batch: Any) -> Any:
