@@ -107,10 +107,10 @@ class CompiledStep:
     takes_state: bool  # Takes over the memory of its first argument.
     local: bool = False  # Takes this process's part of arrays that span several.
 
-    def lower(self, *args: Any) -> Any:
-        """Lowers the step for these shapes; a leaked tracer is a `PlacementError`."""
+    def trace(self, *args: Any) -> Any:
+        """Traces the step for these shapes; a leaked tracer is a `PlacementError`."""
         with checks.leaks_named():
-            return self.compiled.lower(*args)
+            return self.compiled.trace(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.

@@ -14,11 +14,10 @@ from haiku.data_structures import tree_bytes
 from rich.console import Console
 from rich.table import Table
 
-from haiku_template.data import each_shape
-from haiku_template.data.files import host_memory
+from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
-from haiku_template.devices import canonical_shapes, describe
-from haiku_template.devices.layout import AXIS_NAME, device_bytes
+from haiku_template.devices import describe
+from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
@@ -230,11 +229,7 @@ def _evaluation_peak(trainer: Trainer) -> int:
 
 def _closed_over(trainer: Trainer) -> list[Any]:
     """Finds the constants of the train step, largest first."""
-    state = trainer.abstract
-    batch = each_shape(trainer.experiment.data.train)[0]
-    shapes = canonical_shapes((state.without_frozen(), state.frozen, batch))
-    step = trainer.functions().step
-    jaxpr = jax.make_jaxpr(step, axis_env=[(AXIS_NAME, 1)])(*shapes)
+    jaxpr = trainer.trace(trainer.feed.host_shapes()[0]).jaxpr
     arrays = {id(x): x for x in _constants(jaxpr) if hasattr(x, "nbytes")}
     return sorted(arrays.values(), key=lambda x: -x.nbytes)
 

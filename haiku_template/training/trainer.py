@@ -41,7 +41,7 @@ from haiku_template.training.evaluation import (
     summarize,
 )
 from haiku_template.training.feed import Feed, StagedBatch
-from haiku_template.training.initializer import Initializer
+from haiku_template.training.initial import Initializer
 from haiku_template.training.state import Recipe, TrainState
 from haiku_template.training.tasks import Task, as_task, facts_of
 
@@ -236,11 +236,15 @@ class Trainer:
             params = self.devices.init(self.recipe.plan.merge, params, state.frozen)
         return params, state.net_state
 
-    def lower(self, batch: Any) -> Any:
-        """Lowers the train step for a host batch of this shape."""
+    def trace(self, batch: Any) -> Any:
+        """Traces the train step for a host batch of this shape, or finds its trace."""
         state = self.abstract.without_frozen()
         last = self.feed.abstract(batch)
-        return self._step.lower(state, self.abstract.frozen, *last)
+        return self._step.trace(state, self.abstract.frozen, *last)
+
+    def lower(self, batch: Any) -> Any:
+        """Lowers the train step for a host batch of this shape."""
+        return self.trace(batch).lower()
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
@@ -249,7 +253,7 @@ class Trainer:
             return None
         batch = pad(each_shape(dataset)[0], self.padded_size(dataset))
         shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
-        return self._eval_step.lower(state.variables(), state.frozen, shapes)
+        return self._eval_step.trace(state.variables(), state.frozen, shapes).lower()
 
     def compile(self) -> None:
         """Compiles the train step for each shape of batches, ahead of the steps."""
