@@ -66,6 +66,12 @@ flags.DEFINE_float(
 )
 PROCESSES = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
 SECONDS = ("join_seconds", "stall_seconds")
+for _name in SECONDS:  # Others would end a run that is well.
+    flags.register_validator(
+        _name,
+        lambda seconds: seconds > 0,
+        f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
+    )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
 TRAINING_TEXTS = {
     "target": "With --dry_run, compile for GPUs you do not have: h100x8; list names "
@@ -132,16 +138,13 @@ def _resumes() -> bool:
 
 def _processes() -> tuple | None:
     """Arguments of `cluster.join`; None for a process on its own."""
-    for name in SECONDS:
-        if not (value := FLAGS[name].value) > 0:  # It would end a run that is well.
-            raise ConfigError(
-                f"--{name}={value:g} is not possible; it is a number of seconds above "
-                f"0, such as {FLAGS[name].default:g}"
-            )
     is_launched = not cluster.LAUNCHERS.isdisjoint(os.environ)
     is_told = any(FLAGS[name].value is not None for name in PROCESSES)
-    if FLAGS.distributed == "auto" and not is_launched and not is_told:
-        return None
+    alone = FLAGS.distributed == "auto" and not is_launched and not is_told
+    return None if alone else _several_processes()
+
+
+def _several_processes() -> tuple | None:
     ids = FLAGS.local_device_ids
     if ids is not None and not all(number.isdecimal() for number in ids):
         raise ConfigError(

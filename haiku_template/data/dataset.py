@@ -5,16 +5,29 @@ Shapes: N examples in the set, B of them in one batch over all devices and proce
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.files import check_array, check_memory
 from haiku_template.errors import ConfigError
 
 Batch = Any  # A dict with `inputs`, or another tree of arrays.
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(size: int, fact: str, advice: str) -> None:
+    """Raises `ConfigError` unless `size` bytes, which `fact` states, fit in memory."""
+    if size > (memory := host_memory()):
+        raise ConfigError(
+            f"{fact}, and this machine has {memory:,} bytes of memory; {advice}"
+        )
 
 
 class Dataset(Protocol):
@@ -134,8 +147,15 @@ def arrays_by_name(inputs: Any, labels: Any) -> Batch:
 
 
 def check_arrays(arrays: Batch, where: str = "the data set") -> None:
-    """Raises `ConfigError` for no examples, or some without their label."""
-    shapes = {name: check_array(x, name, where) for name, x in arrays.items()}
+    """Raises `ConfigError` for no examples, or some without their label, or trees."""
+    for name, array in arrays.items():
+        if not hasattr(array, "ndim"):
+            raise ConfigError(
+                f"the {name} of {where} are a {type(array).__name__}, and one array is "
+                "needed; trees of arrays come from `bucketed`, or from objects of "
+                "yours: batch(step) to train, num_batches and batch(index) to evaluate"
+            )
+    shapes = {name: array.shape for name, array in arrays.items()}
     if () in shapes.values() or shapes["inputs"][0] == 0:
         facts = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
         raise ConfigError(f"{where} has no examples: {facts}; one at least is needed")

@@ -6,16 +6,16 @@ Each returns a `Split`. A missing or damaged file is a `ConfigError` that names 
 import gzip
 import io
 import math
-import os
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
 
+from haiku_template.data.dataset import check_memory
 from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -33,30 +33,6 @@ class Split(NamedTuple):
     y_train: np.ndarray | None
     x_test: np.ndarray
     y_test: np.ndarray | None
-
-
-def host_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_memory(size: int, fact: str, advice: str) -> None:
-    """Raises `ConfigError` unless `size` bytes, which `fact` states, fit in memory."""
-    if size > (memory := host_memory()):
-        raise ConfigError(
-            f"{fact}, and this machine has {memory:,} bytes of memory; {advice}"
-        )
-
-
-def check_array(array: Any, name: str, where: str) -> tuple[int, ...]:
-    """Returns the shape of what must be one array [N, ...], and no tree of them."""
-    if not hasattr(array, "ndim"):
-        raise ConfigError(
-            f"the {name} of {where} are a {type(array).__name__}, and one array is "
-            "needed; trees of arrays come from `bucketed`, or from objects of yours: "
-            "batch(step) to train, num_batches and batch(index) to evaluate"
-        )
-    return array.shape
 
 
 def data_path(path: str | None, name: str, description: str) -> Path:

@@ -12,6 +12,7 @@ from haiku_template.models.rematerialization import remat
 from haiku_template.params import flatten
 
 MOST_LAYERS = 10_000
+FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
@@ -149,9 +150,8 @@ def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"config.model.{key}={count}; possible is up to {MOST_LAYERS:,}"
             )
-    reserved = {"per_example"}
-    if isinstance(keys.get("remat"), tuple):  # Any other is of the model itself.
-        reserved.add("remat")
+    # A remat that is no tuple is of the model itself.
+    reserved = FORMS if isinstance(keys.get("remat"), tuple) else {"per_example"}
     return {name: value for name, value in keys.items() if name not in reserved}
 
 

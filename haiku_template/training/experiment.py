@@ -21,7 +21,7 @@ from haiku_template.data import DATASETS, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
-from haiku_template.models.forms import in_form, own_keys
+from haiku_template.models.forms import FORMS, in_form, own_keys
 from haiku_template.registry import check_keys, make, module, resolve
 from haiku_template.training import step
 from haiku_template.training.optimizers import Schedule, make_optimization
@@ -218,7 +218,8 @@ def make_model(
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
     keys = model_keys(config)
     model = make("model", keys, MODELS, num_outputs=num_outputs, axis_name=axis_name)
-    return in_form(model, config.model.to_dict())
+    values = config.model.to_dict()
+    return in_form(model, values) if FORMS & values.keys() else model
 
 
 def family_of(model: str) -> Family | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from haiku_template.data import ArrayDataset, BatchSpec, files
+from haiku_template.data import ArrayDataset, BatchSpec, dataset, files
 from haiku_template.errors import ConfigError
 
 ARRAYS = {
@@ -107,7 +107,7 @@ def test_memory_holds_an_idx_file_once(tmp_path, write_idx, monkeypatch, name, d
     finally:
         tracemalloc.stop()
     assert peak < array.nbytes + 4 * files.PIECE
-    monkeypatch.setattr(files, "host_memory", lambda: array.nbytes - 1)
+    monkeypatch.setattr(dataset, "host_memory", lambda: array.nbytes - 1)
     with pytest.raises(
         ConfigError, match=f"{array.nbytes:,} bytes of values, and this"
     ):
@@ -356,7 +356,7 @@ def test_an_array_larger_than_this_machine_is_refused_before_it_is_read(
 ):
     path = tmp_path / "a.npz"
     write_zip(path, x_train=npy_header((BOMB,)) + bytes(BOMB))
-    monkeypatch.setattr(files, "host_memory", lambda: BOMB - 1)
+    monkeypatch.setattr(dataset, "host_memory", lambda: BOMB - 1)
     with refuses(path, "bytes of x_train", f"has {BOMB - 1:,}"):
         files.read_npz(path)
 
