@@ -48,17 +48,9 @@ MAY_IMPORT["training"] = MAY_IMPORT["finetuning"] | {
 }
 MAY_IMPORT["preflight"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["runs"] = MAY_IMPORT["preflight"] | {"preflight"}
-# The files that are read first: what a run does, from the command to a batch and back.
-CORE = (
-    "train.py",
-    "training/experiment.py",
-    "runs/loop.py",
-    "training/step.py",
-    "training/state.py",
-    "training/tasks.py",
-    "devices/manager.py",
-    "data/dataset.py",
-)
+# The files that are read first: the way from the command to a metric.
+TABLE = (ROOT / "README.md").read_text().partition("## Read this")[2]
+CORE = re.findall(r"`([a-z/]+\.py)`", TABLE.partition("\nIn the step's")[0])
 # These rooms are seen by the core through their faces alone.
 ANNEXES = {"finetuning", "pretrained", "preflight"}
 # Lines of each package: they may fall; who adds a capability says so where they rise.
@@ -345,7 +337,48 @@ def test_importing_the_package_and_the_commands_needs_no_jax(module):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+def anchors(page):
+    """Anchors of a page of Markdown: GitHub's of headings, and named ones."""
+    text = page.read_text()
+    for heading in re.findall(r"(?m)^#+ (.*)$", text):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    yield from re.findall(r'<a id="([^"]+)"></a>', text)
+
+
+def references():
+    """Places in this project, and the pages and anchors that they name."""
+    folders = [PACKAGE, TEXT, DOCTOR, ROOT / "docs", ROOT / "tests", ROOT / "configs"]
+    folders += [ROOT / "benchmarks", ROOT / "examples", ROOT / "notebooks"]
+    files = [*ROOT.glob("*.md"), *(x for folder in folders for x in folder.rglob("*"))]
+    for file in files:
+        if file.suffix not in (".py", ".md", ".ipynb"):
+            continue
+        text = file.read_text()
+        for page, anchor in re.findall(r"(docs/[\w/]+\.md)(?:#([\w\-]+))?", text):
+            yield file, ROOT / page, anchor
+        if file.suffix == ".md":
+            links = re.findall(r"\]\(([\w./\-]+\.md)?(?:#([\w\-]+))?\)", text)
+            for page, anchor in links:
+                yield file, file.parent / page if page else file, anchor
+
+
+def test_pages_and_anchors_that_are_named_exist():
+    count = 0
+    for file, page, anchor in references():
+        assert page.is_file(), f"{file} names {page}"
+        assert not anchor or anchor in anchors(page), f"{file}: {page}#{anchor}"
+        count += bool(anchor)
+    assert count > 40
+
+
+def test_anchors_of_decisions_are_one_each():
+    for page in (ROOT / "docs" / "decisions").glob("*.md"):
+        names = list(anchors(page))
+        assert len(set(names)) == len(names), page
+
+
 def test_the_readme_stays_short_and_its_files_exist():
+    assert len(CORE) > 10
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 100
     for word in re.split(r"[\s`()\[\]]+", text):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
-# Tokens of unfinished steps. One list for the process, whose threads simulated devices
-# share: two programs that wait for each other in collectives would wait for ever.
+# Tokens of unfinished steps, of the whole process: simulated devices share its threads,
+# and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
@@ -44,7 +44,7 @@ SHARES = "has not one share on each device; give batches with devices.shard"
 
 
 def check_alive(tree: Any, subject: str = "", distinct: bool = False) -> None:
-    """Raises `PlacementError` if a leaf was deleted: several devices crash with it.
+    """Raises `PlacementError` for a deleted leaf, with which several devices crash.
 
     `distinct` also refuses an array that is in the tree twice and cannot be donated
     twice; `subject` begins the message.
@@ -79,8 +79,8 @@ def check_placed(
 ) -> None:
     """Raises `PlacementError` for leaves that are not on exactly these devices.
 
-    If they are `sharded` each must have one share on each device, as `shard` gives
-    them: `pmap` uses fewer devices for other batches in silence. `subject` begins the
+    With `sharded` each must also have one share on each device, as after `shard`:
+    `pmap` would use fewer devices for another batch, in silence. `subject` begins the
     message.
     """
     target, n = set(devices), len(devices)
@@ -104,7 +104,7 @@ class CompiledStep:
 
     devices: "DeviceManager"
     compiled: Any  # Returns results and a token.
-    takes_state: bool  # Takes over the memory of its first argument.
+    takes_state: bool  # Donates its first argument.
     local: bool = False  # Takes this process's part of arrays that span several.
 
     def trace(self, *args: Any) -> Any:
@@ -206,7 +206,7 @@ def compile_per_example(
 
 
 def _token() -> jax.Array:
-    """Result that no later step takes over, there when the program has ended."""
+    """Result that is ready when the program has ended, and never donated."""
     return jnp.zeros((), jnp.bool_)
 
 

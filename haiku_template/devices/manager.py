@@ -177,7 +177,7 @@ class DeviceManager(NamedTuple):
         sharding = sharding_on(self.everyone, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding, rows=rows)
 
-    # `jax.jit`, or `jax.pmap` over the batch with the state replicated; it is donated.
+    # A `jax.jit` that donates the state; on several devices with `jax.pmap` inside.
     compile = compiled.compile_step
     compile_per_example = compiled.compile_per_example
     map_batches = compiled.map_batches

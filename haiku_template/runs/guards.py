@@ -109,7 +109,7 @@ class Guards:
         self._norms = GradientNorms(devices, train)
         self._counted, self._skipped = 0, 0  # Last step that was; float16's.
         self._agreed = False
-        # After such an error of one process, others may be elsewhere: nothing is saved.
+        # Errors after which nothing is saved: another process may be a step ahead.
         self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
 
     def note(self, step: int, scalars: Any) -> None:
@@ -169,7 +169,7 @@ class Guards:
             raise non_finite(fault, self._latest(), EVALUATION)
 
     def before_save(self, step: int, scalars: Any, state: Any) -> None:
-        """Asserts that scalars and state are finite, and replicas equal.
+        """Asserts that scalars and the whole state are finite, and replicas equal.
 
         Raises:
           NonFiniteError: a number is not finite.

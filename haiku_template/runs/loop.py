@@ -208,7 +208,7 @@ class _Run(NamedTuple):
             self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
         if 0 < start < stop and self._stops_early():
             return state, start
-        # In a thread: put on the devices by `shard`, or gathered there.
+        # A thread makes them ahead: `training/feed.py`.
         with self.trainer.batches(start, stop) as batches:
             self.report.restart(start)
             for step, batch in enumerate(batches, start + 1):
@@ -225,7 +225,7 @@ class _Run(NamedTuple):
                         self.guards.agree(state)
                     if self._between(step, stop, state, scalars):
                         return state, step
-                    if first:  # It waited, and is not part of the throughput.
+                    if first:  # Checked and waited for: not throughput.
                         self.report.restart(step)
         return state, stop
 
@@ -236,7 +236,8 @@ class _Run(NamedTuple):
     def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
 
-        A signal saves and raises; so does an evaluation's error but NonFiniteError.
+        Saves before it raises, for a signal or an error of the evaluation, but not if
+        a number is not finite.
         """
         if _due(step, self.every.log, last):
             values = self.guards.finite(step, scalars)

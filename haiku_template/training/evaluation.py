@@ -125,7 +125,7 @@ def pads_rows(
 ) -> bool:
     """Tests if rows of padding can be left out of the values of a task.
 
-    They cannot if the model's own loss, or a scalar beside it, is of a whole batch.
+    Not of a model's own loss of a whole batch. Why: docs/decisions/training.md#own-loss
     `args` are the shapes of those of `predict_step`.
     """
     values = task.values

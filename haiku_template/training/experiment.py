@@ -29,8 +29,8 @@ from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
 from haiku_template.training.trainer import Trainer
 from haiku_template.trust import check_definition
 
-# Fields that do not change what an experiment computes.
 PLACEMENTS = ("host", "device", "auto")
+# Fields that do not change what an experiment computes.
 PLACED = {"placement", "why_on_host", "described", "sharding"}
 STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
@@ -167,7 +167,7 @@ class Experiment:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config that describes all parts; {} if a script made one of them."""
+        """Config of `from_config`; {} once a script has replaced a part."""
         config, original = self.described or ({}, self)
         names = {field.name for field in dataclasses.fields(self)} - PLACED
         same = all(getattr(self, x) is getattr(original, x) for x in names)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
 
-LEAVE_SECONDS = 5.0  # How long leaving waits for a batch that is being made.
+LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 
 
 class StagedBatch(NamedTuple):
@@ -110,20 +110,21 @@ class Feed:
         return self._devices.shard(rows)
 
     def _gather_from_staged(self) -> Callable[[int], StagedBatch]:
-        """Stages the set, and makes the function that puts row numbers beside it."""
+        """Stages the set; makes the function that puts row numbers on the devices."""
         arrays = self._devices.replicate(self._experiment.data.train.staged())
         block, rows = None, None
 
         def make(step: int) -> StagedBatch:
             nonlocal block, rows
-            if (latest := self._next(step)) is not block:  # One object for many steps.
+            # Why: docs/decisions/training.md#row-numbers
+            if (latest := self._next(step)) is not block:
                 block, rows = latest, self._devices.shard(self._own(latest))
             return StagedBatch(arrays, rows)
 
         return make
 
     def gathering(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes gradients take what `batches` gives: staged arrays and row numbers."""
+        """Makes gradients of what `batches` gives: staged arrays and row numbers."""
         if self.staged is None:
             return gradients
 
@@ -145,7 +146,7 @@ def _kinds(batch: Any) -> list[Any]:
 def _check_alike(expected: dict[str, str], actual: dict[str, str], step: int) -> None:
     """Raises `ConfigError` for a batch of other leaves, rows or dtypes than the first.
 
-    It would be compiled anew, and count as much as a whole one.
+    Its step would be compiled anew, and weigh as much as one with more rows.
     """
     paths = (k for k in expected | actual if expected.get(k) != actual.get(k))
     if (path := next(paths, None)) is not None:
@@ -204,7 +205,7 @@ class Prefetcher:
         for step in self._steps:
             try:
                 item = (self._make(step), None)
-            except BaseException as error:  # Handed to the thread that iterates.
+            except BaseException as error:  # Raised by `__iter__`, at its step.
                 item = (None, error)
             self._places.get()
             self._ready.put(item)

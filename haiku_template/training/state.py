@@ -40,7 +40,7 @@ def split_seed(seed: int) -> Seeds:
 
 
 class TrainState(NamedTuple):
-    """One tree, replicated on every device, without a device axis.
+    """All that a step changes, and frozen parameters: a tree without a device axis.
 
     Keys are made of seed, step and device, and batches of seed and step: a checkpoint
     needs neither the state of a generator nor that of an iterator.
@@ -53,6 +53,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     # Averages of `params`, if any: exponential ones, or a schedule-free optimizer's.
     ema_params: hk.Params | None
+    # Why: docs/decisions/training.md#loss-scale
     loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
     def without_frozen(self) -> "TrainState":
@@ -84,8 +85,8 @@ class Recipe(NamedTuple):
     plan: Plan | None = None  # Of trainable and frozen parameters.
     axis_name: str | None = None  # Mesh axis to average over; None on one device.
     schedule: Schedule | None = None  # Reported as `learning_rate`.
-    # Micro-batches of gradient accumulation, one after another. Micro-batch j has the
-    # rows j, j + accumulate_steps, ...: the same on any number of devices.
+    # Micro-batches of gradient accumulation, one after another; micro-batch j has the
+    # rows j, j + accumulate_steps, ...: docs/decisions/training.md#micro-batches
     accumulate_steps: int = 1
     ema_decay: float | None = None  # Of the averaged parameters, for each step.
     seed: int = 0  # With the step and the device, the source of randomness.
@@ -94,7 +95,7 @@ class Recipe(NamedTuple):
 def check_leaves(old: Any, new: Any, source: str) -> None:
     """Raises `ConfigError` unless the `source` of `new` keeps a state's leaves.
 
-    It could be neither resumed nor evaluated.
+    Others could not be restored. Why: docs/decisions/training.md#state-leaves
     """
     before, after = _leaves(old), _leaves(new)
     for name in before | after:

@@ -3,8 +3,9 @@
 Evaluation sums in `training/evaluation.py` what `forward` gives here.
 
 Gradients, updates and averages are of the trainable `params`; `frozen` is empty without
-fine-tuning. Each function has one device's share of a batch; gradients and scalars are
-averaged over `axis_name` (None on one device), net_state by the model if at all.
+fine-tuning. Gradients and scalars are of one device's share of a batch, then averaged
+over `axis_name` (None on one device), net_state by the model if at all. The update is
+of global arrays.
 
 Shapes: B examples in one device's share of a batch.
 """
@@ -103,8 +104,8 @@ def make_gradients(recipe: Recipe) -> Gradients:
 def make_update(recipe: Recipe) -> Update:
     """Makes `update(state, results)`, of the results of `gradients`.
 
-    It is of global arrays, wherever they live, and knows no devices. Returns the new
-    state and scalars.
+    Arrays are global, wherever they live: it knows no devices. Returns the new state
+    and scalars. Why: docs/decisions/training.md#gradients-and-update
     """
 
     def update(
@@ -151,7 +152,7 @@ def _loss(
     rng: jax.Array,
     batch: Batch,
 ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-    """Scaled loss; beside it new net_state, scalars, and mean weight of a device."""
+    """Computes the scaled loss, new net_state, scalars and a device's mean weight."""
     variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
     facts, new = forward(recipe, variables, frozen, batch, rngs, True)
     net_state = in_dtypes_of(net_state, new)
@@ -159,8 +160,8 @@ def _loss(
     if weights is None:
         scalars = {name: jnp.mean(value) for name, value in values.items()}
         return scale.scale(scalars["loss"]), (net_state, scalars, None)
-    # Of all devices before differentiation: a collective in the model brings the
-    # losses of others into this device's gradient, which weighs them as they do.
+    # Averaged before differentiation, so that no factor differs between devices after.
+    # Why: docs/decisions/training.md#weights
     weight = mean_over(recipe.axis_name, jnp.sum(weights))
     sums = {name: weighted_sum(x, weights) for name, x in values.items()}
     scalars = divide(sums, weight)
@@ -168,7 +169,7 @@ def _loss(
 
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
-    """Folds the seed with the step and the device."""
+    """PRNG key of the seed, the step and the device."""
     rng = jax.random.fold_in(split_seed(recipe.seed).steps, step)
     axis_name = recipe.axis_name
     device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
@@ -189,8 +190,8 @@ def _accumulate(
     n = recipe.accumulate_steps
     if n == 1:
         return gradient(net_state, rng, batch)
-    # Every n-th row: a micro-batch, of which batch statistics are taken, has the
-    # same rows on any number of devices.
+    # Every n-th row: the same rows on any number of devices.
+    # Why: docs/decisions/training.md#micro-batches
     batch = jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1), batch)
     micro_batches = jax.random.split(rng, n), batch
 
@@ -208,8 +209,8 @@ def _accumulate(
         micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
     carry, _ = jax.lax.scan(add, (net_state, zeros), micro_batches)
     if recipe.axis_name is not None:
-        # The last backward pass is not in the loop, but after it by the barrier: so
-        # all-reduces run beside it.
+        # After the loop, so that all-reduces run beside its backward pass.
+        # Why: docs/decisions/training.md#last-micro-batch
         carry, _ = add(*jax.lax.optimization_barrier((carry, last)))
     net_state, (*sums, weight) = carry
     if weight is None:

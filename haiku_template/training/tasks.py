@@ -134,7 +134,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if weights is not None:
         # Weights are data: they have no gradient.
         weights = jax.lax.stop_gradient(jnp.asarray(weights, jnp.float32))
-        # Below 0 an average is none, which its sentence tells where NaN is found.
+        # A fault, which guards name. Why: docs/decisions/training.md#refused-values
         weights = jnp.where(weights >= 0, weights, jnp.nan)
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
     averages = {k: _per_example(k, x, weights, rows) for k, x in values.items()}

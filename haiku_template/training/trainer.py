@@ -56,7 +56,7 @@ _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 class Functions(NamedTuple):
     """Pure functions of an experiment: `update` of global arrays, others of a share.
 
-    A custom step is `gradients` here, which returns what `update` passes on.
+    A custom step takes the place of `gradients`; `update` then returns its results.
     """
 
     init: Callable[..., TrainState]
@@ -104,7 +104,7 @@ class Trainer:
             out_shardings=(shardings, devices.replicated),
         )
         self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
-        self._evaluated: set[tuple[int, int]] = set()  # Sizes of batches, numbers.
+        self._evaluated: set[tuple[int, int]] = set()  # Batch sizes, batches.
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
@@ -262,7 +262,7 @@ class Trainer:
 
 
 def _with_outputs(task: Task, num_outputs: int) -> Task:
-    """Makes classification refuse logits of another number of classes.
+    """Wraps classification, to refuse logits of another number of classes.
 
     A label beyond the last logit would make its loss NaN.
     """
@@ -284,7 +284,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
 
 
 def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
-    """Adapts an experiment's model, task and optimizer; the plan is still to make."""
+    """Recipe of an experiment, but for its plan, which `Initializer` makes."""
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
     facts_of(task.values)  # Raises for those that it cannot have.
@@ -317,6 +317,6 @@ def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
 
 
 def _pass_on(state: TrainState, results: Any) -> Any:
-    """Update of a custom step, whose results are the new state and the scalars."""
+    """Update after a custom step, which has returned the new state and the scalars."""
     del state
     return results
