@@ -1,7 +1,7 @@
 """Files that others may have written: regular ones, read up to a size and a depth.
 
 A fifo is not waited for, a device is not read, and JSON is no deeper than what recurses
-over it can take.
+over it can take. Why: docs/decisions/storage.md#bounds
 """
 
 import json

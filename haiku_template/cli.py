@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
-# `--config.KEY=None`, which config_flags refuses for numbers, and a tuple for a key of
-# any model's, which it refuses where a config has none.
+# `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
+# refuses both. Why: docs/decisions/training.md#none
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
 
@@ -277,7 +277,7 @@ def _end(error: BaseException) -> None:
         cluster.leave(f"{type(error).__name__}: {error}")
         if several:
             traceback.print_exc()
-            os._exit(1)  # JAX would wait for the others, who wait for this one.
+            os._exit(1)  # Why: docs/decisions/cluster.md#no-atexit
         return
     sentence = str(error) or "interrupted before the state could be saved"
     cluster.leave("" if isinstance(error, Interrupted) else sentence, code)

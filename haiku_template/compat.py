@@ -7,7 +7,8 @@
 A name that JAX has is never touched, but for functions that lost keywords, which take
 these again; without `install` nothing is. Each name is logged once, with the place that
 used it. Where the meaning has changed, and for what only words replace in
-`jax_doctor.code.names`, the name stays gone. Imports no JAX.
+`jax_doctor.code.names`, the name stays gone. Imports no JAX. Why:
+docs/decisions/doctor.md#compat
 """
 
 import functools

@@ -20,8 +20,8 @@ NAMED = ("model", "data", "task")
 # Keyword arguments of the loop.
 LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
-# A resumed run may change them: they do not change its mathematics, but for a schedule
-# that ends with the last step.
+# A resumed run may change these keys, which do not change its mathematics, but for a
+# schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
@@ -193,8 +193,8 @@ def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
 def completed(values: dict[str, Any]) -> dict[str, Any]:
     """Adds keys that came later to a saved config, and drops those that are retired.
 
-    An empty one stays empty. A new key's default is what runs did before it, so that
-    `default_config` is the one list. Raises `ConfigError` for a value instead of keys.
+    An empty one stays empty. Raises `ConfigError` for a value instead of keys. Why:
+    docs/decisions/storage.md#completed-configs
     """
     return _merged(to_dict(default_config()), values, "config") if values else values
 

@@ -1,4 +1,7 @@
-"""Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name."""
+"""Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name.
+
+Why: docs/decisions/house.md#paths
+"""
 
 import fnmatch
 from collections.abc import Iterable

@@ -8,6 +8,7 @@
     modules = published.import_module("colabdesign.mpnn.modules", "build/published")
 
 Repositories import packages for data and plots next to their models. Imports no JAX.
+Why: docs/decisions/models.md#stand-ins
 """
 
 import contextlib

@@ -51,6 +51,7 @@ def module(
     key: str, name: str | None, default: ModuleType, *functions: str
 ) -> ModuleType:
     """Imports a user's module, which must have these functions; or the default."""
+    # Why: docs/decisions/projects.md#ejected
     return default if name is None else _users_module(key, name, functions)
 
 

@@ -1,8 +1,7 @@
 """Signals that end a command, whose handlers never raise.
 
-What a handler raises is lost in `__del__` and in callbacks of weak references and of
-the garbage collector, of which JAX has one, and breaks C extensions that initialize.
-Imports the standard library alone, so that a command calls it before other imports.
+Why: docs/decisions/storage.md#signal-handlers. Imports the standard library alone, so
+that a command calls it before other imports.
 """
 
 import atexit

@@ -2,7 +2,7 @@
 
 A name in it is a name of code. It is imported from the current directory, or from what
 the user trusts, and never from a workdir, from Python or from its packages, whose
-functions run whatever a keyword argument says.
+functions run whatever a keyword argument says. Why: docs/decisions/house.md#trust
 """
 
 import functools

@@ -4,7 +4,7 @@ XLA's CPU compiler gives sums to YNNPACK, which gets some of them wrong in silen
 last row of many or a crash in jaxlib 0.10.2, NaN in 0.12. XLA reads its flags when a
 backend of JAX starts, and children inherit them. It ends a process for a flag that it
 does not know: each library that reads them is searched for the name first, which takes
-milliseconds.
+milliseconds. Why: docs/decisions/dependencies.md#wrong-sums
 """
 
 import importlib.util

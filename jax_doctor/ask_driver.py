@@ -32,6 +32,7 @@ def ask_cuda() -> dict:
         return {"code": NO_LIBRARY, "problem": str(error)}
     answer = {"library": _mapped("libcuda.so"), "code": cuda.cuInit(0)}
     name = ctypes.c_char_p()
+    # Why: docs/decisions/doctor.md#codes
     cuda.cuGetErrorName(answer["code"], ctypes.byref(name))
     answer["name"] = (name.value or b"").decode()
     answer["version"] = _integer(cuda.cuDriverGetVersion)

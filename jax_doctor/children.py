@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jax_doctor.programs import ASK_JAX, ASK_SUMS, OPTION
 
+# Why: docs/decisions/doctor.md#standard-library
 ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
 # A process in the kernel's hands cannot be killed; it is then left behind.
 SECONDS_TO_DIE = 2.0

@@ -8,6 +8,7 @@ then, before and after each operation, what is computed.
 OPTION = "--xla_cpu_experimental_ynn_fusion_type"
 # Sums that XLA gave to YNNPACK and got wrong: jax issues 39103, 39257 and 40412. That
 # of seven axes, which crashed, comes last.
+# Why: docs/decisions/doctor.md#known-values
 SUMS = ("a sum for each of 32769 rows", "a sum in bfloat16", "a sum of seven axes")
 # Operations that gave wrong values on some cards: jax issues 40633 and 39486. One by
 # one, and in this order: the values of the one were seen in the next.

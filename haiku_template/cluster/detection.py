@@ -28,10 +28,12 @@ def detect(environ: Mapping[str, str]) -> Started | None:
     Raises `ConfigError` if a node's cards cannot be shared evenly, or its address is
     not known.
     """
+    # Why: docs/decisions/cluster.md#launchers
     innermost = next((name for name in READERS if name in environ), None)
     return READERS[innermost](environ) if innermost else None
 
 
+# Why: docs/decisions/cluster.md#slurm
 def _slurm(environ: Mapping[str, str]) -> Started | None:
     """Reads a task of `srun`; a batch script that did not call it is on its own."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys():

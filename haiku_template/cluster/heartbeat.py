@@ -28,16 +28,16 @@ from haiku_template.errors import (
     StorageError,
 )
 
-BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0
+BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0  # Why: docs/decisions/cluster.md#heartbeat
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
 FINISHED_SECONDS = 10.0  # In a collective, after another process has finished.
 LONGEST = 400  # Characters of a process's own error.
 LONGEST_FAULT = 2_000  # Characters of what is said of another.
-STALL = "--stall_seconds={:g}"
-# Exit codes of errors that would come again, and of a run that is preempted: the
-# others end with them, too, since Slurm goes by the highest of all.
+STALL = "--stall_seconds={:g}"  # Why: docs/decisions/cluster.md#watchdog
+# Exit codes of errors that would come again, and of a preempted run: the others end
+# with them, too, since Slurm goes by the highest of all.
 LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
 LASTING |= {signals.PREEMPTED}
 

@@ -127,7 +127,7 @@ def admit(
 
 def _greet(link: socket.socket, start: Start, welcome: Callable[..., None]) -> None:
     """Challenges who connected; a stranger is hung up on."""
-    nonce = secrets.token_hex(16)
+    nonce = secrets.token_hex(16)  # Why: docs/decisions/cluster.md#identity
     try:
         send(link, {"start": start.id, "nonce": nonce})
         message = read(link, HELLO_SECONDS)

@@ -21,13 +21,14 @@ from haiku_template.errors import ConfigError, DeviceError
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
 # Flags for `join`; all but the last are needed.
 PARAMETERS = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-# Of JAX, which then aborts: the heartbeat finds who is lost, and all wait for who is
-# slow to import it, or saves.
+# Of JAX, which then aborts; others are slow to import it, or save.
+# Why: docs/decisions/cluster.md#join-timeout
 PATIENCE_SECONDS = 3600
 # Words of errors: of JAX's runtime, of collectives, and of those about another process.
 RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
 COLLECTIVES = ("Gloo", "NCCL")
 PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
+# Why: docs/decisions/cluster.md#initialize
 START_SECONDS = 600.0  # From the first process that has imported JAX to the last.
 HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
@@ -110,7 +111,7 @@ def join(
     # Orbax asks too, at each save, and tells.
     quiet = logging.getLogger("absl")
     quiet.addFilter(lambda record: "preemption sync point" not in record.getMessage())
-    # Its handler of SIGTERM makes all processes stop after the same step.
+    # All processes stop after the same step: docs/decisions/cluster.md#signals
     jax.config.update("jax_enable_preemption_service", True)
     with heartbeat.waiting(START_SECONDS, "{:g} s to start JAX"):
         jax.distributed.initialize(
@@ -127,7 +128,7 @@ def join(
 
 
 def _leave_at_exit() -> None:
-    """Leaves, if `cli.run` did not, and waits for all; after an error for none."""
+    """Leaves, if `cli.run` did not; without an error it then waits for the others."""
     error = getattr(sys, "last_value", None)
     if error is None:
         leave()
@@ -193,7 +194,7 @@ def leave(error: str = "", exit_code: int = 0) -> None:
 def ended(error: SystemExit) -> None:
     """Ends a process of several that called `sys.exit`; returns in one on its own.
 
-    Else it would wait in JAX's shutdown for the others, who wait for it.
+    Why: docs/decisions/cluster.md#no-atexit
     """
     if not is_joined():
         return

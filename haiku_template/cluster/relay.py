@@ -6,8 +6,10 @@ of the start; whoever else connects there reaches nothing. When process 0 is gon
 client would end its process from C++, with no sentence: behind its helper it waits, and
 the heartbeat ends the process.
 
-It is a process of its own, since JAX, and whatever reads a large file, may keep the
+It is a process of its own, since JAX, and whatever reads a large file, may hold the
 interpreter's lock. It imports the standard library and files of this room.
+
+Why: docs/decisions/cluster.md#relay, docs/decisions/cluster.md#relay-beats
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from haiku_template.cluster import identity
 from haiku_template.errors import ConfigError, DeviceError
 
-SECONDS = 300.0
+SECONDS = 300.0  # Why: docs/decisions/cluster.md#rendezvous
 RETRY_SECONDS = 0.2
 SHARED_SECONDS = 60.0  # Until a file is seen: NFS may remember its folder so long.
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"

@@ -69,6 +69,7 @@ def from_split(
         dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
         num_outputs,
     )
+    # Why: docs/decisions/data.md#inputs
     return data._replace(preprocess=preprocess) if preprocess else data
 
 

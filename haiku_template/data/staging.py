@@ -25,7 +25,7 @@ def why_not_staged(dataset: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowBlocks:
+class RowBlocks:  # Why: docs/decisions/data.md#staged
     """Row indices of many steps at once, in place of the batches of B themselves.
 
     The data set has `staged_size`, `staged`, `rows` and `gather`, as `ArrayDataset`.

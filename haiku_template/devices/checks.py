@@ -129,7 +129,7 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
         return DELETED
     if leaf.devices() != set(devices):
         return _elsewhere(leaf, devices)
-    kind = leaf.sharding.memory_kind
+    kind = leaf.sharding.memory_kind  # Why: docs/decisions/devices.md#memory-kind
     if kind not in (None, devices[0].default_memory().kind):
         return f"in {kind} memory, and not the devices' own: use devices.replicate"
     return "" if leaf.is_fully_replicated != sharded else _layout_fault(leaf, sharded)
@@ -242,7 +242,7 @@ def leaks_named(make: Callable[..., Any] | None = None, *args: Any) -> Iterator[
     """Turns JAX's page about a leaked tracer into a `PlacementError` of one sentence.
 
     `make(*args)` is called again, untraced, to name those of its results that are
-    leaked tracers. `hk.transform`'s init returns such parameters in silence.
+    leaked tracers. Why: docs/decisions/devices.md#leaked-tracers
     """
     try:
         yield

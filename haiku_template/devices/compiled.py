@@ -35,6 +35,7 @@ MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 # and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
+# Why: docs/decisions/cluster.md#buckets
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
 COPY = (
     "using it would be a copy that nobody asked for; give it with devices.replicate or "
@@ -224,13 +225,14 @@ def over_devices(
     `jax.shard_map`, which is what `jax.pmap` is. Results are the same on all devices,
     or, if they are to be `joined`, arrays [B, ...] of their shares.
     """
-    if devices.axis_name is None:
+    if devices.axis_name is None:  # Why: docs/decisions/devices.md#switch
         return fn
     if devices.processes.count > 1:
         return _shard_mapped(fn, mesh_devices, joined)
     return _pmapped(fn, devices.axis_name, mesh_devices, joined)
 
 
+# Why: docs/decisions/devices.md#device-axis
 def _pmapped(
     fn: Callable[..., Any],
     axis_name: str,
@@ -242,7 +244,9 @@ def _pmapped(
             fn,
             axis_name,
             in_axes=(*(None,) * (len(args) - 1), 0),
-            out_axes=0 if joined else None,
+            out_axes=0
+            if joined
+            else None,  # Why: docs/decisions/devices.md#device-axis
             devices=mesh_devices,
         )(*args)
         if not joined:
@@ -356,5 +360,5 @@ def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., An
     """Binds the mesh axis in `fn`, with one device in it."""
     if axis_name is None:
         return fn
-    # An axis of size one: averages over it are the identity.
+    # Averages are the identity. Why: docs/decisions/devices.md#init-axis
     return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1)

@@ -14,7 +14,7 @@ from haiku_template.params import flatten, matching
 AXIS_NAME = "data"
 
 
-class Layout(NamedTuple):
+class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
     """Rules that map the leaves of a state to shardings on the devices of a mesh.
 
     A rule is a shell pattern of paths, `opt_state/*`, and the mesh axis to shard along,

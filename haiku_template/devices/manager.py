@@ -13,7 +13,7 @@ from haiku_template.devices.layout import Layout, sharding_on
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
-# For programs that run once, on CPUs: a fraction of the time, the same values.
+# For programs that run once, on CPUs. Why: docs/decisions/devices.md#compile-once
 COMPILE_ONCE = {"xla_backend_optimization_level": 1}
 
 
@@ -80,8 +80,8 @@ class DeviceManager(NamedTuple):
     @property
     def steps_in_flight(self) -> int:
         """Number of dispatched steps that may be unfinished at once."""
-        # Simulated devices share the host's cores: with more device threads than cores
-        # waiting in collectives of different steps, all of them wait for ever.
+        # Simulated devices, which share the host's cores, would wait for each other.
+        # Why: docs/decisions/devices.md#steps-in-flight
         return 1 if self.platform == "cpu" and self.num_devices > 1 else 4
 
     @property

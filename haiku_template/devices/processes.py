@@ -74,7 +74,7 @@ class Processes(NamedTuple):
           ConfigError: or another `error`; names what differs, in which process, and
             both values.
         """
-        if self.count > 1:
+        if self.count > 1:  # Why: docs/decisions/cluster.md#comparison
             _check_same(gather(facts), error, advice)
 
 

@@ -122,7 +122,7 @@ def parse(
 
 def backend_started() -> bool:
     """True if a JAX backend exists already, so that options come too late."""
-    # JAX has no public question for this; this option is the one it refuses late.
+    # JAX refuses this option late. Why: docs/decisions/devices.md#backend-started
     count = jax.config.jax_num_cpu_devices
     try:
         jax.config.update("jax_num_cpu_devices", 1 if count != 1 else 2)

@@ -121,7 +121,7 @@ def device_put_batch(
 
 def _device_put_blocks(batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     n = len(devices)
-    if n == 1:  # A fifth of the time that joining takes.
+    if n == 1:  # Why: docs/decisions/cluster.md#one-device
         return jax.device_put(by_device(batch, n), sharding_on(devices))
     blocks = [jax.tree.map(lambda x, i=i: np.split(x, n)[i], batch) for i in range(n)]
     return device_put_sharded(blocks, devices)
@@ -148,6 +148,7 @@ def own_part(tree: Any) -> Any:
     return jax.tree.map(local, tree)
 
 
+# Why: docs/decisions/cluster.md#spanning-arrays
 def _spanning(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """Makes arrays on a sharding's devices of this process's shards of others."""
 
@@ -253,7 +254,7 @@ def pad_rows(batch: Any, size: int) -> Any:
     return jax.tree.map(longer, batch)
 
 
-def fitting(tree: Any) -> Any:
+def fitting(tree: Any) -> Any:  # Why: docs/decisions/devices.md#host-values
     """Casts NumPy leaves to JAX's dtypes; `PlacementError` if a value does not fit.
 
     JAX would cut off its high bits, or make it infinite, in silence.
@@ -364,7 +365,7 @@ def canonical_shapes(
     return jax.tree_util.tree_map_with_path(canonical_shape, tree)
 
 
-class Ledger:
+class Ledger:  # Why: docs/decisions/devices.md#ledger
     """Ledger: adds up amounts by name, from any thread.
 
     * `bytes_to_devices`, `bytes_from_devices`: of explicit copies; replicating an array

@@ -72,7 +72,7 @@ def read_facts(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def load_adapters(
+def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
     file: str | Path,
     skeleton: hk.Params,
     frozen: hk.Params,

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 A, B = "_lora_a", "_lora_b"  # Behind the name of W.
+# Why: docs/decisions/finetuning.md#lora-axes
 KINDS = ("each", "in", "out")  # Of axes.
 MATRIX = "in out"
 CONVOLUTIONS = (hk.ConvND, hk.ConvNDTranspose, hk.DepthwiseConv1D)
@@ -72,6 +73,7 @@ def adapt(
             mask = jax.random.bernoulli(jax.random.fold_in(rng, i), keep, rows)
             a = jnp.where(mask, a / keep, 0)
         # The LoRA scale belongs to the thin factor, where it costs least.
+        # Why: docs/decisions/finetuning.md#lora
         change = a @ (lora.alpha / lora.rank * b)
         if path in axes:  # Any but plain matrices.
             order, shape = sum(_order(axes[path]), ()), adapted[path].shape

@@ -65,7 +65,7 @@ def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning
     return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
 
 
-class Plan(NamedTuple):
+class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     """Split of one model's parameters by path, made by `make_plan`.
 
     The default is that of a model whose parameters all train.

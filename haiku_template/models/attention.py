@@ -23,6 +23,7 @@ HEAD_MULTIPLE = 8
 LARGEST_HEADS = {(9, 0): 256, LEAST_CAPABILITY: 128}  # From this capability on.
 # With a bias some versions give NaN gradients where 64 tokens fill half of a tile.
 SEGMENTS_MULTIPLE = 128
+# Why: docs/decisions/models.md#segments
 BLOCK, MOST_BLOCKS = 128, 8  # Queries at a time, of segments computed by XLA.
 
 
@@ -43,6 +44,7 @@ class Hardware(NamedTuple):
     def current(cls) -> "Hardware":
         """Hardware compiled for: that of `for_devices`, or JAX's first device."""
         devices = _COMPILED_FOR.get(())
+        # Why: docs/decisions/house.md#default-device
         return ANY if devices is None else cls.of(devices or jax.devices()[:1])
 
 

@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     optional: bool = False  # A model without such a parameter skips the tensor.
 
 
-class Family(Protocol):
+class Family(Protocol):  # Why: docs/decisions/house.md#family
     """Family of a model function, its `.family`, such as one of `haiku_text`'s."""
 
     rules: tuple[Rule, ...]  # Of names in files that are not Haiku's.

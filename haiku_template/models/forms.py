@@ -42,6 +42,7 @@ def with_inputs(batch: Any, inputs: Any, whole_batch: bool = False) -> Any:
     return batch | {"inputs": inputs} if _takes_inputs(batch, whole_batch) else inputs
 
 
+# Why: docs/decisions/models.md#inputs
 def _takes_inputs(batch: Any, whole_batch: bool) -> bool:
     is_named = isinstance(batch, dict) and "inputs" in batch
     return is_named and (not whole_batch or len(batch) == 1 or "labels" in batch)
@@ -96,7 +97,7 @@ def _is_one(rng: jax.Array) -> bool:
     return rng.ndim == (0 if is_new else 1)  # jax.random.PRNGKey's has two numbers.
 
 
-class PerExample(hk.TransformedWithState):
+class PerExample(hk.TransformedWithState):  # Why: docs/decisions/models.md#per-example
     """A model of one example, mapped over a batch, in the form of `with_state`.
 
     Its `apply` splits one rng for the examples of a batch, or takes one for each.

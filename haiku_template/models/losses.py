@@ -84,7 +84,7 @@ def confusion(
     It counts logits [B, K] and labels [B], from 0 on, where `mask` is True; none if
     K > 1,000.
     """
-    size = logits.shape[-1]
+    size = logits.shape[-1]  # Why: docs/decisions/training.md#confusion
     if size > MANY_CLASSES:
         return {}
     places = batch["labels"], jnp.argmax(logits, axis=-1)

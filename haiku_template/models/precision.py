@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import jmp
+import jmp  # Why: docs/decisions/dependencies.md#jmp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import is_lazy
@@ -79,8 +79,7 @@ class Precision(NamedTuple):
     def norms_in_float32(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which normalization layers compute in float32.
 
-        `hk.mixed_precision.set_policy` would change the layer classes for the whole
-        process.
+        Why: docs/decisions/training.md#precision
         """
         if self.policy.compute_dtype == jnp.float32:
             return contextlib.nullcontext()

@@ -131,7 +131,8 @@ def _check_fits(pattern: str, names: Collection[str]) -> None:
 def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Calls a module inside `hk.remat`, which gives arrays alone.
 
-    What the module takes it closes over: of copies JAX sorts the dictionaries.
+    Arguments are closed over, since JAX sorts the dictionaries of copies. Why:
+    docs/decisions/models.md#rematerialization
     """
     traced: list[Any] = []
 

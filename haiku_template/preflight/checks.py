@@ -107,11 +107,12 @@ def _norms_alone(
             alone.append(f"{type(module).__name__} {module.module_name}")
         return call(*args, **kwargs)
 
-    with hk.intercept_methods(look):
+    with hk.intercept_methods(look):  # Why: docs/decisions/training.md#norms
         devices.abstract(function, *args)
     return alone
 
 
+# Why: docs/decisions/training.md#traced-evaluation
 def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
     """Traces the evaluation; its metrics must have `best_metric`, and early stopping's.
 

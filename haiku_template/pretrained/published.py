@@ -24,7 +24,7 @@ from haiku_template.pretrained.tensors import Tensor, convert_command, read_head
 logger = logging.getLogger(__name__)
 
 BESIDE = "state.safetensors"  # Network state, beside the parameters' file.
-MARK = "state:"
+MARK = "state:"  # Why: docs/decisions/finetuning.md#slashes
 SHOWN = 8  # Names in a sentence.
 # Keys of parameters, and of the network state beside them, as files have them.
 SECTIONS = {"params": ("state", "net_state", "hk_state", "haiku_state"), "0": ("1",)}

@@ -20,6 +20,7 @@ from haiku_template.pretrained.tensors import FLOATS, Tensor
 # Pairs of names that are compared for the nearest, in all, at up to a millisecond each.
 GUESSES = 5000
 # Views of a parameter with the axes of the file's tensor, to read into and to write.
+# Why: docs/decisions/finetuning.md#rename-tables
 TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": np.asarray,
     "transpose": np.transpose,

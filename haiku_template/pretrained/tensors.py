@@ -23,6 +23,7 @@ PUBLISHED = (".npz", ".npy", ".joblib", ".pickle", ".pkl")
 MAGIC = {b"PK\3\4": ".npz", b"\x93NUM": ".npy", b"\x80": ".pickle"}
 MAGIC |= dict.fromkeys((b"\x78", b"\x1f\x8b", b"BZh", b"\xfd7zXZ"), ".joblib")
 MOST_INDEX = 2**27  # Bytes of an index, of the largest models.
+# Why: docs/decisions/finetuning.md#pieces
 PIECE = 2**22  # Bytes read at a time, unless one row of a tensor has more.
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 DTYPES: dict[str, Any] = FLOATS | {"BOOL": np.bool_}

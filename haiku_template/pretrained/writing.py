@@ -51,7 +51,7 @@ def new_file(file: Path) -> Iterator[Path]:
             partial = Path(folder) / file.name
             with signals.called(lambda *_: shutil.rmtree(folder)):
                 yield partial
-                partial.rename(file)
+                partial.rename(file)  # Why: docs/decisions/finetuning.md#folders
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} cannot be written: {error}") from error
 

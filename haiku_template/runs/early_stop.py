@@ -15,6 +15,7 @@ def early_stop(
     as `eval/loss`); `mode` is `min` or `max`.
     """
 
+    # Why: docs/decisions/training.md#early-stopping
     def stops(rows: list[dict[str, Any]]) -> bool:
         names = dict.fromkeys(name for row in rows for name in row)
         if any(name.startswith("eval/") for name in names):

@@ -146,7 +146,7 @@ class Guards:
         self._norms.look()
         return values
 
-    def _count_skipped(self) -> None:
+    def _count_skipped(self) -> None:  # Why: docs/decisions/training.md#skipped-steps
         for step, scalars in self._unchecked:
             if step <= self._counted:
                 continue
@@ -168,6 +168,7 @@ class Guards:
             fault = f"the evaluation's loss after step {step} is infinite or NaN"
             raise non_finite(fault, self._latest(), EVALUATION)
 
+    # Why: docs/decisions/training.md#checked-state
     def before_save(self, step: int, scalars: Any, state: Any) -> None:
         """Asserts that scalars and the whole state are finite, and replicas equal.
 

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Beyond it a square, as in Adam's second moment, overflows float32.
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
-FACTOR = 100.0  # Of a usual norm, or a usual value.
+# Of a usual norm, or value. Why: docs/decisions/training.md#outliers
+FACTOR = 100.0
 GROUP = 16  # Steps of which a median is taken.
 PENDING = 256  # Norms that stay on their devices, unread.
 

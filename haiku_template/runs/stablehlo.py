@@ -22,7 +22,7 @@ from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
 
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = ("cpu", "cuda")  # Why: docs/decisions/finetuning.md#lowered
 MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
 
 

@@ -26,6 +26,7 @@ def _leave_to_the_run() -> None:
             signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
 
 
+# Why: docs/decisions/storage.md#forks
 os.register_at_fork(after_in_child=_leave_to_the_run)
 
 

@@ -1,4 +1,4 @@
-"""Verification: the first loss or outputs of a run beside a function of others."""
+"""Verification: a run's first loss or outputs beside a publisher's."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -77,8 +77,10 @@ class Checkpoints:
             (self._sign * values.get(self._metric, math.nan), step)
             for step, values in metrics.items()
         ]
+        # Why: docs/decisions/storage.md#ties
         return [step for rank, step in sorted(x for x in ranks if math.isfinite(x[0]))]
 
+    # Why: docs/decisions/storage.md#steps
     def preserved(self, metrics: dict[int, dict[str, float]]) -> set[int]:
         """Steps that stay on disk, of those with these metrics: newest and best."""
         newest = sorted(metrics, reverse=True)[: self._keep_last]
@@ -241,6 +243,7 @@ class Checkpoints:
             listing = self._checkpointer.metadata(self.directory / str(step))
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
+        # Why: docs/decisions/storage.md#damaged-bits
         ids = listing.custom_metadata or {}
         is_of_run = self._run in (None, ids.get("run"))
         if not is_of_run or ids.get("step") != step:
@@ -328,7 +331,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     index = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=index,
-        active_processes={index},
+        active_processes={index},  # Why: docs/decisions/cluster.md#orbax
         barrier_sync_key_prefix=f"process_{index}",
     )
 
@@ -393,7 +396,7 @@ def _remove_unfinished(directory: Path) -> None:
             _move_away(folder)
 
 
-def _move_away(folder: Path) -> None:
+def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-file
     """Renames a folder that would be in the way of the same step's save."""
     away = folder.with_name(f"{folder.name}.incomplete.{time.time_ns()}")
     folder.rename(away)

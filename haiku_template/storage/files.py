@@ -1,4 +1,7 @@
-"""Dispensable files: no error in writing them ends or blocks the run."""
+"""Dispensable files: no error in writing them ends or blocks the run.
+
+Why: docs/decisions/storage.md#notes
+"""
 
 import contextlib
 import io
@@ -24,7 +27,7 @@ def dispensable(target: str | Path) -> Iterator[None]:
 def appended(path: Path) -> BinaryIO:
     """Opens a file of the run to append to; raises `OSError` for a link or a device.
 
-    Others may have made a workdir: what is written goes nowhere else.
+    Why: docs/decisions/storage.md#links
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

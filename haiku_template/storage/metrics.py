@@ -29,7 +29,7 @@ for _ in range(8):
     CRC_TABLE = [crc >> 1 ^ (crc & 1) * 0x82F63B78 for crc in CRC_TABLE]
 
 
-class MetricsWriter:
+class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     """Writes metrics.jsonl and TensorBoard events; called with a step and its metrics.
 
     A run that resumes from step `start` (0 for a new one) removes the lines after it,
@@ -63,6 +63,7 @@ class MetricsWriter:
             note.close()
 
 
+# Why: docs/decisions/dependencies.md#tensorboard
 def event(field: int, contents: bytes, step: int = 0) -> bytes:
     """Encodes an `Event` as a record of a TFRecord file: length, data, checksums."""
     data = _number(WALL_TIME, DOUBLE) + struct.pack("<d", time.time())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
+import tensorstore  # Why: docs/decisions/finetuning.md#orbax-leaves
 
 from haiku_template.bounded import read_json
 from haiku_template.errors import ConfigError
@@ -111,7 +111,7 @@ def _read(
         array = tensorstore.open(kind | {"kvstore": store}, read=True).result()
         if array.shape != leaf.shape:
             raise ValueError(f"{leaf.name} has shape {list(array.shape)}")
-        # TensorStore makes room for a chunk first, and ends the process without.
+        # TensorStore ends the process: docs/decisions/storage.md#orbax-trees
         numbers = math.prod(array.chunk_layout.write_chunk.shape or ())
         if numbers > 2 * math.prod(leaf.shape) + PADDED:
             raise ValueError(

@@ -32,6 +32,7 @@ PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN = ".lock", "run.json"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
 ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
+# Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 MOST_METRICS = 2**29  # Bytes.
 PROCESSES, PROGRAM = "processes", "program.json"
@@ -176,7 +177,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def run_id(workdir: Path) -> str | None:
+def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-id
     """Id of the run, which its checkpoints carry; None if there is no run.json."""
     return read_json(workdir / RUN).get("id")
 
@@ -272,7 +273,7 @@ def locked(workdir: Path) -> Iterator[None]:
         yield
 
 
-def is_locked(workdir: Path) -> bool:
+def is_locked(workdir: Path) -> bool:  # Why: docs/decisions/storage.md#shared-lock
     """True if a run is writing to `workdir`, as far as its file system can tell."""
     try:
         with bounded.opened(workdir / LOCK) as file:
@@ -282,7 +283,7 @@ def is_locked(workdir: Path) -> bool:
     return False
 
 
-def _lock(file: IO) -> bool:
+def _lock(file: IO) -> bool:  # Why: docs/decisions/storage.md#lock
     """Takes the lock, or returns False if another run has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -170,6 +170,7 @@ class Experiment:
         """Config of `from_config`; {} once a script has replaced a part."""
         config, original = self.described or ({}, self)
         names = {field.name for field in dataclasses.fields(self)} - PLACED
+        # Why: docs/decisions/models.md#replaced-parts
         same = all(getattr(self, x) is getattr(original, x) for x in names)
         return config if same else {}
 

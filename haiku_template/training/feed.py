@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 
 
-class StagedBatch(NamedTuple):
+class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
     """Row numbers of a batch, and the staged training set to gather them from."""
 
     arrays: dict[str, jax.Array]

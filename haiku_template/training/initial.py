@@ -246,7 +246,7 @@ def dependents(
 
     These may be too many, as all results of `hk.cond` are among them.
     """
-    fn = with_axis(fn, axis_name)
+    fn = with_axis(fn, axis_name)  # Why: docs/decisions/training.md#first-batch
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(inputs)
     # An equation without results, such as a callback that prints, makes no leaf.
     equations = [x for x in program.jaxpr.eqns if x.outvars]

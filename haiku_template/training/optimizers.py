@@ -17,7 +17,7 @@ from haiku_template.registry import resolve
 logger = logging.getLogger(__name__)
 
 Schedule = Callable[[Any], Any]
-NOT_DECAYED = ("b", "offset", "scale")
+NOT_DECAYED = ("b", "offset", "scale")  # Why: docs/decisions/training.md#weight-decay
 # Keys of `config.optimizer` beside an optimizer's own.
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
@@ -172,7 +172,7 @@ def _usable() -> list[str]:
 
 def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
     """Error of making and updating an optimizer, by tracing it; "" for none."""
-    shapes = {"w": (2, 2), "b": (2,)}
+    shapes = {"w": (2, 2), "b": (2,)}  # Why: docs/decisions/training.md#optimizer-names
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -189,6 +189,7 @@ def own_averages(opt_state: Any, params: Any) -> Any:
 
     Its gradients are taken at other points, and only the averages are the model.
     """
+    # Why: docs/decisions/training.md#schedule-free
     kind = optax.contrib.ScheduleFreeState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
     state = next((x for x in nodes if isinstance(x, kind)), None)
@@ -227,7 +228,7 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
     """Optimizers of optax and optax.contrib by name."""
     return {
         name: function
-        for module in (optax.contrib, optax)
+        for module in (optax.contrib, optax)  # Why: docs/decisions/house.md#optimizers
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if not name.startswith(("_", "scale_by_"))
         and "learning_rate" in inspect.signature(function).parameters

@@ -33,7 +33,7 @@ class Seeds(NamedTuple):
 
 def split_seed(seed: int) -> Seeds:
     """Splits a seed by use, so that no two uses ever draw from the same key."""
-    key = jax.random.key(seed)
+    key = jax.random.key(seed)  # Why: docs/decisions/training.md#seed
     # Haiku splits `key` itself, as if by `fold_in` of 0, 1, ...: no small numbers here.
     uses = (jax.random.fold_in(key, 0xA0000000 + n) for n in range(3))
     return Seeds(key, *uses)
@@ -56,11 +56,12 @@ class TrainState(NamedTuple):
     # Why: docs/decisions/training.md#loss-scale
     loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
+    # Why: docs/decisions/house.md#frozen-argument
     def without_frozen(self) -> "TrainState":
         """Drops the frozen parameters, a separate argument of a compiled step."""
         return self._replace(frozen={})
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:  # Why: docs/decisions/house.md#saved-fields
         """Fields of a checkpoint by name."""
         return {name: x for name, x in self._asdict().items() if name != "frozen"}
 
@@ -73,7 +74,7 @@ class TrainState(NamedTuple):
         return self.averaged(), self.net_state, self.step
 
 
-class Recipe(NamedTuple):
+class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     """Parts of an experiment that its first state and its steps are made of."""
 
     # `apply(params, net_state, rng, inputs, is_training)`; None without a model.

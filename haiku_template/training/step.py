@@ -170,6 +170,7 @@ def _loss(
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
     """PRNG key of the seed, the step and the device."""
+    # Why: docs/decisions/training.md#rng
     rng = jax.random.fold_in(split_seed(recipe.seed).steps, step)
     axis_name = recipe.axis_name
     device = 0 if axis_name is None else jax.lax.axis_index(axis_name)

@@ -147,6 +147,7 @@ def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> No
     """Raises `ConfigError` for a value that is not of examples, tokens or the batch."""
     # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean, also
     # where inputs are B wide.
+    # Why: docs/decisions/house.md#task-values
     is_square = len(shape) > 1 and shape[1] == rows
     of_batch = _shapes(_beside_inputs(batch) if is_square else batch)
     if not is_square:

@@ -255,7 +255,7 @@ class Trainer:
         shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
         return self._eval_step.trace(state.variables(), state.frozen, shapes).lower()
 
-    def compile(self) -> None:
+    def compile(self) -> None:  # Why: docs/decisions/training.md#memory-budget
         """Compiles the train step for each shape of batches, ahead of the steps."""
         for batch in self.feed.host_shapes():
             self.lower(batch).compile()

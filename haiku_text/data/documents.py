@@ -161,6 +161,7 @@ def hold_out(
 
 def rank(name: bytes) -> float:
     """Hashes a name to [0, 1); those below a fraction are held out."""
+    # Why: docs/decisions/data.md#held-out
     return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
 
 

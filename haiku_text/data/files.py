@@ -78,7 +78,7 @@ def _map(file: Path, dtype: np.dtype, offset: int, size: int, random: bool) -> S
     with file.open("rb") as f:
         mapping = mmap.mmap(f.fileno(), length, access=mmap.ACCESS_READ)
     if random:
-        mapping.madvise(mmap.MADV_RANDOM)
+        mapping.madvise(mmap.MADV_RANDOM)  # Why: docs/decisions/data.md#mapped-files
     # A plain array: slicing numpy.memmap itself is several times slower.
     tokens = np.frombuffer(mapping, dtype, size, offset)
     return Shard(tokens, str(file), mapping=mapping, offset=offset)

@@ -12,6 +12,7 @@ from haiku_template.data.dataset import Batch, BatchSpec, epochs
 from haiku_text.data.texts import Completions
 
 
+# Why: docs/decisions/data.md#packing
 def pack(sizes: np.ndarray, context: int) -> np.ndarray:
     """Packs by first fit, the longest first: the window of each example, int64 [N].
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Why: docs/decisions/data.md#feistel
 ROUNDS = 8  # Four of them already mix both halves; the rest is cheap.
 
 

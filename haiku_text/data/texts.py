@@ -51,7 +51,7 @@ def text_lengths(mask: np.ndarray) -> np.ndarray:
     return lengths
 
 
-def with_lengths(inputs: Batch) -> Batch:
+def with_lengths(inputs: Batch) -> Batch:  # Why: docs/decisions/models.md#lengths
     """Adds `lengths`, int32 [B], to the inputs of `Texts`; on the device."""
     return {**inputs, "lengths": inputs["mask"].sum(axis=1)}
 

@@ -96,6 +96,7 @@ def make_generate(
     empty or has a token that the model has not.
     """
     _check(sampling, model.vocabulary)
+    # Why: docs/decisions/generation.md#one-forward
     prefill, decode = make_steps(model.model, model.precision, sampling)
     prefill = devices.compile(prefill, donate_argnums=())
     decode = devices.compile(decode)

@@ -26,7 +26,7 @@ def feed_forward(
     """MLP with GELU, exact or in its tanh form: [B, T, D] to the same."""
     with hk.name_scope("mlp"):
         gelu = functools.partial(jax.nn.gelu, approximate=approximate)
-        # Its tanh is not kept for the backward pass: a fifth of a block's activations.
+        # Its inner values are computed again. Why: docs/decisions/models.md#gelu
         y = jax.checkpoint(gelu)(linear(hidden, "up")(x))
         return linear(x.shape[-1], "down", w_init)(y)
 
@@ -45,7 +45,7 @@ def table(rows: int, width: int, name: str) -> jax.Array:
 def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows [B, T, D] of an embedding table; NaN for a row that it does not have.
 
-    Looked up in float32, so that gradients of the same row add up in it.
+    Gradients of a row add up in float32. Why: docs/decisions/models.md#embeddings
     """
     rows = jnp.take(embeddings.astype(jnp.float32), ids, axis=0, mode="fill")
     return rows.astype(embeddings.dtype)
@@ -58,8 +58,8 @@ def repeat(positions: jax.Array, size: int) -> jax.Array:
 
 
 def _repeat_backward(size: int, _: None, grads: jax.Array) -> tuple[jax.Array]:
-    # For a sum over 32 examples or more, XLA would keep all activations on GPUs with
-    # the batch last, and transpose them before and after each product.
+    # XLA would have the batch last in all activations on GPUs, and transpose them for
+    # each product. Why: docs/decisions/models.md#positions
     rows = with_layout_constraint(grads, Layout((0, 1, 2)))
     return (jnp.sum(rows, axis=0),)
 

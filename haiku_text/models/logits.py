@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from haiku_template.models.losses import cross_entropy
 
+# Why: docs/decisions/models.md#tiles
 TILE = 8192  # Tokens of a tile, or more: of fewer a GPU multiplies slowly.
 COLUMNS = 128  # Of logits, for the same reason: a multiple, if the vocabulary is LARGE.
 LARGE = 1024
@@ -72,7 +73,7 @@ def _product(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
 def _backward(
     factors: tuple[jax.Array, jax.Array], grads: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # JAX's own rule would multiply in float32, because the logits' gradients are.
+    # JAX's own rule multiplies in float32. Why: docs/decisions/models.md#lazy-logits
     hidden, embedding = factors
     grads = grads.astype(hidden.dtype)
     for_hidden = _einsum("btv,vd->btd", grads, embedding)

@@ -8,7 +8,7 @@ Versions are those of the repositories' tags; a test holds the rest against JAX.
 
 from typing import NamedTuple
 
-NAMES = """
+NAMES = """  # Why: docs/decisions/doctor.md#removed-names
 0.6.0 jax: tree_map = jax.tree.map
 0.6.0 jax: tree_flatten = jax.tree.flatten
 0.6.0 jax: tree_leaves = jax.tree.leaves
