@@ -1,7 +1,4 @@
-"""Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name.
-
-Why: docs/decisions/house.md#paths
-"""
+"""Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -11,7 +8,7 @@ import haiku as hk
 import jax
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:  # Why: docs/decisions/house.md#paths
     """Leaves of any tree by path, in simple form: `mlp/w`."""
     return leaves_by_path(tree, simple=True, separator="/")
 

@@ -232,8 +232,7 @@ def over_devices(
     return _pmapped(fn, devices.axis_name, mesh_devices, joined)
 
 
-# Why: docs/decisions/devices.md#device-axis
-def _pmapped(
+def _pmapped(  # Why: docs/decisions/devices.md#device-axis
     fn: Callable[..., Any],
     axis_name: str,
     mesh_devices: Sequence[jax.Device],
@@ -244,9 +243,7 @@ def _pmapped(
             fn,
             axis_name,
             in_axes=(*(None,) * (len(args) - 1), 0),
-            out_axes=0
-            if joined
-            else None,  # Why: docs/decisions/devices.md#device-axis
+            out_axes=0 if joined else None,
             devices=mesh_devices,
         )(*args)
         if not joined:

@@ -1,7 +1,4 @@
-"""Dispensable files: no error in writing them ends or blocks the run.
-
-Why: docs/decisions/storage.md#notes
-"""
+"""Dispensable files: no error in writing them ends or blocks the run."""
 
 import contextlib
 import io
@@ -37,7 +34,7 @@ def appended(path: Path) -> BinaryIO:
     raise OSError(f"{path} is no regular file")
 
 
-class Note:
+class Note:  # Why: docs/decisions/storage.md#notes
     """A file to append to, text or bytes: only its first error is a warning.
 
     Data that could not be written waits in the file's buffer while there is room, so
