@@ -73,12 +73,6 @@ for _name in SECONDS:  # Others would end a run that is well.
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
-TRAINING_TEXTS = {
-    "target": "With --dry_run, compile for GPUs you do not have: h100x8; list names "
-    "them.",
-    "device_memory_limit": "Limit for each device, such as 24GiB; by default JAX's.",
-    "profile": "START:STOP: trace the steps after START, up to STOP, and sum up.",
-}
 signals.when_ended(lambda *_: jax_doctor.end_children())
 
 
@@ -189,16 +183,6 @@ def run_flags(required: bool = True) -> None:
         [],
         "PATHS or MODULES whose code the run's config may name, beside this folder.",
     )
-
-
-def training_flags() -> None:
-    """Defines --workdir, and what else a run can be told beside its config."""
-    flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
-    flags.DEFINE_bool(
-        "dry_run", False, "Print what the run needs of each device, and stop."
-    )
-    for name, purpose in TRAINING_TEXTS.items():
-        flags.DEFINE_string(name, None, purpose)
 
 
 def need(*names: str) -> None:

@@ -27,7 +27,23 @@ config_flags.DEFINE_config_file(
     accept_new_attributes=True,
     lock_config=False,
 )
-cli.training_flags()
+flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
+flags.DEFINE_bool(
+    "dry_run", False, "Print what the run needs of each device, and stop."
+)
+flags.DEFINE_string(
+    "target",
+    None,
+    "With --dry_run, compile for GPUs you do not have: h100x8; list names them.",
+)
+flags.DEFINE_string(
+    "device_memory_limit",
+    None,
+    "Limit for each device, such as 24GiB; by default JAX's.",
+)
+flags.DEFINE_string(
+    "profile", None, "START:STOP: trace the steps after START, up to STOP, and sum up."
+)
 flags.adopt_module_key_flags(cli)
 
 

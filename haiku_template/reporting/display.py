@@ -166,25 +166,20 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def first_lines(
-    devices: DeviceManager,
-    params: hk.Params,
-    frozen: hk.Params,
-    batch_size: int,
-    placement: str,
-    workdir: Path,
-    start: int,
-) -> list[Any]:
+def first_lines(trainer: Any, state: Any, workdir: Path, start: int) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
+    devices, feed = trainer.devices, trainer.feed
     resumed = f", resumed at step {start}" if start else ""
-    share = batch_size // devices.num_devices
+    from_batch = () if start else trainer.initializer.from_batch
+    share = feed.batch_size // devices.num_devices
     return [
         f"devices   {devices.describe()}",
-        parameter_tables(params),
-        *([frozen_table(params, frozen)] if frozen else []),
-        f"batch     {batch_size} examples, {share} on each device",
-        f"data      {placement}",
+        parameter_tables(state.params),
+        *([frozen_table(state.params, state.frozen)] if state.frozen else []),
+        f"batch     {feed.batch_size} examples, {share} on each device",
+        f"data      {feed.placement}",
         f"workdir   {workdir}{resumed}",
+        *([from_batch_line(from_batch)] if from_batch else []),
     ]
 
 

@@ -17,7 +17,6 @@ from haiku_template.reporting import (
     Report,
     Writer,
     first_lines,
-    from_batch_line,
     matmul_peak,
 )
 from haiku_template.runs.guards import Guards
@@ -129,8 +128,8 @@ def train(
         start, state = restored_or_first(trainer, checkpoints, num_steps)
         if start:
             workdirs.update_config(directory, config)
-        _print_start(report, trainer, state, directory, start)
-        report.print(budget.table())
+        lines = first_lines(trainer, state, directory, start)
+        report.print(*lines, budget.table())
         trainer.compile()
         data = trainer.experiment.data
         guards = Guards(devices, data.train, state, lambda: checkpoints.latest)
@@ -168,25 +167,6 @@ def _make_report(
         dtype = trainer.recipe.precision.policy.compute_dtype
         report.peak = matmul_peak(trainer.devices, dtype, budget.matmul)
     return report
-
-
-def _print_start(
-    report: Report, trainer: Trainer, state: TrainState, workdir: Path, start: int
-) -> None:
-    """Prints what a run begins with: devices, parameters, data."""
-    feed, from_batch = trainer.feed, trainer.initializer.from_batch
-    lines = first_lines(
-        trainer.devices,
-        state.params,
-        state.frozen,
-        feed.batch_size,
-        feed.placement,
-        workdir,
-        start,
-    )
-    report.print(*lines)
-    if from_batch and not start:
-        report.print(from_batch_line(from_batch))
 
 
 class _Run(NamedTuple):

@@ -1,7 +1,6 @@
 """First states: of parameters that are read, or from the seed, or the first batch."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,43 +53,34 @@ class Initializer:
         example: Any,
     ) -> None:
         self._experiment, self._devices, self._example = experiment, devices, example
-        self._params, self._net_state, self.from_batch = {}, {}, ()
-        self._model_init: Callable[..., Any] | None = None
         if experiment.init is None:
-            self._model_init, shapes, self.from_batch = trace_model_init(
+            self._first, shapes, self.from_batch = trace_model_init(
                 recipe, example, devices.axis_name
             )
-            shapes = Layout(devices.devices).place(shapes)
-            self._params, self._net_state = shapes["params"], shapes["net_state"]
+        else:
+            self._first = make_custom_init(recipe, experiment.init, example)
+            shapes, self.from_batch = dependents(
+                self._first, example, devices.axis_name
+            )
+        shapes = Layout(devices.devices).place(shapes)
+        self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
         if experiment.finetuning != tuning.Finetuning():
-            axes = tuning.convolutions(lambda: devices.abstract(self._model_init))
+            axes = tuning.convolutions(lambda: devices.abstract(self._first))
             plan = tuning.make_plan(experiment.finetuning, self._params, axes)
+        if experiment.init_from is not None:  # What is read is of no batch.
+            read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
+            self.from_batch = tuple(x for x in self.from_batch if x not in read)
         self.recipe = recipe._replace(plan=plan)
         self._init = self.function(devices.axis_name)
-        self.abstract = self._trace()
+        self.abstract = devices.abstract(self._init, {})
+        if plan.frozen:
+            frozen = devices.abstract(self._frozen_of_seed)
+            self.abstract = self.abstract._replace(frozen=frozen)
 
     def function(self, axis_name: str | None) -> Callable[..., TrainState]:
         """Makes the pure function of pretrained leaves to a first state."""
-        recipe = self.recipe._replace(axis_name=axis_name)
-        if self._experiment.init is None:
-            return make_init(recipe, self._model_init)
-        return make_custom_init(recipe, self._experiment.init, self._example)
-
-    def _trace(self) -> TrainState:
-        experiment, devices = self._experiment, self._devices
-        if experiment.init is not None:
-            init = functools.partial(self._init, {}, None)
-            shapes, self.from_batch = dependents(init, self._example, devices.axis_name)
-            return shapes
-        if experiment.init_from is not None:  # What is read is of no batch.
-            paths = flatten(self._params).keys() - self.recipe.plan.fresh
-            read = {f"params/{path}" for path in paths}
-            self.from_batch = tuple(x for x in self.from_batch if x not in read)
-        shapes = devices.abstract(self._init, {})
-        if self.recipe.plan.frozen:
-            return shapes._replace(frozen=devices.abstract(self._frozen_of_seed))
-        return shapes
+        return make_init(self.recipe._replace(axis_name=axis_name), self._first)
 
     def init(self, layout: Layout) -> TrainState:
         """Makes the train state before step 0 where a layout has it.
@@ -104,19 +94,15 @@ class Initializer:
         adapters = experiment.finetuning.adapters
         if experiment.init_from is not None or adapters is not None:
             leaves, net_state = self._pretrained(frozen)
-        inputs = [self._first_inputs()] if self.from_batch else []
-        state = self._devices.init(
-            self._init, leaves, net_state, *inputs, layout=layout
-        )
+        inputs = self._first_inputs() if self.from_batch else None
+        state = self._devices.init(self._init, leaves, net_state, inputs, layout=layout)
         return state._replace(frozen=frozen)
 
     def lower(self, layout: Layout) -> Any:
         """Lowers the function that makes the first state from the seed."""
-        if not self.from_batch:
-            return self._devices.lower_init(self._init, {}, layout=layout)
-        inputs = canonical_shapes(self._inputs(self._example), self._devices.replicated)
-        init = functools.partial(self._init, {}, None)
-        return self._devices.lower_init(init, inputs, layout=layout)
+        inputs = self._inputs(self._example) if self.from_batch else None
+        shapes = canonical_shapes(inputs, self._devices.replicated)
+        return self._devices.lower_init(self._init, {}, None, shapes, layout=layout)
 
     def _first_inputs(self) -> Any:
         """Puts what is needed of the first batch on the devices."""
@@ -146,9 +132,9 @@ class Initializer:
                 "frozen parameters were never trained: config.init_from is None, so "
                 "that they come from the seed"
             )
-            make = lambda *inputs: {"frozen": self._frozen_of_seed(*inputs)}  # noqa: E731
-            inputs = [self._first_inputs()] if self.from_batch else []
-            return self._devices.init(make, *inputs, layout=layout)["frozen"]
+            make = lambda inputs: {"frozen": self._frozen_of_seed(inputs)}  # noqa: E731
+            inputs = self._first_inputs() if self.from_batch else None
+            return self._devices.init(make, inputs, layout=layout)["frozen"]
         abstract = layout.place({"frozen": self.abstract.frozen})
         return self._devices.load(self._read_frozen, abstract, layout)["frozen"]
 
@@ -159,7 +145,7 @@ class Initializer:
         return {"frozen": unflatten(leaves)}
 
     def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
-        return self.recipe.plan.split(self._model_init(inputs)[0])[1]
+        return self.recipe.plan.split(self._first(inputs)["params"])[1]
 
     def _pretrained(self, frozen: hk.Params) -> tuple[dict[str, Any], Any]:
         """Reads pretrained trainable parameters, by path, and Haiku state."""
@@ -179,8 +165,8 @@ class Initializer:
 
 def make_model_init(
     recipe: Recipe, batch: Any, rows: int = 1
-) -> Callable[..., tuple[hk.Params, hk.State]]:
-    """Makes `init(inputs)`, which initializes a model's parameters and state.
+) -> Callable[..., dict[str, Any]]:
+    """Makes `init(inputs)`, which initializes a model's `params` and `net_state`.
 
     `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as are
     `inputs`; these are so many rows of zeros by default.
@@ -191,7 +177,7 @@ def make_model_init(
     inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
 
-    def init(example: Any = None) -> tuple[hk.Params, hk.State]:
+    def init(example: Any = None) -> dict[str, Any]:
         if inputs is batch and recipe.task.labels != "any":
             raise ConfigError(
                 f"the task takes inputs and labels ({recipe.task.labels}), and the "
@@ -203,11 +189,12 @@ def make_model_init(
         policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
         try:
             example = policy.cast_to_param(recipe.preprocess(example))
-            return recipe.model.init(rng, example, True)
+            params, net_state = recipe.model.init(rng, example, True)
         except Exception as error:
             kind = "whole batches" if inputs is batch else "inputs alone, of"
             error.add_note(f"The model was given {kind}: {names}.{_of_bytes(example)}")
             raise
+        return {"params": params, "net_state": net_state}
 
     return init
 
@@ -224,8 +211,7 @@ def trace_model_init(
     def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
         init = make_model_init(recipe, batch, rows)
         example = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), inputs)
-        by_field = lambda x: dict(zip(("params", "net_state"), init(x), strict=True))  # noqa: E731
-        return init, *dependents(by_field, example, axis_name)
+        return init, *dependents(init, example, axis_name)
 
     size = jax.tree.leaves(inputs)[0].shape[0]
     try:
@@ -272,35 +258,36 @@ def _of_bytes(inputs: Any) -> str:
     )
 
 
-def make_init(recipe: Recipe, model_init: Callable[..., Any]) -> Callable[..., Any]:
+def make_init(recipe: Recipe, first: Callable[..., Any]) -> Callable[..., TrainState]:
     """Makes `init(leaves, net_state, inputs)`: the state before step 0, without frozen.
 
-    `leaves` are pretrained parameters by path, {} without any; a `net_state` of None is
-    the model's own. `inputs` are those of `model_init`.
+    `first(inputs)` gives fields of it. `leaves` are pretrained parameters by path, {}
+    without any; a `net_state` of None is the model's own.
     """
 
     def init(
-        leaves: dict[str, jax.Array],
-        net_state: hk.State | None = None,
-        inputs: Any = None,
+        leaves: dict[str, jax.Array], net_state: Any = None, inputs: Any = None
     ) -> TrainState:
-        params, first = model_init(inputs)
+        fields = first(inputs)
         if recipe.plan.frozen:
-            params = recipe.plan.init_params(params, split_seed(recipe.seed).adapters)
-        params = unflatten(flatten(params) | leaves)
-        # Leaves that start fresh are not in what was read; a module's may be a tree.
-        leaves_of_state = flatten(first) | flatten(net_state or {})
-        structure = jax.tree.structure(first)
-        net_state = jax.tree.unflatten(structure, leaves_of_state.values())
-        return first_state(recipe, params=params, net_state=net_state)
+            rng = split_seed(recipe.seed).adapters
+            fields["params"] = recipe.plan.init_params(fields["params"], rng)
+        if leaves:
+            fields["params"] = unflatten(flatten(fields["params"]) | leaves)
+        if net_state is not None:
+            # Fresh leaves are not in what was read; a module's may be a tree.
+            of_state = flatten(fields["net_state"]) | flatten(net_state)
+            structure = jax.tree.structure(fields["net_state"])
+            fields["net_state"] = structure.unflatten(of_state.values())
+        return first_state(recipe, **fields)
 
     return init
 
 
 def make_custom_init(
     recipe: Recipe, init: Callable[..., Any], batch: Any
-) -> Callable[..., TrainState]:
-    """Makes the state before step 0 of a user's `init(rng, batch)`.
+) -> Callable[..., dict[str, Any]]:
+    """Makes the fields of a first state of a user's `init(rng, batch)`.
 
     `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
     or the first batch if what it returns depends on that.
@@ -309,8 +296,7 @@ def make_custom_init(
       ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
     """
 
-    def make(leaves: Any, net_state: Any = None, first: Any = None) -> TrainState:
-        del leaves, net_state  # Nothing is pretrained.
+    def make(first: Any = None) -> dict[str, Any]:
         if first is None:
             first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
         fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
@@ -320,7 +306,7 @@ def make_custom_init(
                 f"init returns {names}; it must return a dictionary of pytrees, params "
                 f"among them; possible are {', '.join(FIELDS)}"
             )
-        return first_state(recipe, **jax.tree.map(jnp.asarray, fields))
+        return jax.tree.map(jnp.asarray, fields)
 
     return make
 

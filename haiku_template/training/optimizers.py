@@ -51,7 +51,9 @@ def make_schedule(
         cut = max(num_steps - 1, 0)
         logger.warning(
             "warmup_steps=%s leaves nothing of num_steps=%s, and is cut to %s",
-            *(warmup_steps, num_steps, cut),
+            warmup_steps,
+            num_steps,
+            cut,
         )
         warmup_steps = cut
     make = resolve("optimizer.schedule", name, SCHEDULES)
@@ -129,8 +131,13 @@ def make_optimizer(
                 f"config.optimizer: {name} takes no {key}{near(key, [*names, *KEYS])}; "
                 f"besides {', '.join(KEYS)} it takes {', '.join(names)}"
             )
-    if name in _optimizers():
-        _check_usable(name, schedule, keys)
+    if name in _optimizers() and (reason := _obstacle(name, schedule, keys)):
+        raise ConfigError(
+            f"config.optimizer.name={name!r} of optax cannot be made of a learning-"
+            "rate schedule and the other keys, and updated by gradients and parameters "
+            f"alone ({reason}); possible are {', '.join(_usable())}, or "
+            "module:function, which makes one of yours"
+        )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
@@ -148,20 +155,6 @@ def make_optimizer(
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
-
-
-def _check_usable(name: str, schedule: Schedule, keys: dict[str, Any]) -> None:
-    """Raises `ConfigError` unless this optimizer of optax can be used by its name.
-
-    It is made of a schedule and keys, and updated by gradients and parameters alone.
-    """
-    if reason := _obstacle(name, schedule, keys):
-        raise ConfigError(
-            f"config.optimizer.name={name!r} of optax cannot be made of a learning-"
-            "rate schedule and the other keys, and updated by gradients and parameters "
-            f"alone ({reason}); possible are {', '.join(_usable())}, or "
-            "module:function, which makes one of yours"
-        )
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def _loss(
     """Computes the scaled loss, new net_state, scalars and a device's mean weight."""
     variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
     facts, new = forward(recipe, variables, frozen, batch, rngs, True)
-    net_state = in_dtypes_of(net_state, new)
+    net_state = new if new is net_state else in_dtypes_of(net_state, new)
     values, weights = example_values(recipe.task, **facts)
     if weights is None:
         scalars = {name: jnp.mean(value) for name, value in values.items()}
