@@ -3,7 +3,6 @@
 Shapes: B examples in one device's share of a batch.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +21,11 @@ from haiku_template.devices import (
     sum_over,
 )
 from haiku_template.errors import PlacementError
-from haiku_template.models import losses, plain_outputs
+from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
-from haiku_template.training.tasks import Task, example_values, weighted_sum
+from haiku_template.training.tasks import example_values, weighted_sum
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
@@ -88,12 +87,8 @@ def placed_inputs(
 
     `whole_batch` is a task's.
     """
-    first = 0
-    for index in range(dataset.num_batches):
-        batch = dataset.batch(index)
-        last = first + num_rows(batch)
-        yield inputs_of(batch, whole_batch), np.arange(first, last, dtype=np.int32)
-        first = last
+    for batch, places in _padded(dataset, 0):
+        yield inputs_of(batch, whole_batch), places
 
 
 def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
@@ -118,22 +113,6 @@ def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
             "example, [B]"
         )
     return 0
-
-
-def pads_rows(
-    devices: DeviceManager, task: Task, predict_step: Callable[..., Any], *args: Any
-) -> bool:
-    """Tests if rows of padding can be left out of the values of a task.
-
-    Not of a model's own loss of a whole batch. Why: docs/decisions/training.md#own-loss
-    `args` are the shapes of those of `predict_step`.
-    """
-    values = task.values
-    inner = values.func if isinstance(values, functools.partial) else values
-    if inner is not losses.own_loss:
-        return True
-    outputs = devices.abstract(predict_step, *args)
-    return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
 
 
 def summarize(

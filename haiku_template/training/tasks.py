@@ -47,6 +47,12 @@ class Task(NamedTuple):
     )
     whole_batch: bool = False  # The model has the loss: as `whole` of `inputs_of`.
 
+    @property
+    def function(self) -> Callable[..., Values]:
+        """Function of the values, without keywords that are bound to it."""
+        is_bound = isinstance(self.values, functools.partial)
+        return self.values.func if is_bound else self.values
+
     def __call__(self, outputs: Any, batch: Any, **options: Any) -> Values:
         """Computes the values of a batch; `options` are other facts or keywords."""
         arguments = {"outputs": outputs, "batch": batch}

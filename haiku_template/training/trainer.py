@@ -36,7 +36,6 @@ from haiku_template.training.evaluation import (
     make_predict_step,
     pad,
     padded_size,
-    pads_rows,
     placed_inputs,
     summarize,
 )
@@ -63,7 +62,6 @@ class Functions(NamedTuple):
     gradients: Callable[..., Any]
     update: Callable[[TrainState, Any], Any]
     eval_step: Callable[..., Any]
-    predict_step: Callable[..., Any]
 
     def step(self, state: TrainState, *frozen_and_batch: Any) -> Any:
         """Makes one update of a state; returns the new one and the scalars."""
@@ -119,7 +117,6 @@ class Trainer:
             gradients,
             update,
             make_eval_step(recipe, steps.forward),
-            make_predict_step(recipe, steps.forward),
         )
 
     @property
@@ -194,8 +191,12 @@ class Trainer:
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
-        functions = self.functions(self.devices.axis_name)
-        return self.devices.compile_per_example(functions.predict_step)
+        predict_step = self._predict_function(self.devices.axis_name)
+        return self.devices.compile_per_example(predict_step)
+
+    def _predict_function(self, axis_name: str | None = None) -> Callable[..., Any]:
+        recipe = self.recipe._replace(axis_name=axis_name)
+        return make_predict_step(recipe, self.experiment.steps.forward)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
@@ -222,12 +223,17 @@ class Trainer:
     @functools.cached_property
     def pads(self) -> bool:
         """False if a loss of the model's own is of a whole batch, padding included."""
+        is_own = self.recipe.task.function is losses.own_loss
+        return not is_own or self._gives_rows()
+
+    def _gives_rows(self) -> bool:
+        """Traces the model, and tests if all that it returns is of examples."""
         rows = jax.ShapeDtypeStruct((self.feed.batch_size,), np.int32)
-        variables, frozen = self.abstract.variables(), self.abstract.frozen
         batch = inputs_of(self.feed.example, self.recipe.task.whole_batch), rows
-        predict_step = self.functions().predict_step
-        task = self.recipe.task
-        return pads_rows(self.devices, task, predict_step, variables, frozen, batch)
+        variables, frozen = self.abstract.variables(), self.abstract.frozen
+        predict_step = self._predict_function()
+        outputs = self.devices.abstract(predict_step, variables, frozen, batch)
+        return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Merges adapters into the parameters, averaged if there are averages."""
@@ -266,9 +272,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
 
     A label beyond the last logit would make its loss NaN.
     """
-    values = task.values
-    inner = values.func if isinstance(values, functools.partial) else values
-    if inner is not losses.classification:
+    if task.function is not losses.classification:
         return task
 
     def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
@@ -278,7 +282,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
                 f"the model gives outputs of shape {list(shape)}, and the data has "
                 f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
             )
-        return values(outputs, batch)
+        return task.values(outputs, batch)
 
     return task._replace(values=checked)
 
