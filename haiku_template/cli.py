@@ -158,7 +158,7 @@ def _several_processes() -> tuple | None:
 def _join(
     address: str, count: int, index: int, local_device_ids: Sequence[int] | None
 ) -> None:
-    """Joins the processes of the run, and watches for who does not go on."""
+    """Joins the processes of the run, and watches for one that stalls."""
     workdir = FLAGS["workdir"].value if "workdir" in FLAGS else None
     seconds = FLAGS.join_seconds
     cluster.join(address, count, index, local_device_ids, seconds, workdir)

@@ -111,7 +111,7 @@ _wrapped: set[str] = set()
 
 
 class _Module(ModuleType):
-    """A module that is asked here for what it does not have, after its own function."""
+    """Module whose missing names are looked up here, after its own `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -182,7 +182,7 @@ def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
 
 
 def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
-    """Names of code that using a run imports, by key; training has more."""
+    """Names of code that opening a run imports, by key; training imports more."""
     values = flatten(saved.to_dict())
     keys = [*(f"{key}.name" for key in (*NAMED, "optimizer")), "optimizer.schedule"]
     names = {key: str(values.get(key)) for key in keys}
@@ -250,7 +250,7 @@ def _check_keys(
 
 
 def _check_unknown(prefix: str, key: str, keys: Iterable[str], free: bool) -> None:
-    """Raises `ConfigError` for an unknown key; a free one may only be misspelled."""
+    """Raises `ConfigError` for an unknown key; for a `free` one if it is misspelled."""
     guess = near(key, keys, MEANT, 0.8 if free else 0.6)
     if guess or not free:
         raise ConfigError(

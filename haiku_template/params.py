@@ -34,7 +34,7 @@ def matching(pattern: str, paths: Iterable[str]) -> set[str]:
 
 
 def ordered(tree: Any, like: Any) -> Any:
-    """Gives dictionaries, which JAX sorts, the order that they have in another tree."""
+    """Orders dictionaries, which JAX sorts, as they are in another tree."""
     if type(like) is dict:
         return {key: ordered(tree[key], x) for key, x in like.items()}
     if type(like) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Published code that is imported as it is, where what it imports is not here.
+"""Import of published code as it is, with stand-ins for what is not installed.
 
     from haiku_template import published
 
@@ -78,7 +78,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Finds the modules of packages that are stood in for; a loader, too."""
+    """Finder and loader of the modules of packages that have stand-ins."""
 
     def __init__(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
         self.attributes = attributes

@@ -97,7 +97,7 @@ def when_ended(call: Callable[[str, int], object]) -> None:
 
 
 def ignore() -> None:
-    """Lets a command end by itself, its work done or its error known.
+    """Ignores signals while a command ends by itself, its work done or its error known.
 
     Only a second SIGINT ends it before.
     """
@@ -120,7 +120,7 @@ def _finish() -> None:
 
 
 def _reset() -> None:
-    """Gives a forked worker of a data set, which has nothing to save, Python's way."""
+    """Restores Python's handlers in a forked data worker, which saves nothing."""
     for number in EXIT_CODES:
         if signal.getsignal(number) is leave:
             quiet = number == signal.SIGINT  # A terminal tells all of its group.

@@ -127,7 +127,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Started | None:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Started | None:
-    """Reads a pod of an indexed Job, which knows its number alone."""
+    """Reads a pod of an indexed Job, which tells its index alone."""
     index = environ.get("JOB_COMPLETION_INDEX")
     return None if index is None else Started("Kubernetes", None, None, int(index))
 
@@ -135,7 +135,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Started | None:
 def own_cards(
     environ: Mapping[str, str], local: int, tasks: int
 ) -> tuple[int, ...] | None:
-    """Places, among the cards that all tasks of a node see, of a task's share.
+    """Indices of a task's share of the cards that all tasks of its node see.
 
     None where it sees its own alone, as far as CUDA_VISIBLE_DEVICES tells.
     """

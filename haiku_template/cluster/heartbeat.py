@@ -1,4 +1,4 @@
-"""Heartbeat: a process of a run ends in a sentence soon after another is lost.
+"""Heartbeat: when a process of a run is lost, the others end and name it.
 
 A collective with a process that is gone may wait for ever, and JAX's runtime looks for
 one after 100 s. So both ends of each connection of the rendezvous send an empty line a
@@ -83,7 +83,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def waiting(self, seconds: float, limit: str) -> Iterator[None]:
-        """Context in which this process waits for the others, for so long at most."""
+        """Context in which this process waits for the others, `seconds` at most."""
         before, begun = (self.waited, self.stall_seconds, self.limit), time.monotonic()
         self.stall_seconds, self.limit = seconds, limit
         self.waited = lambda: time.monotonic() - begun
@@ -113,7 +113,7 @@ class Heartbeat:
         os._exit(self.exit_code or self.fault_code)
 
     def _note(self, name: str, stalled: bool) -> None:
-        """Notes at process 0 who is stalled; ends the run `GATHER_SECONDS` later."""
+        """Records stalled processes in process 0, and ends the run a little later."""
         if not stalled:
             self._stalled.pop(name, None)
             return
@@ -138,7 +138,7 @@ class Heartbeat:
         )
 
     def _finish(self) -> str:
-        """Sentence for a process that this one waits for, and that has finished."""
+        """Sentence for a process that finished while this one waits for it."""
         name, when = next(iter(self._finished.items()))
         return (
             f"{name} finished at {_clock(when)}, and process {self.index} waits for "
@@ -152,7 +152,7 @@ class Heartbeat:
                 peer.link.sendall(text.encode() + b"\n")
 
     def _listen(self, peer: Peer) -> None:
-        """Waits for the end of another process, or a word on the end of a third."""
+        """Reads a peer's messages until it ends, or reports a lost process."""
         heard, text, lost, code = time.time(), b"", "", None
         try:
             while not lost and (piece := peer.link.recv(identity.LONGEST)):
@@ -180,7 +180,7 @@ class Heartbeat:
         self._lose(lost, code)
 
     def _heed(self, peer: Peer, line: bytes) -> tuple[str, int | None]:
-        """Words of a line on a process that was lost, and its exit code; "" for none.
+        """Parses a message: fault of a lost process, "" for none, and its exit code.
 
         Raises any exception for a line that no process writes.
         """
@@ -222,7 +222,7 @@ class Heartbeat:
         os._exit(self.exit_code or self.fault_code)
 
     def sentence(self) -> str:
-        """Error for the user; says what to do if the fault need not come again."""
+        """Sentence of the fault, with how to resume where that can help."""
         if self.fault_code in LASTING or not self.resumes():
             return self.fault
         advice = "the same command in all processes resumes the last checkpoint"

@@ -109,7 +109,7 @@ def admit(
     start: Start,
     welcome: Callable[[socket.socket, dict[str, Any], bool], None],
 ) -> None:
-    """Accepts who connects within `ACCEPT_SECONDS`, and hears it in a thread.
+    """Accepts a connection within `ACCEPT_SECONDS`, and greets it in a thread.
 
     `welcome` gets its connection, its message, and whether that has the key.
     """
@@ -126,7 +126,7 @@ def admit(
 
 
 def _greet(link: socket.socket, start: Start, welcome: Callable[..., None]) -> None:
-    """Challenges who connected; a stranger is hung up on."""
+    """Challenges a connection; closes that of a stranger."""
     nonce = secrets.token_hex(16)  # Why: docs/decisions/cluster.md#identity
     try:
         send(link, {"start": start.id, "nonce": nonce})
@@ -169,7 +169,7 @@ def present(
 
 
 def sealed(message: dict[str, Any], key: bytes, nonce: str) -> dict[str, str]:
-    """Message with its HMAC, for the one connection that the nonce was made for."""
+    """Message with its HMAC, which holds for the connection of this nonce alone."""
     body = json.dumps(message)
     return {"body": body, "mac": _mac(key, nonce + body)}
 
@@ -191,7 +191,7 @@ def send(link: socket.socket, message: dict[str, Any]) -> None:
 
 
 def read(link: socket.socket, seconds: float) -> dict[str, Any]:
-    """Object of one line, and nothing after it. Raises `OSError` or `ValueError`."""
+    """Reads the JSON object of one line alone. Raises `OSError` or `ValueError`."""
     text, deadline = b"", time.monotonic() + seconds
     while not text.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -216,5 +216,5 @@ def run(work: Callable[..., Any], *args: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Words of another process, without what would command a terminal."""
+    """Text of another process, without a terminal's control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)

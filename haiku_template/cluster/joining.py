@@ -208,7 +208,7 @@ def ended(error: SystemExit) -> None:
 
 
 def lost(error: BaseException) -> DeviceError | None:
-    """Makes the error to show for one of JAX's that means a lost process; or None.
+    """Translates an error of JAX's that means a lost process; None for others.
 
     Collectives may fail with all processes there, for want of /dev/shm, say. A restart
     mends that not, and it has the exit code of a bad configuration.

@@ -99,7 +99,7 @@ def _folder() -> str:
 
 
 def main() -> None:
-    """Does what the first line of standard input says, until the input ends."""
+    """Relays as the first line of standard input says, until the input ends."""
     for number in IGNORED:  # Meant for who started it.
         signal.signal(number, signal.SIG_IGN)
     task = json.loads(sys.stdin.buffer.readline())
@@ -125,13 +125,13 @@ def main() -> None:
 
 
 def repeat(work: Callable[[], None]) -> None:
-    """Works until the process ends."""
+    """Repeats `work` until the process ends."""
     while True:
         work()
 
 
 def beat(links: list[socket.socket], process: int, seconds: float) -> None:
-    """Tells the others that a process lives, whose threads may wait for Python's lock.
+    """Sends beats for a process whose threads may wait for the interpreter's lock.
 
     A space is no line, and harms none that the process itself is sending.
     """
@@ -188,7 +188,7 @@ def connect(
     start: identity.Start,
     hello: dict[str, Any],
 ) -> None:
-    """Connects a client, which is hung up on after `PATIENCE_SECONDS` without."""
+    """Connects a client; closes it if that fails for `PATIENCE_SECONDS`."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -205,7 +205,7 @@ def connect(
 
 
 def copy(source: socket.socket, target: socket.socket, ends: bool) -> None:
-    """Copies until one of them ends, and then ends the other, or keeps it open."""
+    """Copies bytes until `source` ends; then closes both, or keeps them open."""
     for end in (source, target):
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

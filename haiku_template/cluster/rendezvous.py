@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What a process has once all have met.
+    """Result of a rendezvous: the start, and connections that stay open.
 
     Attributes:
       peers: all others for process 0, and process 0 for each of them.
@@ -138,7 +138,7 @@ def _receive(
 def _missing(
     address: str, count: int, seconds: float, came: dict[int, Any], unseen: set[int]
 ) -> ConfigError | DeviceError:
-    """Error for who did not come; `unseen` did, and did not see the workdir."""
+    """Error for missing processes; `unseen` came, and do not see the workdir."""
     absent = sorted(set(range(count)) - came.keys())
     sentence = (
         f"{len(came)} of {count} processes joined at {address} within "
@@ -154,7 +154,7 @@ def _missing(
 
 
 def _claimed(message: dict[str, Any], count: int) -> set[int]:
-    """Number of a process that does not see the workdir, or of a stranger's words."""
+    """Index that a process claims which does not see the workdir, or a stranger."""
     number = message.get("unseen")
     return {number} if isinstance(number, int) and 0 < number < count else set()
 
@@ -164,7 +164,7 @@ def _name(hello: dict[str, Any]) -> str:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listens where JAX is told to, or at the address alone if it is this host's."""
+    """Listens at JAX's bind address, else at the coordinator's if it is this host's."""
     variable = os.environ.get(BIND)
     host, port = parsed(variable, BIND) if variable else parsed(address)
     try:
@@ -248,7 +248,7 @@ def _visit(
     links: contextlib.ExitStack,
     workdir: str | Path | None,
 ) -> Meeting:
-    """Tells process 0 that this one is here; raises the fault that it found."""
+    """Announces this process to process 0; raises the fault that its answer names."""
     where, deadline = parsed(address), time.monotonic() + seconds
     reason, latest = OSError("no answer"), math.inf
     while (remaining := deadline - time.monotonic()) > 0 and time.monotonic() < latest:

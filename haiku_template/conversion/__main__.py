@@ -1,4 +1,4 @@
-"""The child process of a conversion: INPUT, OUTPUT, KEY; prints JSON, a fact each."""
+"""Child process of a conversion: takes INPUT, OUTPUT, KEY; prints facts as JSON."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def limit_memory(size: int) -> None:
 
 
 def limit_time(size: int) -> None:
-    """Ends what takes longer than weights in a file of so many bytes, by an error."""
+    """Limits this process's processor time to what a file of so many bytes needs."""
     seconds = SECONDS + size // BYTES_A_SECOND
 
     def refuse(*_: object) -> None:
@@ -78,7 +78,7 @@ def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
 
 
 def printable(text: str) -> str:
-    """Replaces what a file's names may do to a terminal."""
+    """Replaces a terminal's control characters in a file's names."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -36,7 +36,7 @@ NAME = re.compile(r"[\w.<>]{1,200}")
 
 
 class Dict(dict):
-    """A dictionary without keys whose hash takes forever."""
+    """Dictionary that refuses keys whose hash may take forever."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         # A tuple may hold another twice, and this one a third, and so on.
@@ -78,7 +78,7 @@ class Dtype:
 
 
 class MappedFile:
-    """A file to read that refuses a length which it cannot have, before it is read."""
+    """Mapped file that refuses to read beyond its end."""
 
     def __init__(self, path: Path, place: int = 0) -> None:
         self.map = b""

@@ -163,7 +163,7 @@ def _resolve(tree: Any, key: str) -> Path:
 
 
 def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """Leaves by name: keys joined by `/`, and `//` or `:` inside of them made so."""
+    """Leaves by name: keys joined by `/`, which also replaces `//` and `:` in them."""
     queue = [((), node)]
     for _ in range(MOST):
         if not queue:

@@ -17,7 +17,7 @@ from haiku_template.errors import ConfigError
 
 
 class Examples(Protocol):
-    """Examples of different lengths: any object with these two."""
+    """Examples of different lengths, as a protocol."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -29,7 +29,7 @@ class Examples(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketedDataset:
-    """Shuffled batches, all full, each padded to one of few lengths, which rise.
+    """Shuffled full batches, each padded to the next of `lengths`, which rise.
 
     A block is as many batches as fit an epoch: examples sorted by bucket, then cut into
     batches, which are shuffled. A bucket's last batch ends with some of the next one.

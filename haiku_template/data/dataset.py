@@ -102,7 +102,7 @@ def count_batches(dataset: Any) -> int:
 
 
 def whole_batches(dataset: Dataset) -> Dataset:
-    """Makes a set whose batches are whole in each process, of one that reads shares.
+    """Makes a data set that reads shares of batches read whole ones.
 
     Sets that are no dataclass stay as they are.
     """

@@ -33,7 +33,7 @@ def _check(element: Any, source: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GrainDataset:
-    """A `grain.MapDataset` of batches, made with `.batch(B)`, as `Dataset` has them.
+    """Data set of a `grain.MapDataset` of batches, made with its `.batch(B)`.
 
     For training, shuffle and repeat it; to evaluate on, leave it as it is.
     """
@@ -62,7 +62,7 @@ class GrainDataset:
 
 
 def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
-    """Makes a training set of what only goes forward, such as a torch DataLoader.
+    """Makes a training set of an iterable of batches, such as a torch DataLoader.
 
     At its end a new one is made. Where a run resumes, or asks for an earlier batch, all
     batches before it are read once more, and a log line says so: that is what resuming
@@ -92,7 +92,7 @@ class _Forward:
         self._first: Batch = {}  # Asked for again and again, before a run starts.
 
     def batch(self, step: int) -> Batch:
-        """Reads on to the batch of `step`, from the beginning if it was before.
+        """Reads forward to the batch of `step`, from the beginning if it has passed.
 
         Two threads may ask: that of a run for the batch of a NaN, while the next ones
         are read.
@@ -128,7 +128,7 @@ class _Forward:
 
 
 def _copy(batch: Batch) -> Batch:
-    """Copies arrays, torch's to NumPy's: a generator may write into its own again."""
+    """Copies arrays to NumPy's, since a generator may reuse its own."""
 
     def copied(path: str, leaf: Any) -> Any:
         # A JAX array stays one, which devices refuse: no copy between them in silence.

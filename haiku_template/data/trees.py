@@ -1,4 +1,4 @@
-"""Trees of arrays, as batches are; JAX, which knows more kinds, is not imported here.
+"""Trees of arrays, such as batches, walked without JAX, which knows more kinds.
 
 Why: docs/decisions/data.md#trees
 A tree is a dictionary, list, tuple, named tuple or dataclass of trees, None, or a leaf.

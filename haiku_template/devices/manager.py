@@ -141,7 +141,7 @@ class DeviceManager(NamedTuple):
         return arrays
 
     def place(self, tree: Any, layout: Layout) -> Any:
-        """Puts arrays where a layout has them; those that are there stay."""
+        """Puts arrays where a layout has them; an array that is there stays."""
         if self.processes.count > 1:  # Layouts are replicated there.
             return transfer.device_put_everywhere(tree, self.replicated)
         return jax.device_put(tree, layout.of(tree))

@@ -81,7 +81,7 @@ def by_device(batch: Any, n: int, axis_name: str | None = AXIS_NAME) -> Any:
 
 
 def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
-    """Makes the function that cuts a process's rows out of arrays [B, ...] of all.
+    """Makes the function that slices this process's rows of arrays [B, ...].
 
     It is the identity for batches of a data set that reads shares, as its `spec` says,
     and raises `PlacementError` if the processes cannot have as many rows each.
@@ -150,7 +150,7 @@ def own_part(tree: Any) -> Any:
 
 # Why: docs/decisions/cluster.md#spanning-arrays
 def _spanning(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Makes arrays on a sharding's devices of this process's shards of others."""
+    """Joins this process's shards of arrays into arrays of another sharding."""
 
     def join(x: jax.Array) -> jax.Array:
         shards = [shard.data for shard in x.addressable_shards]
@@ -329,7 +329,7 @@ def _dtype(path: Any, leaf: Any) -> np.dtype:
 
 
 def distinct(tree: Any) -> Any:
-    """Copies a JAX array that is there twice: a step can then take over both."""
+    """Copies a JAX array that is in a tree twice, so that a step can donate both."""
     ids: set[int] = set()
 
     def once(leaf: Any) -> Any:
@@ -399,7 +399,7 @@ class Ledger:  # Why: docs/decisions/devices.md#ledger
             return self._totals.copy()
 
     def waits(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yields the same items; seconds until each is there count as `waiting`."""
+        """Yields the items; seconds until each arrives count as `waiting`."""
         start = time.perf_counter()
         for item in items:
             self.add("waiting", time.perf_counter() - start)

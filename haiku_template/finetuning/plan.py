@@ -37,7 +37,7 @@ Multipliers = Sequence[tuple[str, float]]
 
 
 class Finetuning(NamedTuple):
-    """Fine-tuning in a user's patterns of parameters; by default all train."""
+    """Fine-tuning, as patterns of parameters; by default all train."""
 
     train: tuple[str, ...] = ()  # Train whole; none means all, or with `lora` none.
     lora: Lora | None = None  # Adapters of frozen parameters.

@@ -1,4 +1,4 @@
-"""What a run asks of a model's `.family`, if it has one, and of its vocabulary."""
+"""Families of models: what a run asks of `.family`; and a check of vocabularies."""
 
 import inspect
 from collections.abc import Callable

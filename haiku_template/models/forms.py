@@ -157,7 +157,7 @@ def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_form(model: Any, keys: dict[str, Any]) -> Any:
-    """Adapts a model as the keys of `config.model` ask that are not its own.
+    """Adapts a model by the keys of `config.model` that any model has.
 
     `remat`, a tuple of patterns of modules, is for `models.remat`; `per_example=True`
     maps the model over the batch.
@@ -180,7 +180,7 @@ def in_form(model: Any, keys: dict[str, Any]) -> Any:
 def _forward_arguments(
     parameters: list[inspect.Parameter],
 ) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
-    """Finds the form of call that `forward` takes, with or without is_training."""
+    """Finds the arguments that `forward` takes: with or without is_training."""
     signature = inspect.Signature(parameters)
     for form in (
         lambda inputs, is_training: ((inputs, is_training), {}),

@@ -27,7 +27,7 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 
 class Precision(NamedTuple):
-    """A `jmp` policy, and its consequences.
+    """Precision policy of `jmp`, with loss scaling and the all-reduce's dtype.
 
     Attributes:
       scales_loss: True for float16.

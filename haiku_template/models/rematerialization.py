@@ -1,4 +1,4 @@
-"""Rematerialization: modules by name, without a word of it in the model's code."""
+"""Rematerialization of modules by name; the model's code stays as it is."""
 
 import contextvars
 import re

@@ -179,7 +179,7 @@ def _check_state(state: TrainState, memory: int) -> None:
 
 
 def _saved(opt_state: Any) -> dict[str, int]:
-    """Bytes that moments would take beside those they take, by what saves them."""
+    """Bytes that settings of the moments save, by the setting."""
     leaves = jax.tree.leaves(opt_state)
     floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
@@ -298,7 +298,7 @@ def _refusal(trainer: Trainer, budget: Budget) -> str:
 
 
 def print_budget(trainer: Trainer, limit: int | None = None) -> None:
-    """Prints the budget, or raises as `check_budget`; of a target its program, too."""
+    """Prints the budget, with --target the program, too; raises as `check_budget`."""
     devices, budget = trainer.devices, check_budget(trainer, limit)
     console = Console(markup=False)
     console.print(devices.describe(), budget.table(), sep="\n")

@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
 
 def describe_program(program: Program) -> dict[str, str]:
-    """Describes a program's facts in words, by what they are of."""
+    """Describes a program's facts in words, by subject."""
     forward, backward = program.attention
     calls = f"cuDNN: {forward} calls forward, {backward} backward"
     products = [f"{n} of {dtypes}" for dtypes, n in program.products.items()]
@@ -163,7 +163,7 @@ def _workspace(call: Instruction, body: list[Instruction]) -> int:
 def _run(
     computations: dict[str, list[Instruction]], name: str, times: int
 ) -> Iterator[tuple[int, list[Instruction]]]:
-    """Yields each computation that runs by itself, and how often: bodies of loops."""
+    """Yields computations, bodies of loops among them, and how often each runs."""
     body = computations[name]
     yield times, body
     for instruction in body:

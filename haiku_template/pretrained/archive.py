@@ -1,4 +1,4 @@
-"""The way back: NumPy archives in the names that a publisher's own loader reads."""
+"""Export of NumPy archives in the names that a publisher's own loader reads."""
 
 import functools
 import shutil
@@ -82,7 +82,7 @@ def _name(path: str, form: str) -> str:
 
 
 def _copy_others(source: Path, archive: zipfile.ZipFile, names: set[str]) -> None:
-    """Copies what is no parameter or state of an archive, such as a config."""
+    """Copies an archive's entries that are no parameter or state, such as a config."""
     plain = [x.name for x in npz.read_headers(source) if x.dtype != "object"]
     with zipfile.ZipFile(source) as old:
         for name in plain:

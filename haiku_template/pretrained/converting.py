@@ -15,7 +15,7 @@ from haiku_template.pretrained.writing import new_file
 def convert(
     source: str | Path, output: str | Path, key: str | None = None
 ) -> dict[str, Any]:
-    """Writes the parameters of a file of joblib's, a pickle, or one of NumPy's.
+    """Converts the parameters in a file of joblib's, a pickle, or one of NumPy's.
 
     Args:
       output: the new safetensors file: written whole or not at all.

@@ -113,7 +113,7 @@ class Display:
             self._log.print(full)
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Draws on the screen, unless it is lost."""
+        """Draws on the screen, unless its reader is gone."""
         if self._screen.quiet:
             return
         try:

@@ -81,8 +81,8 @@ def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteErro
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
     reason = cause or (
-        "values in the data that are not finite do this, an example_weight below 0, "
-        "labels below 0, and learning rates too high for want of a warm-up or clip_norm"
+        "usual causes are NaN or infinity in the data, labels or an example_weight below "
+        "0, a learning rate too high (try optimizer.warmup_steps, optimizer.clip_norm)"
     )
     return NonFiniteError(
         f"{fault}; it was not saved as a checkpoint, and {newest}: {reason}"

@@ -31,7 +31,7 @@ os.register_at_fork(after_in_child=_leave_to_the_run)
 
 
 class StopSignals:
-    """Context manager that gives back the handlers of signals, taken by `listen`.
+    """Context manager of signal handlers: `listen` installs them, the exit restores.
 
     SIGTERM and SIGINT are noted, to stop after a save; SIGHUP and SIGUSR1, too, unless
     they are ignored, as by nohup, or a script handles them. A second SIGINT is for the
@@ -89,7 +89,7 @@ class StopSignals:
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Calls the handler from before for a second SIGINT."""
+    """Calls the previous handler, for a second SIGINT."""
     if handler is signals.leave:
         signals.leave(number, frame, signals.AGAIN)
     (handler if callable(handler) else signal.default_int_handler)(number, frame)

@@ -362,7 +362,7 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 
 def _report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
-    """Reports no read that goes on after Orbax gave up a damaged checkpoint."""
+    """Reports an exception, but not of reads that Orbax abandoned."""
     if "Event loop is closed" not in str(unraisable.exc_value):
         report(unraisable)
 
@@ -409,7 +409,7 @@ def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-f
 
 
 def _remove(folder: Path) -> None:
-    """Removes a checkpoint: under its name it is there as a whole, or not at all."""
+    """Removes a checkpoint, renamed first: its name never has a part of it."""
     away = folder.with_name(f"{folder.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
     shutil.rmtree(folder.rename(away))
 

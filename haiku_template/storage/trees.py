@@ -24,7 +24,7 @@ WHOLE = "default"  # Name of a tree that is saved alone.
 
 
 class Leaf(NamedTuple):
-    """A leaf on disk, its keys joined by `/`; `dtype` None for one of no array."""
+    """Leaf on disk, its keys joined by `/`; `dtype` is None if it is no array."""
 
     name: str
     folder: Path

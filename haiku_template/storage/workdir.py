@@ -117,7 +117,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
 
 
 def _check_same_run(workdir: Path, config: dict[str, Any]) -> None:
-    """Raises `ConfigError` for the workdir of another run, or of one in parts."""
+    """Raises `ConfigError` for another run's workdir, or one with missing files."""
     run = read_json(workdir / RUN)
     if not has_checkpoints(workdir):
         return _check_nothing_lost(workdir, run)
@@ -158,7 +158,7 @@ def _check_nothing_lost(workdir: Path, run: dict[str, Any]) -> None:
 def of_script(
     workdir: Path, config: dict[str, Any], ranks: dict[str, str]
 ) -> dict[str, Any]:
-    """The config of a script's run: with `ranks` if its experiment has one, or {}.
+    """Config of a script's run: its experiment's, with `ranks`; {} without one.
 
     A run that has none, of an earlier version or another script, goes on without it.
     """

@@ -1,4 +1,4 @@
-"""First states: of parameters that are read, or from the seed, or the first batch."""
+"""First states: of pretrained parameters, the seed, or the first batch."""
 
 import contextlib
 import logging

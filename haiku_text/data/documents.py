@@ -94,7 +94,7 @@ def check_any(items: list[T], where: str | tuple[str, ...]) -> list[T]:
 
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
-    """Lists all files of files and folders but hidden ones, sorted by name."""
+    """Lists files, and those in folders but hidden ones, sorted by name."""
     paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
     return sorted(file for p in paths for file in _walk(p))
 

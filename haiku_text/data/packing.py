@@ -56,7 +56,7 @@ class PackedDataset:
 
     @property
     def note(self) -> str:
-        """Words on how full the windows are."""
+        """Describes how full the windows are."""
         count, windows = len(self.examples.sizes), len(self._windows[1]) - 1
         filled = self.examples.sizes.sum() / (windows * self.context)
         return (

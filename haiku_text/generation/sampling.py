@@ -45,12 +45,12 @@ def sample(logits: jax.Array, count: jax.Array, sampling: Sampling) -> jax.Array
 def make_steps(
     model: hk.Transformed, precision: Precision, sampling: Sampling
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Makes `prefill` and `decode`, which return (written, tokens [B]).
+    """Makes `prefill` and `decode`: both return a KV cache and the next tokens [B].
 
     `prefill(params, batch)` reads prompts: `batch["tokens"]` int32 [B, T], of which the
     first `batch["lengths"]` [B] count, with `batch["count"]` [B] written already.
     `decode(written, (params, tokens))` reads one token [B] more. `written` is the KV
-    cache of all tokens but the last, and the number of tokens written: int32 [B].
+    cache of all tokens but the last, and the number of tokens in it: int32 [B].
 
     `model` is `forward(tokens, is_training, cache)`; parameters have the compute dtype.
     """

@@ -112,7 +112,7 @@ def encode(
     attention: str = "auto",
     remat: bool = False,
 ) -> jax.Array:
-    """Encodes `bert`'s inputs: last hidden states [B, T, D]; padding's mean nothing."""
+    """Encodes `bert`'s inputs: last hidden states [B, T, D], arbitrary at padding."""
     tokens = inputs["tokens"]
     length = tokens.shape[1]
     if length > sizes.context:
@@ -177,7 +177,7 @@ def _normalized(x: jax.Array) -> jax.Array:
 def describe_classes(
     params: hk.Params, keys: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
-    """Makes the keys of a classifier in Hugging Face's config.json, which has its like.
+    """Makes the keys of a classifier in Hugging Face's config.json; {} without a head.
 
     Raises `ConfigError` for a pooling that Hugging Face's classifiers do not compute.
     """
