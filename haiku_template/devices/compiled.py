@@ -131,7 +131,8 @@ class CompiledStep:
                     while len(IN_FLIGHT) >= self.devices.steps_in_flight:
                         IN_FLIGHT.popleft().block_until_ready()
                 with ledger.timed("dispatch"):
-                    args = own_part(args) if self.local else args
+                    if self.local:
+                        args = own_part((*self.devices.gather(trees), batch))
                     results, token = self.compiled(*args)
                 if not isinstance(token, jax.core.Tracer):  # Of another program.
                     IN_FLIGHT.append(token)

@@ -85,6 +85,12 @@ def sharding_on(devices: tuple[jax.Device, ...], *spec: Any) -> jax.sharding.Sha
     return NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(*spec))
 
 
+def spans_processes(leaf: Any) -> bool:
+    """Tests for an array of which no single process has all values."""
+    is_complete = getattr(leaf, "is_fully_addressable", True)
+    return not (is_complete or leaf.is_fully_replicated)
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of a tree of arrays, or of their shapes, on each of their devices."""
     return sum(

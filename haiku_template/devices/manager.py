@@ -9,7 +9,7 @@ import jax
 from haiku.data_structures import tree_bytes
 
 from haiku_template.devices import checks, compiled, processes, selection, transfer
-from haiku_template.devices.layout import Layout, sharding_on
+from haiku_template.devices.layout import Layout, sharding_on, spans_processes
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
 
@@ -140,17 +140,26 @@ class DeviceManager(NamedTuple):
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(arrays))
         return arrays
 
-    def place(self, tree: Any, layout: Layout) -> Any:
-        """Puts arrays where a layout has them; an array that is there stays."""
-        if self.processes.count > 1:  # Layouts are replicated there.
-            return transfer.device_put_everywhere(tree, self.replicated)
+    def load(self, read: Callable[[Any], Any], abstract: Any, layout: Layout) -> Any:
+        """Puts a tree where a layout has it; `read(abstract)` reads it in each process.
+
+        Of several processes each reads all of it onto its own devices.
+        """
+        if self.processes.count > 1:
+            local = transfer.canonical_shapes(abstract, sharding_on(self.devices))
+            tree = transfer.device_put_everywhere(read(local), self.replicated)
+        else:
+            tree = read(abstract)
         return jax.device_put(tree, layout.of(tree))
 
-    def load(self, read: Callable[[Any], Any], abstract: Any, layout: Layout) -> Any:
-        """Reads a tree straight to its devices; `read(abstract)` is each process's."""
-        if self.processes.count > 1:
-            abstract = transfer.canonical_shapes(abstract, sharding_on(self.devices))
-        return self.place(read(abstract), layout)
+    def gather(self, tree: Any) -> Any:
+        """Replicates leaves that are sharded over processes; all of them call it."""
+
+        def gathered(leaf: Any) -> Any:
+            spans = spans_processes(leaf)
+            return jax.device_put(leaf, self.replicated) if spans else leaf
+
+        return jax.tree.map(gathered, tree)
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
@@ -193,12 +202,13 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        What is on the host stays as it is. `PlacementError` names a leaf that was
-        deleted, is no number, or whose replicas differ.
+        What is on the host stays as it is; what is sharded over processes is gathered.
+        `PlacementError` names a leaf that was deleted, is no number, or whose replicas
+        differ.
         """
         transfer.check_numbers(tree)
         compiled.check_alive(tree)
-        copies = jax.tree.map(transfer.first_copy, tree)
+        copies = jax.tree.map(transfer.first_copy, self.gather(tree))
         self.wait(copies)
         if self.num_devices > 1:
             check_replicas(tree)

@@ -65,7 +65,7 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
 
 
 def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> None:
-    """Asserts that the copies of all processes are bitwise the same.
+    """Asserts that all processes' copies of replicated leaves are bitwise the same.
 
     Within a process they are, after `check_replicas`: each sends one number of a leaf.
 
@@ -75,8 +75,8 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
     """
     if processes.count == 1:
         return
-    leaves = leaves_by_path(jax.tree.map(first_copy, tree))
-    sums = jax.device_get(_all_fingerprints(list(leaves.values())))
+    leaves = {k: x for k, x in leaves_by_path(tree).items() if x.is_fully_replicated}
+    sums = jax.device_get(_all_fingerprints(list(map(first_copy, leaves.values()))))
     hashes = dict(zip(leaves, map(int, sums), strict=True))
     kind, advice = (
         (ReplicaError, "nothing of it was saved: run the same command again")

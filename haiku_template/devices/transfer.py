@@ -342,10 +342,9 @@ def distinct(tree: Any) -> Any:
 
 
 def first_copy(leaf: Any) -> Any:
-    """A replicated leaf's copy on its first device; other leaves' own part."""
-    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
-        return leaf.addressable_data(0)
-    return own_part(leaf)
+    """A replicated leaf's copy on its first device; other leaves as they are."""
+    is_replicated = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
+    return leaf.addressable_data(0) if is_replicated else leaf
 
 
 def canonical_shapes(

@@ -116,7 +116,7 @@ def train(
         report = _make_report(trainer, directory, num_steps, budget)
         stack.enter_context(report)
         checkpoints = Checkpoints(
-            directory / workdirs.CHECKPOINTS,
+            Path(workdir) / workdirs.CHECKPOINTS,
             keep_last=keep_last,
             keep_best=keep_best,
             best_metric=best_metric,
@@ -125,7 +125,7 @@ def train(
             run=workdirs.run_id(directory),
         )
         stack.enter_context(checkpoints)
-        start, state = restored_or_first(trainer, checkpoints, num_steps)
+        start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         if start:
             workdirs.update_config(directory, config)
         lines = first_lines(trainer, state, directory, start)

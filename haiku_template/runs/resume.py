@@ -1,6 +1,6 @@
 """State that a run begins with: its newest checkpoint, or the first."""
 
-import functools
+from pathlib import Path
 
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
@@ -10,15 +10,17 @@ from haiku_template.training.trainer import Trainer
 
 
 def restored_or_first(
-    trainer: Trainer, checkpoints: Checkpoints, num_steps: int
+    trainer: Trainer, checkpoints: Checkpoints, num_steps: int, workdir: Path
 ) -> tuple[int, TrainState]:
     """Restores the newest checkpoint or initializes; returns the step and its state.
+
+    `workdir` is that of this process.
 
     Raises:
       ConfigError: it is beyond `num_steps`, or the frozen parameters changed.
       StorageError: it is damaged, or does not fit.
     """
-    start, workdir = checkpoints.latest or 0, checkpoints.directory.parent
+    start = checkpoints.latest or 0
     trainer.devices.processes.agree(
         {
             "the newest checkpoint": start,
@@ -28,12 +30,11 @@ def restored_or_first(
     )
     if start > num_steps:
         raise ConfigError(
-            f"{workdir} has a checkpoint of step {start}, and num_steps is "
-            f"{num_steps}; a run does not go back: use another --workdir"
+            f"{checkpoints.directory.parent} has a checkpoint of step {start}, and "
+            f"num_steps is {num_steps}; a run does not go back: use another --workdir"
         )
     if start:
-        read = functools.partial(checkpoints.restore, start)
-        saved = trainer.devices.load(read, trainer.abstract.saved(), trainer.layout)
+        saved = checkpoints.restore(start, trainer.abstract.saved())
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
     else:
         state = trainer.init()

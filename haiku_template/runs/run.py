@@ -99,9 +99,7 @@ class Run:
         step, saved = restore(
             self.workdir,
             self.which,
-            lambda checkpoints, step: self.devices.load(
-                functools.partial(checkpoints.restore, step), abstract, trainer.layout
-            ),
+            lambda checkpoints, step: checkpoints.restore(step, abstract),
         )
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
         if trainer.experiment.init_from is not None:

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.config import differences
+from haiku_template.devices.layout import spans_processes
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
 from haiku_template.storage import workdir as workdirs
@@ -34,7 +35,8 @@ class Checkpoints:
     """Checkpoints of one run, newest last. Use as a context manager.
 
     Saves are asynchronous: `save` returns once the arrays are copied to the host, and
-    the next `save`, or leaving the context, waits for the last to be on disk.
+    the next `save`, or leaving the context, waits for the last to be on disk. Of
+    several processes the first saves; what is sharded over them all save together.
 
     The newest `keep_last` stay, and of those saved with metrics the `keep_best` whose
     `best_metric` is lowest (`best_mode` is `min`) or highest (`max`); of equals the
@@ -59,17 +61,18 @@ class Checkpoints:
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
-        self._saves = jax.process_index() == 0  # Others have a link to what it saves.
-        self.directory = directory.absolute() if self._saves else directory.resolve()
+        self._is_first = jax.process_index() == 0
+        self.directory = directory.absolute()
         self._keep_last, self._keep_best = keep_last, keep_best
         self._metric, self._sign = best_metric, -1 if best_mode == "max" else 1
         self._run = run
         self._is_saving = self._is_trusted = False  # Trusted once a save was read back.
         with _faults(f"{self.directory} cannot be used"):
-            if cleanup and self._saves:
+            if cleanup and self._is_first:
                 _remove_unfinished(self.directory)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._checkpointer = _checkpointer()
+            if self._is_first:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._reader = self._writer = _checkpointer({jax.process_index()})
 
     def best_first(self, metrics: dict[int, dict[str, float]]) -> list[int]:
         """Steps whose metric is a number, the best first and of equals the earlier."""
@@ -93,7 +96,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            for checkpointer in {self._reader, self._writer}:
+                checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
@@ -133,16 +137,21 @@ class Checkpoints:
     ) -> None:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
-        The first save waits until it is on disk, and is read back.
+        Every process calls it. The first save waits until it is on disk, and is read
+        back.
 
         Raises:
           StorageError: this save, or the one before it, failed.
         """
-        if not self._saves:
+        is_joint = any(map(spans_processes, jax.tree.leaves(state)))
+        if not (self._is_first or is_joint):
             return
         self.wait()
         if step in self.steps:
             return
+        if is_joint and self._writer is self._reader:
+            # Why: docs/decisions/storage.md#joint-saves
+            self._writer = _checkpointer(set(range(jax.process_count())))
         # Why: docs/decisions/storage.md#host-arrays
         state = _on_host(state)
         items = ocp.args.Composite(
@@ -151,9 +160,9 @@ class Checkpoints:
         ids = {"run": self._run, "step": step}
         with _faults(f"step {step} could not be saved in {self.directory}"):
             folder = self.directory / str(step)
-            self._checkpointer.save(folder, args=items, custom_metadata=ids)
-        self._is_saving = True
-        if not self._is_trusted:
+            self._writer.save(folder, args=items, custom_metadata=ids)
+        self._is_saving = self._is_first
+        if self._is_first and not self._is_trusted:
             self.wait()
             self._read_back(step, state)
             self._is_trusted = True
@@ -165,7 +174,7 @@ class Checkpoints:
           StorageError: the save failed.
         """
         with _faults(f"the last checkpoint in {self.directory} was not finished"):
-            self._checkpointer.wait_until_finished()
+            self._writer.wait_until_finished()
             if self._is_saving:
                 metrics = self.metrics
                 for step in metrics.keys() - self.preserved(metrics):
@@ -177,7 +186,7 @@ class Checkpoints:
         sizes = {k: sum(x.nbytes for x in jax.tree.leaves(v)) for k, v in state.items()}
         field = min(filter(sizes.get, sizes), key=sizes.__getitem__)
         arrays = self._load(step, {field: state[field]})[field]
-        same = jax.tree.map(lambda a, b: _bytes(a) == _bytes(b), arrays, state[field])
+        same = jax.tree.map(lambda a, b: _shares(a) == _shares(b), arrays, state[field])
         if not jax.tree.all(same):
             raise StorageError(
                 f"the checkpoint of step {step} in {self.directory} was read back, and "
@@ -225,7 +234,7 @@ class Checkpoints:
         )
         with self._damage_as_error(step):
             items = ocp.args.Composite(state=args)
-            return self._checkpointer.restore(self.directory / str(step), items).state
+            return self._reader.restore(self.directory / str(step), items).state
 
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
@@ -240,7 +249,7 @@ class Checkpoints:
             )
         with self._damage_as_error(step):
             _check_files(self.directory / str(step))
-            listing = self._checkpointer.metadata(self.directory / str(step))
+            listing = self._reader.metadata(self.directory / str(step))
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
         # Why: docs/decisions/storage.md#damaged-bits
@@ -304,14 +313,17 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     return step
 
 
-def _checkpointer() -> ocp.AsyncCheckpointer:
-    """Makes Orbax's checkpointer, to which each process is the only one."""
-    several = jax.process_count() > 1
-    processes = _alone() if several else ocp.options.MultiprocessingOptions()
+def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
+    """Makes Orbax's checkpointer, to which these processes are the only ones."""
+    processes = ocp.options.MultiprocessingOptions(
+        primary_host=min(members),
+        active_processes=members,  # Why: docs/decisions/cluster.md#orbax
+        barrier_sync_key_prefix="_".join(map(str, ("process", *sorted(members)))),
+    )
     arrays = ocp.type_handlers.create_type_handler_registry(
         # Copies of the state, which nobody changes.
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
     )
     state = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, multiprocessing_options=processes, type_handler_registry=arrays
@@ -324,15 +336,6 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
             metrics=metrics,
         ),
         multiprocessing_options=processes,
-    )
-
-
-def _alone() -> ocp.options.MultiprocessingOptions:
-    index = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=index,
-        active_processes={index},  # Why: docs/decisions/cluster.md#orbax
-        barrier_sync_key_prefix=f"process_{index}",
     )
 
 
@@ -376,15 +379,17 @@ def _faults(sentence: str) -> Iterator[None]:
 
 
 def _on_host(state: Any) -> Any:
-    """Copies arrays to NumPy's, all at once."""
+    """Copies arrays to NumPy's, all at once, but those sharded over processes."""
     for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and not spans_processes(leaf):
             leaf.copy_to_host_async()
-    return jax.tree.map(np.asarray, state)
+    return jax.tree.map(lambda x: x if spans_processes(x) else np.asarray(x), state)
 
 
-def _bytes(array: jax.Array) -> bytes:
-    return np.asarray(array).tobytes()
+def _shares(array: Any) -> list[bytes]:
+    """Bytes of an array, or of this process's shares of one that spans several."""
+    shards = array.addressable_shards if spans_processes(array) else ()
+    return [np.asarray(x).tobytes() for x in [s.data for s in shards] or [array]]
 
 
 def _remove_unfinished(directory: Path) -> None:

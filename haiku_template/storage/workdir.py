@@ -54,7 +54,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
     inner.mkdir(parents=True, exist_ok=True)
     if has_checkpoints(workdir):
         (inner / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
-        for name in (CONFIG, RUN, METRICS, PROGRAM):
+        for name in (CONFIG, RUN, METRICS, PROGRAM, BASE):
             if (workdir / name).exists():
                 data = bounded.contents(workdir / name, MOST_METRICS)
                 (inner / name).write_bytes(data)

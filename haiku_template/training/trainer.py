@@ -206,9 +206,10 @@ class Trainer:
                 "the model returns one loss for a batch, and predictions are of "
                 "examples; let it return a loss for each, [B]"
             )
-        variables = state.variables()
+        # Once: after that a process waits for no other.
+        variables, frozen = self.devices.gather((state.variables(), state.frozen))
         return self.devices.map_batches(
-            lambda _, batch: self._predict_step(variables, state.frozen, batch),
+            lambda _, batch: self._predict_step(variables, frozen, batch),
             None,
             placed_inputs(dataset, self.recipe.task.whole_batch),
         )
@@ -310,11 +311,6 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
 
 def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
     """Makes the layout of a state, given its shapes; raises `ConfigError`."""
-    if rules and devices.processes.count > 1:
-        raise ConfigError(
-            "config.sharding (and optimizer.shard_moments) cannot be had with several "
-            "processes; leave it out"
-        )
     layout = Layout(devices.everyone, rules)
     layout.check(state)
     return layout

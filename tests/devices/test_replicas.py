@@ -1,11 +1,13 @@
 """Copies of a leaf that differ between devices are found, however they differ."""
 
+from types import SimpleNamespace
+
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from haiku_template.devices import DeviceManager, check_replicas
+from haiku_template.devices import DeviceManager, check_processes, check_replicas
 from haiku_template.errors import PlacementError
 
 RNG = np.random.default_rng(0)
@@ -119,3 +121,14 @@ def test_leaves_on_different_sets_of_devices_are_each_compared(four_devices):
     tree["bad"] = copies(others, [good, -good])
     with pytest.raises(PlacementError, match=r"1 of 3 leaves.*\['bad'\].*cpu:6-7"):
         check_replicas(tree)
+
+
+def test_processes_compare_what_is_replicated_alone(four_devices):
+    state = {
+        "a": four_devices.replicate(np.ones(4)),
+        "b": four_devices.shard(np.ones(4)),
+    }
+    names = []
+    processes = SimpleNamespace(count=2, agree=lambda facts, *_: names.extend(facts))
+    check_processes(processes, state)
+    assert names == ["the bits of ['a']"]

@@ -8,9 +8,10 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
-from haiku_template.devices import DeviceManager
+from haiku_template.devices import DeviceManager, Layout
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
+from haiku_template.storage import checkpoint
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.training import Experiment, classification
 from haiku_template.training.state import TrainState
@@ -81,6 +82,38 @@ def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
         for step, params in expected.items():
             restored = checkpoints.restore(step, abstract)["params"]
             jax.tree.map(np.testing.assert_array_equal, params, restored)
+
+
+def test_shares_are_saved_as_they_are_although_the_state_is_donated_on(
+    tmp_path, monkeypatch, four_devices
+):
+    """As Orbax saves what spans processes."""
+    monkeypatch.setattr(
+        checkpoint,
+        "spans_processes",
+        lambda x: isinstance(x, jax.Array) and not x.is_fully_replicated,
+    )
+    layout = Layout(four_devices.devices, (("*", "data"),))
+
+    def first():
+        return {"w": jnp.ones((3, 8)), "step": jnp.zeros((), jnp.int32)}
+
+    state = four_devices.init(first, layout=layout)
+    shapes = four_devices.abstract(first, layout=layout)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    add = jax.jit(
+        lambda state: jax.tree.map(lambda x: x + 1, state),
+        donate_argnums=0,
+        out_shardings=shardings,
+    )
+    with Checkpoints(tmp_path, keep_last=20) as checkpoints:
+        for step in range(1, 11):
+            state = add(state)
+            checkpoints.save(step, state, None)
+        for step in range(1, 11):
+            restored = checkpoints.restore(step, shapes)
+            np.testing.assert_array_equal(restored["w"], np.full((3, 8), 1 + step))
+            four_devices.check(restored, layout)
 
 
 def test_the_last_and_the_best_stay(tmp_path):
