@@ -155,11 +155,10 @@ class DeviceManager(NamedTuple):
     def gather(self, tree: Any) -> Any:
         """Replicates leaves that are sharded over processes; all of them call it."""
 
-        def gathered(leaf: Any) -> Any:
-            spans = spans_processes(leaf)
-            return jax.device_put(leaf, self.replicated) if spans else leaf
-
-        return jax.tree.map(gathered, tree)
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self.replicated) if spans_processes(x) else x,
+            tree,
+        )
 
     def shard(self, batch: Any) -> Any:
         """Puts a host batch on the devices, for a function from `compile`.
@@ -208,7 +207,8 @@ class DeviceManager(NamedTuple):
         """
         transfer.check_numbers(tree)
         compiled.check_alive(tree)
-        copies = jax.tree.map(transfer.first_copy, self.gather(tree))
+        gathered = self.gather(tree) if self.processes.count > 1 else tree
+        copies = jax.tree.map(transfer.first_copy, gathered)
         self.wait(copies)
         if self.num_devices > 1:
             check_replicas(tree)

@@ -98,9 +98,9 @@ def test_a_process_that_is_killed_while_both_save_leaves_a_run_to_resume(
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_full_disk_of_one_ends_both_with_its_code(tmp_path, address, index):
     """The other waits within Orbax for its half."""
-    full = "property(lambda _: open('/dev/full', 'w').write(9_999 * ' '))"
+    write = "__import__('pathlib').Path('/dev/full').write_text(9_999 * ' ')"
     orbax = "__import__('orbax.checkpoint').checkpoint"
-    fault = f"{index}:save:{orbax}.AsyncCheckpointer.save = {full}"
+    fault = f"{index}:save:{orbax}.AsyncCheckpointer.save = property(lambda _: {write})"
     codes, errors = run(tmp_path, address, fault, **ALL)
     assert codes == [74, 74], errors
     for words in errors:
