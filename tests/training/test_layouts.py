@@ -19,9 +19,10 @@ MOMENTS, ALL = (("opt_state/*", "data"),), (("*", "data"),)
 LAYOUTS = {"replicated": (), "moments": MOMENTS, "all": ALL}
 
 
-def build(num_devices, rules=MOMENTS, base=digits, **keys):
+def build(num_devices, rules=MOMENTS, base=digits, rank=None, accumulate=1, **keys):
     config = base.get_config()
     config.ema_decay, config.sharding = 0.9, rules
+    config.accumulate_steps, config.finetuning.lora.rank = accumulate, rank
     config.optimizer.update({"clip_norm": 0.1, "weight_decay": 0.1} | keys)
     devices = DeviceManager.create("cpu", num_devices=num_devices)
     return Experiment.from_config(config, devices).trainer(devices)
@@ -65,6 +66,27 @@ def test_four_devices_keep_a_quarter_each_and_compute_the_same(rules):
     )
     saved = budgets[0].opt_state - budgets[1].opt_state
     assert budgets[1].saved == {"sharding": saved}
+
+
+@pytest.mark.slow(but="4-2")
+@pytest.mark.parametrize("rules", [MOMENTS, ALL], ids=["moments", "all"])
+@pytest.mark.parametrize(("rank", "accumulate"), [(4, 1), (4, 2), (None, 2)])
+def test_lora_and_accumulation_compute_the_same(rules, rank, accumulate):
+    keys = {"rank": rank, "accumulate": accumulate, "warmup_steps": 0}
+    trainers = [build(4, layout, **keys) for layout in ((), rules)]
+    ends = [run_steps(trainer, 5)[0] for trainer in trainers]
+    trainers[1].devices.check(ends[1], trainers[1].layout)
+    first, *hosts = [
+        trainers[0].devices.fetch((x.params, x.ema_params, x.frozen))
+        for x in (trainers[0].init(), *ends)
+    ]
+    assert_close(*hosts, rtol=0, atol=2e-6)
+    changes = jax.tree.map(lambda a, b: np.abs(a - b).max(), first[0], hosts[0][0])
+    assert min(jax.tree.leaves(changes)) > 1e-3  # Of each leaf, adapters' A and B.
+    assert bool(first[2]) == (rank is not None)
+    leaves = (ends[1].opt_state, ends[1].frozen) if rules == ALL else ends[1].opt_state
+    full = sum(leaf.nbytes for leaf in jax.tree.leaves(leaves))
+    assert bytes_on(trainers[1].devices.devices[0], leaves) < 0.3 * full
 
 
 def test_shard_moments_is_a_name_for_its_rule():
