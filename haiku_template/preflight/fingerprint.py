@@ -116,12 +116,16 @@ def keep(
       ConfigError: the mathematics or the data changed, or differ between processes;
         names the parts.
     """
-    processes, file = trainer.devices.processes, workdir / FILE
+    processes = trainer.devices.processes
     if processes.count > 1:
         digests = {f"the fingerprint of the {k}": x for k, x in of(trainer).items()}
         processes.agree(_sizes(trainer.experiment.data) | digests)
-    if not needed(config):
-        return
+    if needed(config):
+        _save_or_compare(workdir, trainer, num_steps)
+
+
+def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
+    file = workdir / FILE
     if workdirs.has_checkpoints(workdir) and file.exists():
         advice = ". Nothing was changed there: use another --workdir or restore what "
         advice += f"was edited; to resume all the same, remove {file}"

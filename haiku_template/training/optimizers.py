@@ -193,27 +193,20 @@ def own_averages(opt_state: Any, params: Any) -> Any:
 
 
 def make_optimization(
-    num_steps: int,
-    *,
-    name: str,
-    schedule: str,
-    learning_rate: float,
-    warmup_steps: int,
-    final_fraction: float,
-    **keys: Any,
+    num_steps: int, **keys: Any
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Makes the optimizer and the schedule of `config.optimizer`, whose keys these are.
 
     Arguments and errors are those of `make_schedule` and `make_optimizer`.
     """
-    rate = make_schedule(
-        schedule,
-        learning_rate=learning_rate,
+    schedule = make_schedule(
+        keys.pop("schedule"),
+        learning_rate=keys.pop("learning_rate"),
         num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        final_fraction=final_fraction,
+        warmup_steps=keys.pop("warmup_steps"),
+        final_fraction=keys.pop("final_fraction"),
     )
-    return make_optimizer(name, rate, **keys), rate
+    return make_optimizer(schedule=schedule, **keys), schedule
 
 
 @functools.cache
