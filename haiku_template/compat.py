@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 PATH = re.compile(r"(?:jax|haiku|haiku_template|optax|numpy|math|functools)(?:\.\w+)+")
-# What this package has of what JAX has no more.
+# Removed names that this package itself has.
 MOVED = {
     f"jax.{name}": f"haiku_template.devices.{name}"
     for name in ("device_put_replicated", "device_put_sharded")
@@ -88,7 +88,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         lambda key, x, axis=0: jax.random.permutation(key, x, axis, independent=True)
     ),
 }
-# Keywords that are not just called otherwise; each gets the value.
+# Removed keywords whose values change: each maps an old value to new keywords.
 KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "jax.nn.log_softmax(initial)": lambda value: {},
     "jax.nn.softmax(initial)": lambda value: {},
@@ -99,8 +99,8 @@ KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
         {"assume_a": "pos"} if value else {}
     ),
 }
-FIRST = "jax.numpy.clip(a)"  # No keyword any more.
-# What stays gone, and why.
+FIRST = "jax.numpy.clip(a)"  # Positional alone today.
+# Rows that stay gone, and why.
 NOT_SERVED = {
     "jax.ShapeDtypeStruct(named_shape)": "a class, which others compare with",
     "jax.experimental.pjit.pjit(in_axis_resources)": "None meant replicated",

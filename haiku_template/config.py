@@ -61,7 +61,7 @@ def default_config() -> config_dict.ConfigDict:
     config.best_mode = "min"  # Or max.
 
     config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
-    # What is to be improved; or mode max.
+    # Metric to improve; mode is min or max.
     config.early_stop = {"metric": "eval/loss", "mode": "min"}
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 

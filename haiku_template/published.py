@@ -35,7 +35,7 @@ class StandIn:
         self._name = name
 
     def __getattr__(self, name: str) -> "StandIn":
-        if name.startswith("__") or name == "_name":  # Of a copy that is being made.
+        if name.startswith("__") or name == "_name":  # `copy` asks for them.
             raise AttributeError(f"a stand-in has no {name}")
         return StandIn(f"{self._name}.{name}")
 

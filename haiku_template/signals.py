@@ -37,7 +37,7 @@ def install() -> None:
     for number in EXIT_CODES:
         if is_free(number):
             signal.signal(number, leave)
-    # In `end`, children that other modules forked get SIGTERM.
+    # `end` sends SIGTERM to the children that other modules forked.
     os.register_at_fork(after_in_child=_reset)
     atexit.register(_finish)  # The first that is registered is the last to run.
 

@@ -90,7 +90,7 @@ def check_definition(
     home = getattr(function if is_code else type(function), "__module__", None)
     file = _file(home)
     if file is None:
-        allowed = home == "__main__"  # An interactive one.
+        allowed = home == "__main__"  # An interactive session's.
     elif _is_ours(file):
         allowed = not is_code
     else:

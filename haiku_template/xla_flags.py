@@ -31,7 +31,7 @@ def set_flag() -> None:
         try:
             flags = Path(flags).read_text(errors="replace")
         except OSError:
-            return  # The doctor has a cause for it.
+            return  # The doctor reports it.
     libraries = list(_libraries())
     if OPTION in flags or not libraries or not all(map(_knows, libraries)):
         return

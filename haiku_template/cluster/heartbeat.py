@@ -66,7 +66,7 @@ class Heartbeat:
         self._found, self._parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
-        self.references: Any = None  # Live as long as the threads do.
+        self.references: Any = None  # Kept alive as long as the threads.
         for peer in peers:
             peer.link.settimeout(SILENT_SECONDS)
         # A child would keep the connections of a process that was killed.
@@ -208,7 +208,7 @@ class Heartbeat:
         self.fault = fault = identity.printable(fault)[:LONGEST_FAULT]
         if code in LASTING:
             self.fault_code = code
-        # Process 0 to all; to process 0 it is no news.
+        # From process 0 it reaches all; process 0 ignores it.
         self._send({"lost": fault, "code": self.fault_code})
         self._found.set()
         if self._parted.wait(LEAVE_SECONDS):

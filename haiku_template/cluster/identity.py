@@ -68,7 +68,7 @@ def announced(workdir: str | Path | None) -> Iterator[Start]:
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
-            if is_new:  # Of a run that is refused yet nothing stays.
+            if is_new:  # A run that is refused leaves nothing.
                 workdir.rmdir()
 
 

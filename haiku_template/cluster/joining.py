@@ -108,7 +108,7 @@ def join(
     jax.config.update("jax_check_proxy_envs", False)
     # For CPUs; GPUs have NCCL.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Orbax asks too, at each save, and tells.
+    # Orbax asks the service, too, at each save, and logs it.
     quiet = logging.getLogger("absl")
     quiet.addFilter(lambda record: "preemption sync point" not in record.getMessage())
     # All processes stop after the same step: docs/decisions/cluster.md#signals
@@ -148,8 +148,8 @@ def _shut_down() -> None:
     import jax
     from jax._src.distributed import global_state as state
 
-    # Once a signal came, each process's part of JAX's preemption service waits for the
-    # others', at its end, too; it must not outlive its client, and ends in no thread.
+    # After a signal the manager's destructor waits for the other processes', so it is
+    # kept in the heartbeat, with the client that it uses.
     # Why: docs/decisions/patches.md#preemption
     references = state.preemption_sync_manager, state.client
     state.preemption_sync_manager = None

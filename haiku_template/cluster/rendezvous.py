@@ -112,7 +112,7 @@ def _receive(
         if is_known and _is_hello(hello):
             return hellos.put((link, hello))
         unseen.update(_claimed(hello, hello_0["count"]))
-        link.close()  # It is told nothing, and ends nothing here.
+        link.close()  # A stranger is told nothing, and ends nothing.
 
     with identity.announced(workdir) as start:
         while len(came) < hello_0["count"] and error is None:

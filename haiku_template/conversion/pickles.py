@@ -140,7 +140,7 @@ class Reader(pickle._Unpickler):
         )
 
     def _skip_frame(self) -> None:
-        self.read(8)  # Its length, which only saves reads.
+        self.read(8)  # A frame's length, not needed.
 
     def _view_bytes(self) -> None:
         self.append(self.file.view(int.from_bytes(self.read(8), "little")))
@@ -157,12 +157,12 @@ class Reader(pickle._Unpickler):
 
     def _call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not callable(function):  # Nothing is but the stand-ins.
+        if not callable(function):  # Stand-ins alone are.
             raise ConfigError(f"it calls {_describe(function)}, which is refused")
         self.append(function(*arguments))
 
     def _build(self) -> None:
-        # Never as the library does, which sets attributes, of functions too.
+        # The library would set any attribute, also of functions.
         state, target = self.stack.pop(), self.stack.pop()
         if isinstance(target, Wrapper):
             target = self._read_wrapped(target, state)

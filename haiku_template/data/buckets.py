@@ -54,7 +54,7 @@ class BucketedDataset:
 
     def each_shape(self) -> list[Batch]:
         """Makes a batch of each length, the longest first."""
-        rows = self._shortest()[self.spec.share()]  # It fits all lengths.
+        rows = self._shortest()[self.spec.share()]  # These fit all lengths.
         return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
 
     def _shortest(self) -> np.ndarray:

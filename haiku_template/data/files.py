@@ -19,7 +19,7 @@ from haiku_template.data.dataset import check_memory
 from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-DEFLATE_MOST = 1032  # Bytes that a compressed one may stand for.
+DEFLATE_MOST = 1032  # Bytes, at most, of one compressed byte.
 PIECE = 2**22  # Bytes unpacked at a time.
 NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
@@ -158,7 +158,7 @@ def _read_idx(data: BinaryIO, most: int, file: Path) -> np.ndarray:
     body = array.reshape(-1).view(np.uint8)  # Filled in place: memory holds it once.
     while count := data.readinto(body[filled : filled + PIECE]):
         filled += count
-    surplus = data.read(1) and "more"  # Only after it is the checksum compared.
+    surplus = data.read(1) and "more"  # At the end the checksum is compared.
     _check_promise(shape, dtype, surplus or filled)
     if not dtype.isnative:
         array.byteswap(inplace=True)

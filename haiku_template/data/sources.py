@@ -81,15 +81,15 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
 
 
 class _Forward:
-    once = True  # To read a batch again, all before it must be.
+    once = True  # A batch is read again by reading all before it.
 
     def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
         self._make, self._lock = make, threading.Lock()
-        # One goes on with the run, the other has earlier batches that are asked for.
+        # One iterator serves the run, the other requests for earlier batches.
         # Why: docs/decisions/data.md#iterators
         self._batches = [self._endless(), self._endless()]
         self._next = [0, 0]  # The step of the next batch of each.
-        self._first: Batch = {}  # Asked for again and again, before a run starts.
+        self._first: Batch = {}  # Checks before a run read it often.
 
     def batch(self, step: int) -> Batch:
         """Reads forward to the batch of `step`, from the beginning if it has passed.

@@ -254,7 +254,7 @@ def _leak(error: Exception, make: Callable[..., Any] | None, *args: Any) -> Exce
     places = [p for p in PLACE.findall(str(error)) if "site-packages" not in p]
     kind = re.search(r"with type (\S+)", str(error))
     results: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # For the same reason, before any result.
+    with contextlib.suppress(Exception):  # `make` may leak before it returns.
         results = leaves_by_path(make(*args) if make else {})
     leaves = [k for k, x in results.items() if isinstance(x, jax.core.Tracer)]
     return PlacementError(

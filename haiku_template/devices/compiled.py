@@ -134,7 +134,7 @@ class CompiledStep:
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))
                     results, token = self.compiled(*args)
-                if not isinstance(token, jax.core.Tracer):  # Of another program.
+                if not isinstance(token, jax.core.Tracer):  # Inside another program.
                     IN_FLIGHT.append(token)
                 return results
         except (ValueError, jax.errors.JaxRuntimeError) as error:

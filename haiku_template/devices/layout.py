@@ -77,7 +77,7 @@ def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]
     return (*(None,) * dimension, axis)
 
 
-@functools.cache  # JAX finds a sharding's facts anew for each object: not each step.
+@functools.cache  # Once, not each step: JAX computes facts of each object.
 def sharding_on(devices: tuple[jax.Device, ...], *spec: Any) -> jax.sharding.Sharding:
     """Sharding of arrays by a `PartitionSpec`'s entries; replicated without any."""
     if len(devices) == 1:

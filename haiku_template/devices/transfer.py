@@ -54,7 +54,7 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
     first, *structures = map(jax.tree.structure, shards)
     for i, structure in enumerate(structures, 1):
         if structure != first:
-            is_leaf = first == jax.tree.structure(0)  # And not None.
+            is_leaf = first == jax.tree.structure(0)  # None is no leaf.
             raise (TypeError if is_leaf else PlacementError)(
                 f"the shards differ in structure: shard 0 is {first}, shard {i} is "
                 f"{structure}"

@@ -31,8 +31,8 @@ class Lora(NamedTuple):
 
     rank: int  # R; 0 makes none.
     alpha: float = 16.0  # The LoRA scale times R.
-    # Share of the rows of A that a step drops, in [0, 1), the same ones for all of a
-    # device's examples: LoRA's own draws for each example, which a tree cannot.
+    # Share of the rows of A that a step drops, in [0, 1): the same rows for all of a
+    # device's examples, where the paper draws for each.
     dropout: float = 0.0
     patterns: tuple[str, ...] = ("*/w",)  # Of matrices to adapt, by path.
     # Of other tensors, (pattern, a word for each axis): ("*/query_w", "in out out"). In

@@ -39,7 +39,7 @@ Multipliers = Sequence[tuple[str, float]]
 class Finetuning(NamedTuple):
     """Fine-tuning, as patterns of parameters; by default all train."""
 
-    train: tuple[str, ...] = ()  # Train whole; none means all, or with `lora` none.
+    train: tuple[str, ...] = ()  # Patterns; () is all, or with `lora` none.
     lora: Lora | None = None  # Adapters of frozen parameters.
     fresh: tuple[str, ...] = ()  # Start from the seed although others are read.
     base_dtype: str = "float32"  # Of frozen parameters; or bfloat16.
@@ -75,7 +75,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     adapted: frozenset[str] = frozenset()  # Frozen, with an adapter.
     frozen: frozenset[str] = frozenset()
     fresh: frozenset[str] = frozenset()  # Are not read.
-    lora: Lora = Lora(rank=0)  # Its `axes` those of paths.
+    lora: Lora = Lora(rank=0)  # With `axes` by path.
     dtype: Any = jnp.dtype("float32")  # Of frozen floating-point parameters.
 
     def split(self, params: hk.Params) -> tuple[hk.Params, hk.Params]:

@@ -94,7 +94,7 @@ def task_rng(rng: jax.Array | None) -> jax.Array | None:
 
 def _is_one(rng: jax.Array) -> bool:
     is_new = jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    return rng.ndim == (0 if is_new else 1)  # jax.random.PRNGKey's has two numbers.
+    return rng.ndim == (0 if is_new else 1)  # jax.random.PRNGKey gives two numbers.
 
 
 class PerExample(hk.TransformedWithState):  # Why: docs/decisions/models.md#per-example

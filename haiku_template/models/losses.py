@@ -68,7 +68,7 @@ def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:
     values = flatten(scalars) | {"loss": loss}
     if is_training:
         return values
-    # Evaluation pads no batch of a whole-batch loss; who does gets no wrong number.
+    # Evaluation pads no batch that has one loss; if others do, it is NaN.
     padded = jnp.logical_not(jnp.all(mask))
     return {
         name: jnp.where(padded, jnp.nan, x) if jnp.ndim(x) == 0 else x

@@ -323,7 +323,7 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
     """Names a setting that fits, found by compiling; or why there is none."""
     limit, fixed = budget.limit, max(budget.init_peak, budget.evaluation_peak)
     none = "no accumulate_steps is enough:"
-    # Compiling takes minutes, and would not find a way for what does not shrink.
+    # Compiling takes minutes, and smaller micro-batches shrink none of this.
     if budget.resident > limit:
         size = in_units(budget.resident)
         return f"{none} {size} are what the run keeps, its state, data and batches"

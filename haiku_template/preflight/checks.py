@@ -71,7 +71,7 @@ def check_norms(trainer: Trainer) -> None:
     devices, experiment = trainer.devices, trainer.experiment
     init = trainer.functions(devices.axis_name).init
     alone = _norms_alone(devices, init, {})
-    if alone and experiment.step is None:  # Initialized; in training they may be fixed.
+    if alone and experiment.step is None:  # In `init`; training may fix them.
         recipe, state = trainer.recipe, trainer.abstract
 
         def forward(*args: Any) -> Any:

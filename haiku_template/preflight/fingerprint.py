@@ -190,7 +190,7 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
     """
     # Why: docs/decisions/storage.md#num-steps
     keys = completed(config)["optimizer"]
-    keys["warmup_steps"] = min(keys["warmup_steps"], number - 1)  # Was said then.
+    keys["warmup_steps"] = min(keys["warmup_steps"], number - 1)  # Warned of then.
     optimizer, schedule = make_optimization(number, **keys)
     experiment = dataclasses.replace(
         trainer.experiment, optimizer=optimizer, schedule=schedule

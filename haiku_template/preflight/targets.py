@@ -89,7 +89,7 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
             )
         os.environ["XLA_FLAGS"] = f"{flags} {FLAGS}".strip()
     jax.config.update("jax_platforms", "cpu")
-    # It would be written and could not be read.
+    # What it writes for a target cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         topology = topologies.get_topology_desc(

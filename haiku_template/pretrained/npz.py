@@ -21,7 +21,7 @@ HEADERS = {
 }
 NAMES = {np.dtype(dtype): name for name, dtype in tensors.DTYPES.items()}
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError)
-# Of an archive with a password, or made strangely, and of headers that are no Python.
+# Errors of archives with a password, of odd ones, and of headers that are no Python.
 DAMAGE += (TypeError, RuntimeError, SyntaxError, tokenize.TokenError)
 
 

@@ -95,7 +95,7 @@ class GradientNorms:
         read, self.pending = self.pending[:count], self.pending[count:]
         # As one array: a copy to the host for each would take longer than a small step.
         arrays = [first_copy(norm) for _, norm in read]
-        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # For few programs.
+        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # Few shapes, few programs.
         norms = self._devices.fetch(_stacked(arrays)).tolist() if arrays else []
         for (step, _), norm in zip(read, norms, strict=False):
             self._group.append((step, norm))

@@ -44,5 +44,5 @@ def run(
     how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
-    train = module("loop", config.loop, loop, "train").train
+    train = module("loop", config.loop, loop, "train").train  # `runs/loop.py`.
     train(trainer, workdir=workdir, config=saved, **how, **keys)

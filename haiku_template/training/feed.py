@@ -190,7 +190,7 @@ class Prefetcher:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        self._places.put(None)  # It may be waiting for one; or for storage, for ever.
+        self._places.put(None)  # The thread may wait for one, or for storage.
         self._thread.join(LEAVE_SECONDS)
 
     def __iter__(self) -> Iterator[Any]:

@@ -68,7 +68,7 @@ class Initializer:
         if experiment.finetuning != tuning.Finetuning():
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
             plan = tuning.make_plan(experiment.finetuning, self._params, axes)
-        if experiment.init_from is not None:  # What is read is of no batch.
+        if experiment.init_from is not None:  # These do not depend on the batch.
             read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
         self.recipe = recipe._replace(plan=plan)

@@ -45,7 +45,7 @@ class Task(NamedTuple):
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]] = (
         lambda averages, counts: {}
     )
-    whole_batch: bool = False  # The model has the loss: as `whole` of `inputs_of`.
+    whole_batch: bool = False  # The model has the loss: see `inputs_of`.
 
     @property
     def function(self) -> Callable[..., Values]:

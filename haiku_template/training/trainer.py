@@ -206,7 +206,7 @@ class Trainer:
                 "the model returns one loss for a batch, and predictions are of "
                 "examples; let it return a loss for each, [B]"
             )
-        # Once: after that a process waits for no other.
+        # Gathered once: for its batches a process waits for no other.
         variables, frozen = self.devices.gather((state.variables(), state.frozen))
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, frozen, batch),
@@ -292,7 +292,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     """Recipe of an experiment, but for its plan, which `Initializer` makes."""
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
-    facts_of(task.values)  # Raises for those that it cannot have.
+    facts_of(task.values)  # Raises for parameters that no fact fits.
     optimizer, multipliers = experiment.optimizer, experiment.finetuning.multipliers
     if multipliers:
         optimizer = optax.chain(optimizer, tuning.scale_updates(multipliers))
