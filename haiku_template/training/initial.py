@@ -1,6 +1,7 @@
 """First states: of pretrained parameters, the seed, or the first batch."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,9 @@ class Initializer:
                 recipe, example, devices.axis_name
             )
         else:
-            self._first = make_custom_init(recipe, experiment.init, example)
+            self._first = functools.partial(
+                init_custom, recipe, experiment.init, example
+            )
             shapes, self.from_batch = dependents(
                 self._first, example, devices.axis_name
             )
@@ -80,7 +83,8 @@ class Initializer:
 
     def function(self, axis_name: str | None) -> Callable[..., TrainState]:
         """Makes the pure function of pretrained leaves to a first state."""
-        return make_init(self.recipe._replace(axis_name=axis_name), self._first)
+        recipe = self.recipe._replace(axis_name=axis_name)
+        return functools.partial(first_state, recipe, self._first)
 
     def init(self, layout: Layout) -> TrainState:
         """Makes the train state before step 0 where a layout has it.
@@ -163,53 +167,49 @@ class Initializer:
         return leaves, net_state
 
 
-def make_model_init(
-    recipe: Recipe, batch: Any, rows: int = 1
-) -> Callable[..., dict[str, Any]]:
-    """Makes `init(inputs)`, which initializes a model's `params` and `net_state`.
+def init_model(
+    recipe: Recipe, batch: Any, rows: int, example: Any = None
+) -> dict[str, Any]:
+    """Initializes a model's `params` and `net_state`.
 
-    `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as are
-    `inputs`; these are so many rows of zeros by default.
+    `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as is
+    `example`, the inputs; these are so many rows of zeros by default.
 
     Raises:
-      ConfigError: when called: the task takes labels, and the batch has no inputs.
+      ConfigError: the task takes labels, and the batch has no inputs.
     """
     inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
-
-    def init(example: Any = None) -> dict[str, Any]:
-        if inputs is batch and recipe.task.labels != "any":
-            raise ConfigError(
-                f"the task takes inputs and labels ({recipe.task.labels}), and the "
-                f"batches of the data have {names} alone"
-            )
-        if example is None:  # Most initialize from shapes and the rng alone.
-            shaped = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype)  # noqa: E731
-            example = jax.tree.map(shaped, inputs)
-        policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
-        try:
-            example = policy.cast_to_param(recipe.preprocess(example))
-            params, net_state = recipe.model.init(rng, example, True)
-        except Exception as error:
-            kind = "whole batches" if inputs is batch else "inputs alone, of"
-            error.add_note(f"The model was given {kind}: {names}.{_of_bytes(example)}")
-            raise
-        return {"params": params, "net_state": net_state}
-
-    return init
+    if inputs is batch and recipe.task.labels != "any":
+        raise ConfigError(
+            f"the task takes inputs and labels ({recipe.task.labels}), and the "
+            f"batches of the data have {names} alone"
+        )
+    if example is None:  # Most initialize from shapes and the rng alone.
+        shaped = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype)  # noqa: E731
+        example = jax.tree.map(shaped, inputs)
+    policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
+    try:
+        example = policy.cast_to_param(recipe.preprocess(example))
+        params, net_state = recipe.model.init(rng, example, True)
+    except Exception as error:
+        kind = "whole batches" if inputs is batch else "inputs alone, of"
+        error.add_note(f"The model was given {kind}: {names}.{_of_bytes(example)}")
+        raise
+    return {"params": params, "net_state": net_state}
 
 
 def trace_model_init(
     recipe: Recipe, batch: Any, axis_name: str | None
 ) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
-    """Makes a model's `init`, and traces it as `dependents`: on one row of inputs.
+    """Binds `init_model`, and traces it as `dependents`: on one row of inputs.
 
     It is of a whole batch if it depends on that. Raises as the model does for one row.
     """
     inputs = inputs_of(batch, recipe.task.whole_batch)
 
     def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
-        init = make_model_init(recipe, batch, rows)
+        init = functools.partial(init_model, recipe, batch, rows)
         example = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), inputs)
         return init, *dependents(init, example, axis_name)
 
@@ -258,62 +258,54 @@ def _of_bytes(inputs: Any) -> str:
     )
 
 
-def make_init(recipe: Recipe, first: Callable[..., Any]) -> Callable[..., TrainState]:
-    """Makes `init(leaves, net_state, inputs)`: the state before step 0, without frozen.
-
-    `first(inputs)` gives fields of it. `leaves` are pretrained parameters by path, {}
-    without any; a `net_state` of None is the model's own.
-    """
-
-    def init(
-        leaves: dict[str, jax.Array], net_state: Any = None, inputs: Any = None
-    ) -> TrainState:
-        fields = first(inputs)
-        if recipe.plan.frozen:
-            rng = split_seed(recipe.seed).adapters
-            fields["params"] = recipe.plan.init_params(fields["params"], rng)
-        if leaves:
-            fields["params"] = unflatten(flatten(fields["params"]) | leaves)
-        if net_state is not None:
-            # Fresh leaves are not in what was read; a module's may be a tree.
-            of_state = flatten(fields["net_state"]) | flatten(net_state)
-            structure = jax.tree.structure(fields["net_state"])
-            fields["net_state"] = structure.unflatten(of_state.values())
-        return first_state(recipe, **fields)
-
-    return init
-
-
-def make_custom_init(
-    recipe: Recipe, init: Callable[..., Any], batch: Any
-) -> Callable[..., dict[str, Any]]:
-    """Makes the fields of a first state of a user's `init(rng, batch)`.
+def init_custom(
+    recipe: Recipe, init: Callable[..., Any], batch: Any, first: Any = None
+) -> dict[str, Any]:
+    """Makes the fields of a first state by a user's `init(rng, batch)`.
 
     `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
     or the first batch if what it returns depends on that.
 
     Raises:
-      ConfigError: when traced: it returns no dictionary of `FIELDS` with `params`.
+      ConfigError: it returns no dictionary of `FIELDS` with `params`.
     """
-
-    def make(first: Any = None) -> dict[str, Any]:
-        if first is None:
-            first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
-        names = list(fields) if isinstance(fields, dict) else type(fields).__name__
-        if "params" not in names or not set(names) <= set(FIELDS):
-            raise ConfigError(
-                f"init returns {names}; it must return a dictionary of pytrees, params "
-                f"among them; possible are {', '.join(FIELDS)}"
-            )
-        return jax.tree.map(jnp.asarray, fields)
-
-    return make
+    if first is None:
+        first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+    fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
+    names = list(fields) if isinstance(fields, dict) else type(fields).__name__
+    if "params" not in names or not set(names) <= set(FIELDS):
+        raise ConfigError(
+            f"init returns {names}; it must return a dictionary of pytrees, params "
+            f"among them; possible are {', '.join(FIELDS)}"
+        )
+    return jax.tree.map(jnp.asarray, fields)
 
 
-def first_state(recipe: Recipe, **fields: Any) -> TrainState:
-    """Makes the state before step 0; fields that are not given follow from `params`."""
-    params, optimizer = fields["params"], recipe.optimizer
+def first_state(
+    recipe: Recipe,
+    first: Callable[[Any], dict[str, Any]],
+    leaves: dict[str, jax.Array],
+    net_state: Any = None,
+    inputs: Any = None,
+) -> TrainState:
+    """Makes the state before step 0, without frozen parameters.
+
+    `first(inputs)` gives fields of it, others follow from `params`. `leaves` are
+    pretrained parameters by path, {} without any; a `net_state` of None is the model's
+    own.
+    """
+    optimizer, fields = recipe.optimizer, {"net_state": {}} | first(inputs)
+    if recipe.plan.frozen:
+        rng = split_seed(recipe.seed).adapters
+        fields["params"] = recipe.plan.init_params(fields["params"], rng)
+    if leaves:
+        fields["params"] = unflatten(flatten(fields["params"]) | leaves)
+    if net_state is not None:
+        # Fresh leaves are not in what was read; a module's may be a tree.
+        of_state = flatten(fields["net_state"]) | flatten(net_state)
+        structure = jax.tree.structure(fields["net_state"])
+        fields["net_state"] = structure.unflatten(of_state.values())
+    params = fields["params"]
     opt_state = () if optimizer is None else optimizer.init(params)
     has_own = own_averages(opt_state, params) is not None
     if has_own and recipe.ema_decay is not None:
@@ -325,7 +317,6 @@ def first_state(recipe: Recipe, **fields: Any) -> TrainState:
     defaults = {
         "step": jnp.zeros((), jnp.int32),
         "frozen": {},
-        "net_state": {},
         "opt_state": opt_state,
         "ema_params": params if averaged else None,
         "loss_scale": recipe.precision.initial_loss_scale(),
