@@ -10,7 +10,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
@@ -81,21 +81,20 @@ def _read_member(archive: zipfile.ZipFile, name: str, file: Path) -> np.ndarray:
     info = archive.getinfo(names[name])
     with archive.open(info) as packed:
         header = io.BytesIO(packed.read(NPY_HEADER))
-    _check_promise(*npy_header(header), info.file_size - header.tell())
+    shape, _, dtype = npy_header(header)
+    _check_promise(shape, dtype, info.file_size - header.tell())
     fact = f"the data file {file} has {info.file_size:,} bytes of {name}"
     check_memory(info.file_size, fact, "config.data.name=npy maps files of any size")
     with archive.open(info) as packed:
         return np.lib.format.read_array(packed, allow_pickle=False)
 
 
-def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    """Reads shape and dtype from the header of an .npy file."""
+def npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads shape, order (True for Fortran's) and dtype of an .npy file."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of .npy is for other arrays")
-    read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-    shape, _, dtype = read(file)
-    return shape, dtype
+    return getattr(np.lib.format, f"read_array_header_{version[0]}_0")(file)
 
 
 def _check_promise(shape: tuple[int, ...], dtype: np.dtype, follow: int | str) -> None:

@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.data.files import npy_header
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import tensors
 from haiku_template.pretrained.tensors import Tensor
 
-HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 NAMES = {np.dtype(dtype): name for name, dtype in tensors.DTYPES.items()}
 DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError)
 # Errors of archives with a password, of odd ones, and of headers that are no Python.
@@ -76,7 +73,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, source: Path) -> Te
 
 
 def _layout(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+    shape, fortran, dtype = npy_header(file)
     # NumPy writes bfloat16 as two bytes without a meaning.
     return shape, fortran, np.dtype(tensors.FLOATS["BF16"]) if dtype == "V2" else dtype
 

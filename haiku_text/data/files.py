@@ -113,7 +113,7 @@ def _is_line(entry: dict[str, Any]) -> bool:
 
 def _npy_layout(file: Path) -> Layout:
     with file.open("rb") as f:
-        shape, dtype = npy_header(f)
+        shape, _, dtype = npy_header(f)
         offset = f.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
         rule = "tokens are whole numbers in one dimension"
