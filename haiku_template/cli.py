@@ -235,7 +235,7 @@ def run(main: Callable[[], None]) -> None:
         try:
             main()
         except SystemExit as error:
-            cluster.ended(error)
+            cluster.ended(error)  # Why: docs/decisions/cluster.md#ends
             raise
         finally:
             signals.ignore()  # It ends by itself now.

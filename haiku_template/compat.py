@@ -101,7 +101,7 @@ KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 FIRST = "jax.numpy.clip(a)"  # Positional alone today.
 # Rows that stay gone, and why.
-NOT_SERVED = {
+NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
     "jax.ShapeDtypeStruct(named_shape)": "a class, which others compare with",
     "jax.experimental.pjit.pjit(in_axis_resources)": "None meant replicated",
     "jax.experimental.pjit.pjit(out_axis_resources)": "None meant replicated",

@@ -22,7 +22,7 @@ from jax_doctor.__main__ import main
 from jax_doctor.code.names import REMOVED
 
 # Why: docs/decisions/doctor.md#boundary
-ADVICE = {
+ADVICE = {  # Why: docs/decisions/doctor.md#advice
     "export JAX_NUM_CPU_DEVICES=": "in a run, --simulate_devices=",
     "write jax.tree_map = jax.tree.map before jaxline is imported": (
         "config.compat = True puts it back"

@@ -79,7 +79,7 @@ def assert_devices_agree(
     config: config_dict.ConfigDict,
     workdir: Path,
     num_steps: int = 5,
-    tolerance: float = 1e-3,
+    tolerance: float = 1e-3,  # Why: docs/decisions/projects.md#tolerance
 ) -> None:
     """Asserts that four devices equal one: losses and gradient norms, in float32.
 

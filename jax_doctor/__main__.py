@@ -196,7 +196,7 @@ def main(
 def _end(number: int, _: Any) -> NoReturn:
     """Handler that kills the children, whose time limit ends with this process."""
     children.end_children()
-    os._exit(128 + number)
+    os._exit(128 + number)  # Why: docs/decisions/doctor.md#signals
 
 
 if __name__ == "__main__":

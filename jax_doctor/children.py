@@ -215,6 +215,7 @@ def probe_jax(
         # As the commands do, so that a broken card does not keep a run off the CPU.
         environ["JAX_PLATFORMS"] = "cpu"
     devices = ",".join(map(str, indices))
+    # Why: docs/decisions/doctor.md#one-child
     return _read(run_child(["-c", ASK_JAX, platform, devices], timeout, environ))
 
 

@@ -155,6 +155,7 @@ STEPS: dict[str, list[Cause]] = {step: [] for step in (*BEFORE_JAX, *AFTER_JAX)}
 
 def step(name: str) -> Callable[..., Callable[[Detector], First]]:
     """Decorator of the causes of a step, which takes an id and fields of `Cause`."""
+    # Why: docs/decisions/doctor.md#causes
     return functools.partial(_cause, STEPS[name])
 
 

@@ -37,6 +37,7 @@ MENDABLE = {1, LOST, 71}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 FRUITLESS = 3  # Starts in a row that saved nothing new.
+# Why: docs/decisions/cluster.md#launcher-end
 PARENT_DEATH = 1  # Linux' PR_SET_PDEATHSIG.
 
 

@@ -27,7 +27,7 @@ SKELETON, PLACEHOLDER, PIN = "skeleton", "my_project", "PIN"
 PACKAGES = (PACKAGE, "haiku_text", "jax_doctor")
 PACKAGED = (*PACKAGES, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 EXTRAS = "[plots]"  # Of the package, in a project.
-LOCAL = "file://localhost"
+LOCAL = "file://localhost"  # Why: docs/decisions/projects.md#localhost
 # Modules that --eject copies, with their rooms; keys of the config name the copies.
 EJECT = {"loop": {"loop": "runs", "step": "training"}}
 # Files that tools make.
@@ -89,6 +89,7 @@ def commit_of(root: Path) -> str:
     return commit
 
 
+# Why: docs/decisions/projects.md#pin
 def git_requirement(root: Path) -> tuple[str, str]:
     """Makes pip's requirement of the package at this commit; and a caution, or ""."""
     commit, caution = commit_of(root), ""

@@ -38,6 +38,7 @@ def compile_options(*args, _made=compiler.get_compile_options, **kwargs):
     options = _made(*args, **kwargs)
     debug = options.executable_build_options.debug_options
     if debug.xla_backend_optimization_level == 0:
+        # Why: docs/decisions/tests.md#emitters
         quick = [("xla_cpu_parallel_codegen_split_count", 1)]
         if jax.__version_info__ < (0, 11):  # Later it is no option.
             quick.append(("xla_cpu_use_fusion_emitters", False))
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Spares the collector, which JAX's tracing calls often, what stays to the end."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # Why: docs/decisions/tests.md#frozen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -349,6 +349,7 @@ def references():
     """Places in this project, and the pages and anchors that they name."""
     folders = [PACKAGE, TEXT, DOCTOR, ROOT / "docs", ROOT / "tests", ROOT / "configs"]
     folders += [ROOT / "benchmarks", ROOT / "examples", ROOT / "notebooks"]
+    folders += [ROOT / "launch", ROOT / "skeleton"]
     files = [*ROOT.glob("*.md"), *(x for folder in folders for x in folder.rglob("*"))]
     for file in files:
         if file.suffix not in (".py", ".md", ".ipynb"):

@@ -39,7 +39,7 @@ STALL = "--stall_seconds={:g}"  # Why: docs/decisions/cluster.md#watchdog
 # Exit codes of errors that would come again, and of a preempted run: the others end
 # with them, too, since Slurm goes by the highest of all.
 LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
-LASTING |= {signals.PREEMPTED}
+LASTING |= {signals.PREEMPTED}  # Why: docs/decisions/cluster.md#preempted-start
 
 
 class Heartbeat:
@@ -223,6 +223,7 @@ class Heartbeat:
 
     def sentence(self) -> str:
         """Sentence of the fault, with how to resume where that can help."""
+        # Why: docs/decisions/cluster.md#resumes
         if self.fault_code in LASTING or not self.resumes():
             return self.fault
         advice = "the same command in all processes resumes the last checkpoint"

@@ -26,7 +26,7 @@ PARAMETERS = ("coordinator_address", "num_processes", "process_id", "local_devic
 PATIENCE_SECONDS = 3600
 # Words of errors: of JAX's runtime, of collectives, and of those about another process.
 RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
-COLLECTIVES = ("Gloo", "NCCL")
+COLLECTIVES = ("Gloo", "NCCL")  # Why: docs/decisions/cluster.md#failed-collectives
 PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
 # Why: docs/decisions/cluster.md#initialize
 START_SECONDS = 600.0  # From the first process that has imported JAX to the last.

@@ -45,6 +45,7 @@ def limit_time(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SECONDS))
 
 
+# Why: docs/decisions/finetuning.md#convert
 def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
     """Writes safetensors, an array at a time; returns their bytes.
 

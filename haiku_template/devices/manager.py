@@ -152,6 +152,7 @@ class DeviceManager(NamedTuple):
             tree = read(abstract)
         return jax.device_put(tree, layout.of(tree))
 
+    # Why: docs/decisions/devices.md#spanning-shards
     def gather(self, tree: Any) -> Any:
         """Replicates leaves that are sharded over processes; all of them call it."""
 

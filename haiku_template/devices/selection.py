@@ -168,6 +168,7 @@ def _configure_accelerators(request: Request) -> None:
     indices = sorted(request.indices or range(request.num_devices or 0))
     # JAX reserves memory on every GPU it sees. Indices and counts are among the devices
     # that the user's own JAX_CUDA_VISIBLE_DEVICES leaves.
+    # Why: docs/decisions/devices.md#visible-devices
     for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
         if indices and jax.config.values.get(option) == "all":
             jax.config.update(option, ",".join(map(str, indices)))

@@ -121,7 +121,7 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
     file = workdir / BASE
     if not frozen:
         return
-    digest = fingerprint(devices, frozen)
+    digest = fingerprint(devices, frozen)  # Why: docs/decisions/finetuning.md#hash
     if not (file.exists() and has_checkpoints(workdir)):
         with dispensable(file):
             write_json(file, {"sha256": digest})

@@ -48,6 +48,7 @@ def export_npz(
       ConfigError: `file` exists, or the form has no names for network state.
       StorageError: it cannot be written; nothing of it is left.
     """
+    # Why: docs/decisions/models.md#export-names
     renamed, there = names_of_file(source, params)
     makers: dict[str, Callable[[], np.ndarray]] = {
         _name(path, form): functools.partial(read_tensor, x)

@@ -24,7 +24,7 @@ from haiku_template.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run:  # Why: docs/decisions/house.md#run
     """One checkpoint of a run, on any devices; each part is read when asked for."""
 
     workdir: Path  # Of the run, or a folder of exported adapters.

@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
         )
 
 
-def verify(
+def verify(  # Why: docs/decisions/models.md#verify
     trainer: Trainer,
     state: TrainState,
     function: Callable[[Any, Any, Any], Any],

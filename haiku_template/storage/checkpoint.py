@@ -342,6 +342,7 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
 @contextlib.contextmanager
 def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]:
     """Turns what Orbax raises into one sentence, and silences its log."""
+    # Why: docs/decisions/storage.md#damage
     orbax, report = logging.getLogger("absl"), sys.unraisablehook
     level = orbax.level
     orbax.setLevel(logging.CRITICAL)

@@ -39,7 +39,7 @@ PROCESSES, PROGRAM = "processes", "program.json"
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
 
-def own(workdir: str | Path) -> Path:
+def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-0
     """Workdir of this process: the run's for process 0, one within it for another."""
     workdir, index = Path(workdir), jax.process_index()
     with usable(workdir):

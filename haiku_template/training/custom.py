@@ -19,6 +19,7 @@ def preprocessed(recipe: Recipe, batch: Any) -> Any:
     return with_inputs(batch, inputs, of_batch)
 
 
+# Why: docs/decisions/house.md#custom-step
 def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
     """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
 

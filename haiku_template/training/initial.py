@@ -67,6 +67,7 @@ class Initializer:
             )
         shapes = Layout(devices.devices).place(shapes)
         self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
+        # Why: docs/decisions/finetuning.md#no-finetuning
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
         if experiment.finetuning != tuning.Finetuning():
             axes = tuning.convolutions(lambda: devices.abstract(self._first))

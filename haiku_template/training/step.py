@@ -164,7 +164,7 @@ def _loss(
     # Why: docs/decisions/training.md#weights
     weight = mean_over(recipe.axis_name, jnp.sum(weights))
     sums = {name: weighted_sum(x, weights) for name, x in values.items()}
-    scalars = divide(sums, weight)
+    scalars = divide(sums, weight)  # Why: docs/decisions/training.md#averages
     return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
 

@@ -224,6 +224,7 @@ class Trainer:
     @functools.cached_property
     def pads(self) -> bool:
         """False if a loss of the model's own is of a whole batch, padding included."""
+        # Why: docs/decisions/training.md#own-loss
         is_own = self.recipe.task.function is losses.own_loss
         return not is_own or self._gives_rows()
 

@@ -72,7 +72,7 @@ def load(run: Run) -> LanguageModel:
         step, params = run.step, run.model()[0]
     else:
         step, params = restore(run.workdir, run.which, read)
-    vocabulary, context = sizes(params)
+    vocabulary, context = sizes(params)  # Why: docs/decisions/generation.md#vocabulary
     if config is None:
         model, name = run.trainer.experiment.model, run.trainer.experiment.precision
     else:
@@ -118,6 +118,7 @@ def make_generate(
         written, tokens = None, None
         for count in range(num_tokens):
             if written is None or max(map(len, rows)) > context:
+                # Why: docs/decisions/generation.md#full-context
                 tail = max(context // 2, 1)
                 rows = [row[-tail:] if len(row) > context else row for row in rows]
                 padded = [row + [0] * (size - len(row)) for row in rows]
