@@ -147,7 +147,7 @@ def arrays_by_name(inputs: Any, labels: Any) -> Batch:
 
 
 def check_arrays(arrays: Batch, where: str = "the data set") -> None:
-    """Raises `ConfigError` for no examples, or some without their label, or trees."""
+    """Raises `ConfigError` for an empty set, missing labels, or trees of arrays."""
     for name, array in arrays.items():
         if not hasattr(array, "ndim"):
             raise ConfigError(

@@ -102,7 +102,7 @@ class Trainer:
             out_shardings=(shardings, devices.replicated),
         )
         self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
-        self._evaluated: set[tuple[int, int]] = set()  # Batch sizes, batches.
+        self._evaluated: set[tuple[int, int]] = set()  # Of sets: rows, batches.
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
@@ -152,6 +152,7 @@ class Trainer:
 
         The state is donated; the batch is from `batches` or `devices.shard`.
         """
+        # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
         new, scalars = self._step(state.without_frozen(), state.frozen, *last)
         return new._replace(frozen=state.frozen), scalars
