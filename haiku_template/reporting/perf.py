@@ -47,7 +47,7 @@ class Clock:
         phases = {"data": spent["waiting"] - copying, "to_devices": copying}
         phases |= {k: spent[k] for k in ("dispatch", "compute", "from_devices")}
         if self._devices.platform == "cpu":
-            # On the CPU the calling thread may compute itself.
+            # CPUs may compute in the call. Why: docs/decisions/devices.md#ledger
             phases["compute"] += phases.pop("dispatch")
         phases["other"] = max(seconds - sum(phases.values()), 0.0)
         metrics = {f"perf/{k}_seconds": x / steps for k, x in phases.items()}

@@ -1,1 +1,1 @@
-"""Code of yesterday: names that JAX, Haiku and optax removed, found without imports."""
+"""Removed names of JAX, Haiku and optax in code, found without importing it."""
