@@ -21,7 +21,7 @@ from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
-from haiku_template.preflight.program import describe_program, read_program
+from haiku_template.preflight.program import program_table, read_program
 from haiku_template.reporting.display import in_units, process_bytes, table
 from haiku_template.reporting.perf import matmul_bytes
 from haiku_template.training.state import TrainState
@@ -303,20 +303,9 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
     console = Console(markup=False)
     console.print(devices.describe(), budget.table(), sep="\n")
     if devices.memory is not None:
-        console.print(_program_table(trainer))
-
-
-def _program_table(trainer: Trainer) -> Table:
-    """Tabulates facts of the compiled train step."""
-    compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
-    rows = describe_program(read_program(compiled.as_text()))
-    size = device_bytes(trainer.abstract.without_frozen())
-    donated = compiled.memory_analysis().alias_size_in_bytes
-    share = f"{in_units(donated)} of {in_units(size)} are donated"
-    rows["state"] = "donated whole" if donated >= size else share
-    facts = table("Train step", ("what", "found"), rows.items())
-    facts.columns[1].no_wrap = False
-    return facts
+        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        size = device_bytes(trainer.abstract.without_frozen())
+        console.print(program_table(compiled, size))
 
 
 def _suggestion(trainer: Trainer, budget: Budget) -> str:

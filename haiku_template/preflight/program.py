@@ -4,7 +4,11 @@ import collections
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from haiku_template.reporting.display import in_units, table
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
@@ -58,20 +62,27 @@ class Program(NamedTuple):
     workspace: int
 
 
-def describe_program(program: Program) -> dict[str, str]:
-    """Describes a program's facts in words, by subject."""
+def program_table(compiled: Any, size: int) -> Table:
+    """Tabulates the facts of a compiled step; its state has `size` bytes."""
+    program = read_program(compiled.as_text())
     forward, backward = program.attention
     calls = f"cuDNN: {forward} calls forward, {backward} backward"
     products = [f"{n} of {dtypes}" for dtypes, n in program.products.items()]
     reduces = f"{len(program.all_reduces)} of {sum(program.all_reduces):,} bytes; "
     reduces += f"{program.overlapped} run beside a product or attention"
-    return {
+    donated = compiled.memory_analysis().alias_size_in_bytes
+    share = f"{in_units(donated)} of {in_units(size)} are donated"
+    rows = {
         "attention": calls if forward else "no call of cuDNN's",
         "products": ", ".join(products) or "none",
         "all-reduces": reduces if program.all_reduces else "none",
         "host transfers": str(program.host_copies),
         "kernels": f"about {program.launches:,} for each step",
+        "state": "donated whole" if donated >= size else share,
     }
+    facts = table("Train step", ("what", "found"), rows.items())
+    facts.columns[1].no_wrap = False
+    return facts
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
