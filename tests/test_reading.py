@@ -1,6 +1,7 @@
 """What a reader opens to follow one batch, and all that a run enters: traced."""
 
 import ast
+import re
 import subprocess
 import sys
 import threading
@@ -120,3 +121,15 @@ def test_a_run_enters_few_lines(tmp_path):
     files = {file: lines for file, lines in entered.items() if lines}
     assert sum(map(len, files.values())) <= LINES and len(files) <= FILES
     assert len(files) > 30  # It was traced.
+    # What the README says of the files that it names, to a twentieth.
+    table = (PACKAGE.parent / "README.md").read_text().partition("## Read this")[2]
+    names = re.findall(r"`([a-z/]+\.py)`", table.partition("\nIn the step's")[0])
+    paths = [PACKAGE / name for name in names]
+    count, total, entered = re.search(
+        r"(\d+) files, ([\d,]+) lines.*?runs ([\d,]+) of", table, re.S
+    ).groups()
+    assert int(count) == len(paths)
+    lines = sum(path.read_text().count("\n") for path in paths)
+    assert lines == pytest.approx(int(total.replace(",", "")), rel=0.05)
+    lines = sum(len(files[str(path)]) for path in paths)
+    assert lines == pytest.approx(int(entered.replace(",", "")), rel=0.05)
