@@ -235,8 +235,8 @@ def dependents(
     """
     fn = with_axis(fn, axis_name)  # Why: docs/decisions/training.md#first-batch
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(inputs)
-    # An equation without results, such as a callback that prints, makes no leaf.
-    equations = [x for x in program.jaxpr.eqns if x.outvars]
+    # A callback, such as one that prints, takes values and makes no leaf of them.
+    equations = [x.replace(effects=set()) for x in program.jaxpr.eqns]
     jaxpr, paths = program.jaxpr.replace(eqns=equations), [*flatten(shapes)]
     if not any(dce_jaxpr(jaxpr, True)[1]):
         return shapes, ()

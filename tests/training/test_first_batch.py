@@ -61,6 +61,18 @@ def kept(x, is_training):
     return hk.Linear(2)(x * hk.get_state("scale"))
 
 
+@jax.jit
+def doubled_and_printed(x):
+    jax.debug.callback(lambda x: None, x)
+    return 2 * x
+
+
+def printing(x, is_training):
+    """Of what is printed inside of a compiled function, one leaf alone is made."""
+    x = doubled_and_printed(x)
+    return hk.Linear(2)(x - parameter("mean", x.mean(0)))
+
+
 def plain(x, is_training):
     """Nothing here is of the data, but for what Haiku computes anew in each step."""
     jax.debug.callback(lambda x: None, x)
@@ -74,6 +86,7 @@ FORWARDS = {
     "weight_norm": (weight_norm, ["params/~/b", "params/~/g"]),
     "codebook": (codebook, ["params/~/codes"]),
     "kept": (kept, ["net_state/~/scale"]),
+    "printing": (printing, ["params/~/mean"]),
 }
 
 
