@@ -352,12 +352,14 @@ RANGES = (
         "sharding",
         lambda value: all(
             isinstance(rule, tuple)
-            and len(rule) == 2
+            and len(rule) in (2, 3)
             and isinstance(rule[0], str)
             and rule[1] in ("data", None)
+            and rule[2:] in ((), ("pinned_host",))
             for rule in value
         ),
         "a tuple of rules such as (('params/embed/*', None), ('*', 'data')): patterns "
-        "of paths, each with the mesh axis 'data', or None for replicated",
+        "of paths, each with the mesh axis 'data', or None for replicated, and perhaps "
+        "'pinned_host', for moments in the host's memory",
     ),
 )

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from haiku_template.devices.layout import Layout
+from haiku_template.devices.layout import HOST, Layout
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -96,8 +96,7 @@ def _verdicts(
     for (path, leaf), sharding in zip(
         leaves_by_path(tree).items(), shardings, strict=True
     ):
-        sharded = not sharding.is_fully_replicated
-        yield path, leaf, _verdict(leaf, mesh_devices, sharded)
+        yield path, leaf, _verdict(leaf, mesh_devices, sharding)
 
 
 def _placement(path: str, leaf: Any, verdict: str) -> Placement:
@@ -119,8 +118,10 @@ def _placement(path: str, leaf: Any, verdict: str) -> Placement:
     )
 
 
-def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
-    """Fault of a leaf to be replicated or sharded on the devices; "" for none."""
+def _verdict(
+    leaf: Any, devices: Sequence[jax.Device], sharding: jax.sharding.Sharding
+) -> str:
+    """Fault of a leaf that is to have a sharding on the devices; "" for none."""
     if not isinstance(leaf, jax.Array):
         return "in host memory (NumPy): put it on the devices with devices.replicate"
     if not is_concrete(leaf):
@@ -130,8 +131,11 @@ def _verdict(leaf: Any, devices: Sequence[jax.Device], sharded: bool) -> str:
     if leaf.devices() != set(devices):
         return _elsewhere(leaf, devices)
     kind = leaf.sharding.memory_kind  # Why: docs/decisions/devices.md#memory-kind
-    if kind not in (None, devices[0].default_memory().kind):
+    if kind != sharding.memory_kind == HOST:
+        return f"in {kind} memory, where the layout has it in {HOST}: use devices.init"
+    if kind not in (None, sharding.memory_kind, devices[0].default_memory().kind):
         return f"in {kind} memory, and not the devices' own: use devices.replicate"
+    sharded = not sharding.is_fully_replicated
     return "" if leaf.is_fully_replicated != sharded else _layout_fault(leaf, sharded)
 
 

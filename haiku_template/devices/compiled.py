@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
-from haiku_template.devices.layout import AXIS_NAME, sharding_on
+from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
 from haiku_template.devices.transfer import (
     check_host_batch,
     own_part,
@@ -168,6 +168,7 @@ def compile_step(
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
+        args = in_device_memory(args)
         results = mapped(*args)
         results = results if update is None else update(args[0], results)
         return results, _token()

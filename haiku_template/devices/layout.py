@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from haiku_template.errors import ConfigError, near
 from haiku_template.params import flatten, matching
 
-AXIS_NAME = "data"
+AXIS_NAME, HOST = "data", "pinned_host"
 
 
 class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
@@ -20,19 +20,23 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
     A rule is a shell pattern of paths, `opt_state/*`, and the mesh axis to shard along,
     or None; the first rule that fits a leaf holds. The largest dimension that the
     number of devices divides is sharded. Without one, or a rule, a leaf is replicated.
+    A third item, `pinned_host`, keeps moments in the host's memory between steps; it
+    leaves numbers [] on the devices.
     """
 
     devices: tuple[jax.Device, ...]
-    rules: tuple[tuple[str, str | None], ...] = ()
+    rules: tuple[tuple[str | None, ...], ...] = ()
 
     def of(self, tree: Any) -> Any:
         """Maps each leaf of a tree, or its shape, to its sharding."""
         n, leaves = len(self.devices), flatten(tree)
-        sharded = self._matches(leaves) if n > 1 else {}
-        shardings = [
-            sharding_on(self.devices, *spec_of(np.shape(leaf), n, sharded.get(path)))
-            for path, leaf in leaves.items()
-        ]
+        rules = self._matches(leaves) if self.rules else {}
+        shardings = []
+        for path, leaf in leaves.items():
+            axis, *kinds = rules.get(path, (None,))
+            spec = spec_of(np.shape(leaf), n, axis if n > 1 else None)
+            kind = HOST if kinds and np.shape(leaf) else None
+            shardings.append(sharding_on(self.devices, *spec, kind=kind))
         return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
     def place(self, shapes: Any) -> Any:
@@ -46,26 +50,36 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
     def check(self, tree: Any) -> None:
         """Raises `ConfigError` for a rule of an unknown axis, or that fits no leaf."""
         paths = flatten(tree)
-        for pattern, axis in self.rules:
+        for pattern, axis, *kinds in self.rules:
             if axis not in (AXIS_NAME, None):
                 raise ConfigError(
                     f"config.sharding: {pattern!r} is to be sharded along the mesh "
                     f"axis {axis!r}; the mesh has the axis {AXIS_NAME!r} alone"
                 )
-            if not matching(pattern, paths):
+            leaves = matching(pattern, paths)
+            if kinds and not (kinds == [HOST] and all(map(_is_moment, leaves))):
+                raise ConfigError(
+                    f"config.sharding: {pattern!r} is to be kept in {kinds[0]!r}; "
+                    f"possible is {HOST!r}, for leaves of opt_state/ alone"
+                )
+            if not leaves:
                 raise ConfigError(
                     f"config.sharding: no leaf of the state fits {pattern!r}"
                     f"{near(pattern, paths)}; patterns are of paths such as "
                     "'opt_state/*' or 'params/*'"
                 )
 
-    def _matches(self, paths: Any) -> dict[str, str | None]:
-        """Mesh axis of each path that a rule fits; earlier rules come before later."""
+    def _matches(self, paths: Any) -> dict[str, list[str | None]]:
+        """Axis and memory of each path that a rule fits; the first rule holds."""
         return {
-            path: axis
-            for pattern, axis in reversed(self.rules)
+            path: place
+            for pattern, *place in reversed(self.rules)
             for path in matching(pattern, paths)
         }
+
+
+def _is_moment(path: str) -> bool:
+    return path.startswith("opt_state/")
 
 
 def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]:
@@ -78,11 +92,14 @@ def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]
 
 
 @functools.cache  # Once, not each step: JAX computes facts of each object.
-def sharding_on(devices: tuple[jax.Device, ...], *spec: Any) -> jax.sharding.Sharding:
+def sharding_on(
+    devices: tuple[jax.Device, ...], *spec: Any, kind: str | None = None
+) -> jax.sharding.Sharding:
     """Sharding of arrays by a `PartitionSpec`'s entries; replicated without any."""
-    if len(devices) == 1:
+    if len(devices) == 1 and kind is None:  # With a kind `lower` would not see it.
         return SingleDeviceSharding(devices[0])
-    return NamedSharding(Mesh(devices, AXIS_NAME), PartitionSpec(*spec))
+    mesh = Mesh(devices, AXIS_NAME)
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
 
 
 def spans_processes(leaf: Any) -> bool:
@@ -96,4 +113,16 @@ def device_bytes(tree: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != HOST
+    )
+
+
+def in_device_memory(tree: Any) -> Any:
+    """Copies traced arrays to the devices' own memory, with which they compute."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, device) if jax.typeof(x).memory_space == host else x
+        ),
+        tree,
     )

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.checks import describe, device_name
 from haiku_template.devices.compiled import check_alive
+from haiku_template.devices.layout import in_device_memory
 from haiku_template.devices.processes import Processes
 from haiku_template.devices.transfer import first_copy, own_part
 from haiku_template.errors import PlacementError, ReplicaError
@@ -88,7 +89,7 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
 
 @jax.jit
 def _all_fingerprints(leaves: list[jax.Array]) -> list[jax.Array]:
-    return list(map(_fingerprint, leaves))
+    return list(map(_fingerprint, in_device_memory(leaves)))
 
 
 def _odd_ones(devices: tuple[jax.Device, ...], values: list[int]) -> str:
@@ -103,15 +104,14 @@ def _odd_ones(devices: tuple[jax.Device, ...], values: list[int]) -> str:
 @functools.cache
 def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
     """Compiles a map from n leaves to n uint32 [devices]: one number from each copy."""
-    return jax.jit(
-        jax.shard_map(
-            lambda leaves: [_fingerprint(x)[None] for x in leaves],
-            mesh=Mesh(np.array(devices), "copy"),
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec("copy"),
-            check_vma=False,
-        )
+    mapped = jax.shard_map(
+        lambda leaves: [_fingerprint(x)[None] for x in leaves],
+        mesh=Mesh(np.array(devices), "copy"),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec("copy"),
+        check_vma=False,
     )
+    return jax.jit(lambda leaves: mapped(in_device_memory(leaves)))
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haiku_template.devices.checks import describe
 from haiku_template.devices.layout import AXIS_NAME as AXIS_NAME
-from haiku_template.devices.layout import sharding_on
+from haiku_template.devices.layout import HOST, sharding_on
 from haiku_template.devices.processes import Processes
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
@@ -143,7 +143,8 @@ def own_part(tree: Any) -> Any:
             return x
         devices = tuple(shard.device for shard in x.addressable_shards)
         spec = () if x.is_fully_replicated else (AXIS_NAME,)
-        return _spanning(x, sharding_on(devices, *spec))
+        kind = HOST if x.sharding.memory_kind == HOST else None
+        return _spanning(x, sharding_on(devices, *spec, kind=kind))
 
     return jax.tree.map(local, tree)
 

@@ -260,8 +260,7 @@ def _warn_of_closed_over(trainer: Trainer) -> None:
 
 
 def _warn_of_no_sharding(trainer: Trainer) -> None:
-    leaves = jax.tree.leaves(trainer.abstract)
-    if all(x.sharding.is_fully_replicated for x in leaves):
+    if device_bytes(trainer.abstract) == tree_bytes(trainer.abstract):
         one = trainer.devices.axis_name is None
         reason = "there is one device" if one else f"{NO_SHARDING} over the devices"
         logger.warning("config.sharding changes nothing: %s", reason)

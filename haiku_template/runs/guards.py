@@ -16,6 +16,7 @@ from haiku_template.devices import (
     check_replicas,
     device_name,
 )
+from haiku_template.devices.layout import in_device_memory
 from haiku_template.errors import NonFiniteError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
@@ -37,6 +38,7 @@ IGNORED = (
 @jax.jit
 def _faults(leaves: list[jax.Array]) -> jax.Array:
     """Tests each leaf for NaN and for infinity: bool [n, 2]."""
+    leaves = in_device_memory(leaves)
     pairs = [[jnp.any(jnp.isnan(x)), jnp.any(jnp.isinf(x))] for x in leaves]
     return jnp.array(pairs, bool).reshape(-1, 2)
 

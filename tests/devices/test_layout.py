@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from haiku_template.devices import Layout
+from haiku_template.devices import Layout, check_replicas, mean_over
 from haiku_template.devices.layout import device_bytes, spec_of
 from haiku_template.errors import ConfigError, PlacementError
 
@@ -76,11 +76,49 @@ def test_a_leaf_that_lives_elsewhere_than_its_layout_says_is_named(four_devices)
             "mesh axis 'model'; the mesh has the axis 'data' alone",
         ),
         (("moment/*", "data"), "no leaf of the state fits 'moment/\\*'"),
+        (("params/*", None, "pinned_host"), "'pinned_host', for leaves of opt_state/"),
+        (("opt_state/*", None, "disk"), "'disk'; possible is 'pinned_host'"),
     ],
 )
 def test_a_rule_of_nothing_is_refused(rule, words):
     with pytest.raises(ConfigError, match=words):
         Layout((), (rule,)).check(jax.eval_shape(make_state))
+
+
+@pytest.mark.parametrize("axis", ["data", None])
+def test_moments_may_live_in_the_hosts_memory(devices, axis):
+    """And nowhere else; numbers [] stay on the devices."""
+    layout = Layout(devices.devices, (("opt_state/*", axis, "pinned_host"),))
+
+    def first():
+        tree = make_state()
+        return {"params": tree["params"], "opt_state": tree}
+
+    def update(state, mean):
+        return jax.tree.map(lambda x: x + mean.astype(x.dtype), state)
+
+    shapes = devices.abstract(first, layout=layout)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    step = devices.compile(
+        lambda state, batch: mean_over(devices.axis_name, batch.mean()),
+        update=update,
+        out_shardings=shardings,
+    )
+    state, batch = devices.init(first, layout=layout), np.ones(8, np.float32)
+    with devices.explicit_transfers():
+        state = step(state, devices.shard(batch))
+        devices.check(state, layout)
+        check_replicas(state)
+        fetched = devices.fetch(state)
+    places = jax.tree.map(lambda x: x.sharding.memory_kind, state["opt_state"])
+    assert places["step"] != "pinned_host"
+    assert {*places["params"].values(), *places["moments"].values()} == {"pinned_host"}
+    np.testing.assert_array_equal(fetched["opt_state"]["moments"]["odd"], [2, 2, 2])
+    assert device_bytes(shapes) == 24 * 4 + 3 * 4 + 4
+    verdicts = [x.verdict for x in devices.audit(devices.replicate(fetched), layout)]
+    assert (
+        sum("in device memory, where the layout has it in" in x for x in verdicts) == 4
+    )
 
 
 def test_on_one_device_there_is_nothing_to_shard(one_device):

@@ -89,6 +89,26 @@ def test_lora_and_accumulation_compute_the_same(rules, rank, accumulate):
     assert bytes_on(trainers[1].devices.devices[0], leaves) < 0.3 * full
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("axis", ["data", None])
+def test_a_run_with_moments_in_the_hosts_memory_is_bitwise_the_same(
+    tmp_path, num_devices, axis
+):
+    rules = (("opt_state/*", axis, "pinned_host"),)
+    options = {"log_every": 1, "keep_best": 0}
+    straight = train(
+        build(num_devices, ()), num_steps=4, workdir=tmp_path / "a", **options
+    )
+    for stop in (2, 4):
+        trainer = build(num_devices, rules)
+        end = train(trainer, num_steps=stop, workdir=tmp_path / "b", **options)
+    trainer.devices.check(end.state, trainer.layout)
+    assert trainer._step.compiled._cache_size() == 1
+    hosts = map(jax.device_get, (straight.state, end.state))
+    assert_close(*hosts, rtol=0, atol=0)
+    assert check_budget(trainer).opt_state < 100
+
+
 def test_shard_moments_is_a_name_for_its_rule():
     named = build(4, (), shard_moments=True)
     assert named.layout == build(4).layout
