@@ -160,7 +160,7 @@ def of_script(
 ) -> dict[str, Any]:
     """Config of a script's run: its experiment's, with `ranks`; {} without one.
 
-    A run that has none, of an earlier version or another script, goes on without it.
+    A run that has none, of an earlier version or another script, resumes without it.
     """
     is_empty = (workdir / CONFIG).exists() and not read_json(workdir / CONFIG)
     return config | ranks if config and not is_empty else {}
