@@ -146,8 +146,8 @@ class DeviceManager(NamedTuple):
         Of several processes each reads all of it onto its own devices.
         """
         if self.processes.count > 1:
-            local = transfer.canonical_shapes(abstract, sharding_on(self.devices))
-            tree = transfer.device_put_everywhere(read(local), self.replicated)
+            shapes = transfer.canonical_shapes(abstract, sharding_on(self.devices))
+            tree = transfer.device_put_everywhere(read(shapes), self.replicated)
         else:
             tree = read(abstract)
         return jax.device_put(tree, layout.of(tree))
@@ -155,7 +155,6 @@ class DeviceManager(NamedTuple):
     # Why: docs/decisions/devices.md#spanning-shards
     def gather(self, tree: Any) -> Any:
         """Replicates leaves that are sharded over processes; all of them call it."""
-
         return jax.tree.map(
             lambda x: jax.device_put(x, self.replicated) if spans_processes(x) else x,
             tree,
@@ -208,8 +207,8 @@ class DeviceManager(NamedTuple):
         """
         transfer.check_numbers(tree)
         compiled.check_alive(tree)
-        gathered = self.gather(tree) if self.processes.count > 1 else tree
-        copies = jax.tree.map(transfer.first_copy, gathered)
+        replicas = self.gather(tree) if self.processes.count > 1 else tree
+        copies = jax.tree.map(transfer.first_copy, replicas)
         self.wait(copies)
         if self.num_devices > 1:
             check_replicas(tree)
