@@ -85,7 +85,7 @@ def _refusal(platform: str) -> Figures:
     lines = done.stderr.strip().splitlines() or [""]
     return {
         "exit_code": done.returncode,
-        "a sentence": lines[-1].startswith("error: "),
+        "a sentence": lines[-1].startswith(f"error: --device={platform}:99 names "),
         "stderr_tail": "\n".join(lines[-3:])[-600:],
     }
 

@@ -195,20 +195,26 @@ def _peak_growth(
 def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> bool:
     """Steps per second of the whole loop and of our step; see benchmarks.overhead."""
     config = digits.get_config()
+    config.steps_per_call = 1
     trainer = Experiment.from_config(config, devices).trainer(devices)
+    config.steps_per_call = overhead.STEPS_PER_CALL
+    several = Experiment.from_config(config, devices).trainer(devices)
     on_device = Run(trainer)
-    rates: dict[str, list[float]] = {"whole": [], "own step": [], "on device": []}
+    names = ("whole", "50 a call", "own step", "on device")
+    rates: dict[str, list[float]] = {name: [] for name in names}
     with (
         mock.patch.object(overhead, "NUM_STEPS", scale.overhead_steps),
         mock.patch.dict(os.environ, {"FORCE_COLOR": "1"}),  # So that rich draws.
     ):
         for _ in range(scale.overhead_rounds):
             rates["whole"].append(overhead.whole_loop(trainer, config))
+            rates["50 a call"].append(overhead.whole_loop(several, config))
             rates["own step"].append(overhead.step_loop(trainer))
             rates["on device"].append(1 / on_device.steps(scale.overhead_steps // 10))
     figures |= {f"{name}, steps/s": spread(values) for name, values in rates.items()}
     middle = {name: statistics.median(values) for name, values in rates.items()}
     figures["whole / own step"] = middle["whole"] / middle["own step"]
+    figures["50 a call / whole"] = middle["50 a call"] / middle["whole"]
     figures["whole / on device"] = middle["whole"] / middle["on device"]
     return figures["whole / own step"] >= scale.least_loop_speed
 

@@ -44,6 +44,9 @@ def default_config() -> config_dict.ConfigDict:
     config.num_steps = 1000  # Optimizer updates in all.
     config.batch_size = 128  # Examples in each update, over all devices.
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
+    # Steps in one call of the devices: with several, small models do not wait for the
+    # host at each step. None: several if a step has few operations.
+    config.steps_per_call = 1
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
     # Layout of the train state, (pattern of paths, mesh axis or None) each, the first
     # that fits: (("opt_state/*", "data"),) shards the moments, (("*", "data"),) all.
@@ -305,8 +308,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # Keys, what each may be, and the same in words. None is checked against the type alone.
 RANGES = (
     (
-        "num_steps batch_size accumulate_steps log_every eval_every save_every "
-        "keep_last early_stop.patience",
+        "num_steps batch_size accumulate_steps steps_per_call log_every eval_every "
+        "save_every keep_last early_stop.patience",
         lambda value: 1 <= value < 2**31,  # A step is an int32.
         "1 or more, up to 2**31 - 1",
     ),

@@ -53,6 +53,7 @@ def placed(trainer, placement, limit=None):
 def with_step(trainer, step):
     """The trainer with another function of (state, batch) for a step of the run."""
     other = copy.copy(trainer)
+    other.experiment = dataclasses.replace(trainer.experiment, steps_per_call=1)
     other.step = step
     return other
 

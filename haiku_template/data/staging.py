@@ -29,10 +29,12 @@ class RowBlocks:  # Why: docs/decisions/data.md#staged
     """Row indices of many steps at once, in place of the batches of B themselves.
 
     The data set has `staged_size`, `staged`, `rows` and `gather`, as `ArrayDataset`.
+    A block is of a multiple of `steps_per_call` steps.
     """
 
     dataset: Any
     batch_size: int
+    steps_per_call: int = 1
 
     def __post_init__(self) -> None:
         if reason := why_not_staged(self.dataset):
@@ -49,7 +51,8 @@ class RowBlocks:  # Why: docs/decisions/data.md#staged
     @property
     def steps(self) -> int:
         """Number of steps in one block."""
-        return min(max(BLOCK_BYTES // (4 * self.batch_size), 1), BLOCK_STEPS)
+        steps = min(BLOCK_BYTES // (4 * self.batch_size), BLOCK_STEPS)
+        return max(steps // self.steps_per_call, 1) * self.steps_per_call
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """`rows`, int32 [B, steps]: the same object for each step of a block."""

@@ -35,6 +35,7 @@ MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 # and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
+ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).
 # Why: docs/decisions/cluster.md#buckets
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
 COPY = (
@@ -150,6 +151,7 @@ def compile_step(
     donate_argnums: int | tuple = 0,
     update: Callable[[Any, Any], Any] | None = None,
     out_shardings: Any = None,
+    most: int | None = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
@@ -163,15 +165,28 @@ def compile_step(
       update: pure function of the state and of the step's results, which sees the
         arrays of all devices as one; None for the step's results as they are.
       out_shardings: of the results, or a prefix of their tree; None for replicated.
+      most: steps that a call may make: how many it makes is then the last argument but
+        one, and its results are the last state, and scalars [most] of the steps. None
+        for one step.
     """
     mapped = over_devices(step, devices, devices.everyone)
+
+    def advance(*args: Any) -> Any:
+        results = mapped(*args)
+        return results if update is None else update(args[0], results)
+
+    def advance_in_place(*args: Any) -> Any:
+        state, scalars = advance(*args)
+        # Else XLA may gather a sharded state for the time of a loop.
+        shardings = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings[0])
+        return jax.lax.with_sharding_constraint(state, shardings), scalars
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
         args = in_device_memory(args)
-        results = mapped(*args)
-        results = results if update is None else update(args[0], results)
-        return results, _token()
+        if most is None:
+            return advance(*args), _token()
+        return _repeat(advance_in_place, most, *args), _token()
 
     shardings = devices.replicated if out_shardings is None else out_shardings
     compiled = jax.jit(
@@ -182,6 +197,41 @@ def compile_step(
         else (shardings, devices.replicated),
     )
     return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
+
+
+def _repeat(
+    step: Callable[..., Any], most: int, state: Any, *args: Any
+) -> tuple[Any, Any]:
+    """Makes `count` steps in a loop on the devices; scalars of each are rows of arrays.
+
+    The loop's body does not depend on `count`: steps have the same bits however they
+    are cut into calls.
+    """
+    # Why: docs/decisions/training.md#calls
+    *trees, count, batch = args
+    _, scalars = jax.eval_shape(step, state, *trees, batch)
+    names = {dtype: [] for dtype in sorted({str(x.dtype) for x in scalars.values()})}
+    for name, x in sorted(scalars.items()):
+        names[str(x.dtype)].append(name)
+    # XLA's CPU compiler copies the whole of an array whose rows are smaller, each time.
+    widths = {
+        k: max(len(v), ROW_BYTES // np.dtype(k).itemsize) for k, v in names.items()
+    }
+
+    def body(i: Any, carry: Any) -> Any:
+        state, tables = carry
+        state, scalars = step(state, *trees, batch)
+        rows = {k: jnp.stack([scalars[name] for name in v]) for k, v in names.items()}
+        tables = {
+            k: jax.lax.dynamic_update_slice(table, rows[k][None], (i, 0))
+            for k, table in tables.items()
+        }
+        return state, tables
+
+    tables = {k: jnp.zeros((most, width), k) for k, width in widths.items()}
+    state, tables = jax.lax.fori_loop(0, count, body, (state, tables))
+    columns = {k: dict(zip(v, tables[k].T, strict=False)) for k, v in names.items()}
+    return state, {name: x for group in columns.values() for name, x in group.items()}
 
 
 def compile_per_example(

@@ -15,7 +15,7 @@ from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
 from haiku_template.errors import DeviceError
-from jax_doctor import GPU_NAMES, Machine, check_environment, diagnose
+from jax_doctor import GPU_NAMES, Machine, check_environment, children, diagnose
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,11 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
 
 
 def _unavailable(request: Request, error: Exception) -> DeviceError:
+    # JAX is told to see the chosen cards alone; with none of them it has no word of
+    # the others.
+    count = _gpus_counted(request)
+    if count and min(request.indices) >= count:
+        return _absent(request, [f"gpu:{index}" for index in range(count)])
     reason = _first_line(error)
     late_change = backend_started() and ignored_platforms()
     if late_change or request.platform != "tpu":
@@ -224,16 +229,32 @@ def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
     if by_index.keys() >= set(request.indices) and count <= len(devices):
         return [by_index[index] for index in request.indices] or devices[:count]
     platform = devices[0].platform
+    raise _absent(request, [f"{platform}:{index}" for index in by_index])
+
+
+def _absent(request: Request, names: list[str]) -> DeviceError:
+    """Devices that were asked for, next to those that there are."""
+    platform, count = names[0].split(":")[0], request.num_devices
     clause = f"--num_devices={count} was asked for on {platform}"
-    missing = [index for index in request.indices if index not in by_index]
+    asked = [f"{platform}:{index}" for index in request.indices]
+    missing = [name for name in asked if name not in names]
     if missing:
-        clause = f"--device={request.spec} names {platform}:{missing[0]}"
+        clause = f"--device={request.spec} names {missing[0]}"
         count = max(request.indices) + 1
-    names = ", ".join(f"{platform}:{index}" for index in by_index)
     hint = f"; --simulate_devices={count} makes the CPU appear as so many"
-    raise DeviceError(
-        f"{clause}, and there are {len(devices)}: {names}{hint * (platform == 'cpu')}"
+    return DeviceError(
+        f"{clause}, and there are {len(names)}: {', '.join(names)}"
+        f"{hint * (platform == 'cpu')}"
     )
+
+
+def _gpus_counted(request: Request) -> int:
+    """How many cards the NVIDIA driver shows; 0 where JAX did not choose among all."""
+    visible = jax.config.values.get("jax_cuda_visible_devices")
+    chosen = ",".join(map(str, sorted(request.indices)))
+    if not request.indices or visible != chosen:
+        return 0
+    return children.probe_driver(10, os.environ).count or 0
 
 
 def _reason_for_auto(platform: str, share: str) -> str:

@@ -36,6 +36,9 @@ LARGEST = 3  # Arrays that an error names.
 NO_SHARDING = "no leaf that a rule fits has a dimension that splits evenly"
 REMAT_LEVELS = 2  # Of modules within modules, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
+STEPS_PER_CALL = 50  # Of steps that take about a millisecond, or less.
+FEW_OPERATIONS = {"cpu": 2e8, "gpu": 1e10}  # Floating-point, of a step.
+STACK_BYTES = 2**24  # Of the batches of a call.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 # Fields of a budget: those of the state; all that stays from step to step; and the rows
 # of its table.
@@ -384,3 +387,23 @@ def _staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
         experiment, placement="host", why_on_host=f"because {reason}"
     )
     return experiment.trainer(devices)
+
+
+def choose_steps_per_call(trainer: Trainer) -> Trainer:
+    """Has several steps in one call where `steps_per_call=None` and steps are short.
+
+    That is so for few operations in each, and data in memory. The choice rests on the
+    program and the data alone: a run that is made again, or resumed, chooses alike.
+    """
+    experiment, devices = trainer.experiment, trainer.devices
+    if experiment.steps_per_call is not None:
+        return trainer
+    shapes = trainer.feed.host_shapes()
+    if len(shapes) > 1 or why_not_staged(experiment.data.train):
+        return trainer
+    costs = trainer.lower(shapes[0]).cost_analysis() or {}
+    most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
+    waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
+    if not 0 < costs.get("flops", 0) <= most or waiting > STACK_BYTES:
+        return trainer
+    return trainer.with_steps_per_call(STEPS_PER_CALL)

@@ -79,6 +79,11 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
     return ""
 
 
+def column_of(values: Any) -> np.ndarray:
+    """Scalars of a call's steps as an array, also of a single step."""
+    return np.reshape(values, -1)
+
+
 def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteError:
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
@@ -107,19 +112,19 @@ class Guards:
     ) -> None:
         self._devices, self._train, self._latest = devices, train, latest
         self._from_start = faulty_leaves(devices, state)
-        self._unchecked: deque[tuple[int, Any]] = deque(maxlen=UNCHECKED)
+        self._unchecked: deque[tuple[range, Any]] = deque(maxlen=UNCHECKED)
         self._norms = GradientNorms(devices, train)
         self._counted, self._skipped = 0, 0  # Last step that was; float16's.
         self._agreed = False
         # Errors after which nothing is saved: another process may be a step ahead.
         self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
 
-    def note(self, step: int, scalars: Any) -> None:
-        """Keeps a step's scalars on their devices, unchecked."""
-        self._unchecked.append((step, scalars))
-        self._norms.note(step, scalars.get("grad_norm"), "loss_scale" in scalars)
-        if scalars.keys() >= SCALED and step - self._counted >= UNCHECKED:
-            self._count_skipped()
+    def note(self, steps: range, scalars: Any) -> None:
+        """Keeps the scalars of a call's steps on their devices, unchecked."""
+        self._unchecked.append((steps, scalars))
+        self._norms.note(steps, scalars.get("grad_norm"), "loss_scale" in scalars)
+        if scalars.keys() >= SCALED and steps[-1] - self._counted >= UNCHECKED:
+            self._count_skipped(steps[-1])
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
@@ -131,29 +136,29 @@ class Guards:
             check_replicas(state, agreed=self._agreed)
             check_processes(self._devices.processes, common, agreed=self._agreed)
 
-    def finite(self, step: int, scalars: Any) -> dict[str, float]:
-        """Fetches scalars; raises `NonFiniteError` if the loss is not finite.
+    def finite(self, steps: range, scalars: Any) -> dict[str, float]:
+        """Fetches a call's last scalars; raises `NonFiniteError` for an infinite loss.
 
         With a loss scale, of all steps so far: those that were skipped are counted, as
         `skipped_steps`, and a scale of 1 is no cause to skip.
         """
-        values = {k: float(v) for k, v in self._devices.fetch(scalars).items()}
+        columns = self._devices.fetch(scalars)
+        values = {k: float(column_of(x)[len(steps) - 1]) for k, x in columns.items()}
         if values.keys() >= SCALED:
-            self._count_skipped()
+            self._count_skipped(steps[-1])
             values["skipped_steps"] = float(self._skipped)
-        elif not math.isfinite(values["loss"]):
-            step = next(self._faulty_steps("loss"), step)
+        elif not np.isfinite(column_of(columns["loss"])[: len(steps)]).all():
+            step = next(self._faulty_steps("loss"), steps[-1])
             fault = f"the loss of step {step} is infinite or NaN"
             raise non_finite(fault, self._latest(), self._blame())
-        self._norms.look()
+        self._norms.look(steps[-1])
         return values
 
-    def _count_skipped(self) -> None:  # Why: docs/decisions/training.md#skipped-steps
-        for step, scalars in self._unchecked:
-            if step <= self._counted:
+    # Why: docs/decisions/training.md#skipped-steps
+    def _count_skipped(self, last: int) -> None:
+        for step, (norm, loss, scale) in self._each_step(*sorted(SCALED)):
+            if not self._counted < step <= last:
                 continue
-            values = self._devices.fetch([scalars[name] for name in sorted(SCALED)])
-            norm, loss, scale = map(float, values)
             if math.isfinite(norm) and math.isfinite(loss):
                 continue
             if math.isfinite(norm) or scale <= 1:
@@ -161,7 +166,7 @@ class Guards:
                 fault += f" with a loss scale of {scale:g}"
                 raise non_finite(fault, self._latest(), self._blame())
             self._skipped += 1
-        self._counted = max(step for step, _ in self._unchecked)
+        self._counted = last
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
         """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
@@ -171,15 +176,15 @@ class Guards:
             raise non_finite(fault, self._latest(), EVALUATION)
 
     # Why: docs/decisions/training.md#checked-state
-    def before_save(self, step: int, scalars: Any, state: Any) -> None:
+    def before_save(self, steps: range, scalars: Any, state: Any) -> None:
         """Asserts that scalars and the whole state are finite, and replicas equal.
 
         Raises:
           NonFiniteError: a number is not finite.
           ReplicaError: a leaf differs between devices.
         """
-        self.finite(step, scalars)
-        self._check(step, state)
+        self.finite(steps, scalars)
+        self._check(steps[-1], state)
         self._unchecked.clear()
 
     def _check(self, step: int, state: Any) -> None:
@@ -197,10 +202,16 @@ class Guards:
 
     def _faulty_steps(self, *names: str) -> Iterator[int]:
         """Yields the unchecked steps at which a scalar of these is not finite."""
-        for step, values in self._unchecked:
-            scalars = [values[name] for name in names if name in values]
-            if not all(map(math.isfinite, self._devices.fetch(scalars))):
+        for step, values in self._each_step(*names):
+            if not all(map(math.isfinite, values)):
                 yield step
+
+    def _each_step(self, *names: str) -> Iterator[tuple[int, list[float]]]:
+        """Yields the unchecked steps, and those of these scalars that there are."""
+        for steps, scalars in self._unchecked:
+            arrays = [scalars[name] for name in names if name in scalars]
+            columns = map(column_of, self._devices.fetch(arrays))
+            yield from zip(steps, zip(*columns, strict=True), strict=False)
 
     def _blame(self) -> str:
         """Searches the batches since the last save for the cause."""

@@ -1,6 +1,7 @@
 """The training loop: steps, evaluations, checkpoints; `step.py` has the mathematics."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax
 from haiku_template.preflight import (
     Budget,
     check_before_start,
+    choose_steps_per_call,
     fingerprint,
     place_data,
 )
@@ -105,7 +107,7 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = place_data(trainer, memory_limit)
+    trainer = choose_steps_per_call(place_data(trainer, memory_limit))
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
@@ -188,42 +190,56 @@ class _Run(NamedTuple):
             self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
         if 0 < start < stop and self._stops_early():
             return state, start
+        ends = functools.partial(self._ends_call, start, stop)
         # A thread makes them ahead: `training/feed.py`.
-        with self.trainer.batches(start, stop) as batches:
+        with (
+            self.trainer.calls(start, stop, ends) as calls,
+            contextlib.ExitStack() as unlogged,
+        ):
             self.report.restart(start)
-            for step, batch in enumerate(batches, start + 1):
+            for steps, arrays in calls:
+                step = steps[-1]
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                    state, scalars = self.trainer.step(state, batch)
-                self.guards.note(step, scalars)
+                    state, scalars = self.trainer.advance(state, steps, arrays)
+                self.guards.note(steps, scalars)
+                unlogged.close()  # While the devices are at work.
                 self.report.step(step)
-                self._tell("step", step, state, scalars)
+                if self.hooks:  # Then calls are of one step each.
+                    self._tell("step", step, state, jax.tree.map(_first, scalars))
                 first = step == start + 1
                 if self._something_due(step, stop) or first:
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
                     if first:
                         self.guards.agree(state)
-                    if self._between(step, stop, state, scalars):
+                    if self._between(steps, stop, state, scalars):
                         return state, step
                     if first:  # Checked and waited for: not throughput.
                         self.report.restart(step)
+                # Why: docs/decisions/training.md#late-lines
+                elif _due(step, self.every.log, stop):
+                    unlogged.callback(self._log, steps, scalars)
         return state, stop
 
-    def _something_due(self, step: int, last: int) -> bool:
+    def _ends_call(self, start: int, last: int, step: int) -> bool:
         due = any(_due(step, every, last) for every in self.every)
+        return due or bool(self.hooks) or step == start + 1 or self.report.due(step)
+
+    def _something_due(self, step: int, last: int) -> bool:
+        due = any(_due(step, every, last) for every in self.every[1:])
         return self.signals.due() or due or self.report.due(step)
 
-    def _between(self, step: int, last: int, state: TrainState, scalars: Any) -> bool:
+    def _between(
+        self, steps: range, last: int, state: TrainState, scalars: Any
+    ) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
 
         Saves before it raises, for a signal or an error of the evaluation, but not if
         a number is not finite.
         """
+        step = steps[-1]
         if _due(step, self.every.log, last):
-            values = self.guards.finite(step, scalars)
-            self.report.training(
-                step, values | self.trainer.recipe.task.derive(values, {})
-            )
+            self._log(steps, scalars)
         with self.report.paused():
             try:
                 metrics = self._evaluate(step, state, last)
@@ -231,18 +247,23 @@ class _Run(NamedTuple):
             except self.guards.unsaved:
                 raise
             except Exception:
-                self._save(step, state, scalars, None)
+                self._save(steps, state, scalars, None)
                 self.checkpoints.wait()
                 raise
             stopping = self.signals.received is not None and step < last
             if early or stopping or _due(step, self.every.save, last):
-                self._save(step, state, scalars, metrics)
+                self._save(steps, state, scalars, metrics)
             if stopping:
                 self.checkpoints.wait()
                 raise self.signals.error(step)
         if self.report.due(step):
             self.report.profile(step)
         return early
+
+    def _log(self, steps: range, scalars: Any) -> None:
+        values = self.guards.finite(steps, scalars)
+        derived = self.trainer.recipe.task.derive(values, {})
+        self.report.training(steps[-1], values | derived)
 
     def _stops_early(self) -> bool:
         stops = self.stop_when(read(self.workdir / workdirs.METRICS))
@@ -271,17 +292,23 @@ class _Run(NamedTuple):
 
     def _save(
         self,
-        step: int,
+        steps: range,
         state: TrainState,
         scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
         """Begins a save, or raises unless all is finite and replicas are equal."""
-        self.guards.before_save(step, scalars, state)
+        step = steps[-1]
+        self.guards.before_save(steps, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
             self.checkpoints.save(step, state.saved(), metrics)
         workdirs.mark_saved(self.workdir, step)
         self._tell("save", step, state, metrics)
+
+
+def _first(x: jax.Array) -> jax.Array:
+    """Scalar of a call of one step; a slice, as an index would be a transfer."""
+    return x if x.ndim == 0 else jax.lax.index_in_dim(x, 0, keepdims=False)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

@@ -76,28 +76,33 @@ class GradientNorms:
 
     def __init__(self, devices: DeviceManager, train: Any) -> None:
         self._devices, self._train = devices, train
-        self.pending: list[tuple[int, Any]] = []
+        self.pending: list[tuple[range, Any]] = []
         self._usual, self._warned = 0.0, False
         self._group: list[tuple[int, float]] = []
         self._scaled = False  # Then steps of infinite gradients are skipped.
 
-    def note(self, step: int, norm: jax.Array | None, scaled: bool = False) -> None:
-        """Keeps the norm of a step, unread; `scaled` with a loss scale."""
-        if norm is not None and not self._warned:
-            self.pending.append((step, norm))
+    def note(self, steps: range, norms: jax.Array | None, scaled: bool = False) -> None:
+        """Keeps the norms of a call's steps, unread; `scaled` with a loss scale."""
+        if norms is not None and not self._warned:
+            self.pending.append((steps, norms))
             self._scaled = scaled
             if len(self.pending) >= 2 * PENDING:
-                self.look(PENDING)
+                self.look(self.pending[PENDING - 1][0][-1])
 
-    def look(self, count: int | None = None) -> None:
-        """Reads the first `count` norms, or all; warns of an outlier."""
-        count = len(self.pending) if count is None else count
-        read, self.pending = self.pending[:count], self.pending[count:]
+    def look(self, last: int) -> None:
+        """Reads the norms of steps up to the `last`; warns of an outlier."""
+        read = [pair for pair in self.pending if pair[0][-1] <= last]
+        self.pending = self.pending[len(read) :]
         # As one array: a copy to the host for each would take longer than a small step.
         arrays = [first_copy(norm) for _, norm in read]
         arrays += arrays[-1:] * (-len(arrays) % GROUP)  # Few shapes, few programs.
         norms = self._devices.fetch(_stacked(arrays)).tolist() if arrays else []
-        for (step, _), norm in zip(read, norms, strict=False):
+        each_step = (
+            pair
+            for (steps, _), row in zip(read, norms, strict=False)
+            for pair in zip(steps, np.reshape(row, -1).tolist(), strict=False)
+        )
+        for step, norm in each_step:
             self._group.append((step, norm))
             new, full = self._group[-1:], len(self._group) == GROUP
             finite = [x for _, x in self._group if math.isfinite(x)] if full else []

@@ -10,7 +10,11 @@ from haiku_template.config import (
     to_dict,
 )
 from haiku_template.devices import DeviceManager
-from haiku_template.preflight import place_data, print_budget
+from haiku_template.preflight import (
+    choose_steps_per_call,
+    place_data,
+    print_budget,
+)
 from haiku_template.registry import module, resolve
 from haiku_template.runs import loop
 from haiku_template.runs.early_stop import early_stop
@@ -38,7 +42,10 @@ def run(
     devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
     trainer = Experiment.from_config(config, devices).trainer(devices)
     if dry_run:
-        return print_budget(place_data(trainer, memory_limit), memory_limit)
+        trainer = choose_steps_per_call(
+            place_data(trainer, memory_limit), each_step=False
+        )
+        return print_budget(trainer, memory_limit)
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}
     how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)

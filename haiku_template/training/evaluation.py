@@ -64,7 +64,7 @@ def add_up(
     def make(index: int) -> Any:
         return devices.shard(cut(next(padded)))
 
-    with Prefetcher(make, 0, dataset.num_batches) as batches:
+    with Prefetcher(make, range(dataset.num_batches)) as batches:
         for fetched in devices.fetch_each(map(eval_step, batches)):
             new = jax.tree.map(lambda x: np.asarray(x, np.float64), fetched)
             sums = new if sums is None else jax.tree.map(np.add, sums, new)

@@ -31,7 +31,7 @@ from haiku_template.trust import check_definition
 
 PLACEMENTS = ("host", "device", "auto")
 # Fields that do not change what an experiment computes.
-PLACED = {"placement", "why_on_host", "described", "sharding"}
+PLACED = {"placement", "why_on_host", "described", "sharding", "steps_per_call"}
 STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 
@@ -48,6 +48,7 @@ class Experiment:
       schedule: reported as the learning rate; None reports none.
       reduce_dtype: dtype of the gradients' all-reduce; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
+      steps_per_call: steps in one call of the devices; None for `train` to choose.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
       sharding: rules of the train state's `Layout`; () for replicated.
@@ -75,6 +76,7 @@ class Experiment:
     precision: str = "float32"
     reduce_dtype: str | None = None
     accumulate_steps: int = 1
+    steps_per_call: int | None = 1
     ema_decay: float | None = None
     seed: int = 0
     sharding: tuple[tuple[str, str], ...] = ()
@@ -147,6 +149,7 @@ class Experiment:
         flops = family and family.flops_per_token
         flops = flops and functools.partial(flops, data.num_outputs, **keys)
         same = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
+        same += ("steps_per_call",)
         experiment = cls(
             model=make_model(config, data.num_outputs, devices.axis_name),
             task=task,

@@ -14,7 +14,7 @@ import numpy as np
 from haiku_template.data import Data, each_shape
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
-from haiku_template.devices.transfer import own_rows
+from haiku_template.devices.transfer import host_buffer, own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import leaves_by_path
@@ -38,12 +38,13 @@ class Feed:
     """Feed of a train step: this process's rows of each batch, put on its devices.
 
     Attributes:
+      steps_per_call: steps of which a stack of batches travels at once.
       batch_size: examples in a batch of all processes.
       example: shapes of a batch of all processes.
       staged: shapes and shardings of the staged set; None where it is on the host.
 
     Raises:
-      ConfigError: the data cannot be staged.
+      ConfigError: the data cannot be staged, or batches of several shapes stacked.
       PlacementError: devices and micro-batches do not divide the batch.
     """
 
@@ -51,15 +52,22 @@ class Feed:
         self._devices, self._experiment = devices, experiment
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
-        example = each_shape(self._source)[0]
+        self.steps_per_call = experiment.steps_per_call or 1
+        example, *others = each_shape(self._source)
+        if others and self.steps_per_call > 1:
+            raise ConfigError(
+                f"config.steps_per_call={self.steps_per_call} needs batches of one "
+                f"shape, and these have {1 + len(others)}; possible is 1"
+            )
         rows = self._own(example)
         self.batch_size = check_host_batch(rows) * devices.processes.count
         self._kinds, self._described = _kinds(rows), _described(rows)
+        self._example = rows
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.example = canonical_shapes(example, rows=self.batch_size)
         if experiment.placement == "device":
             arrays = self._source.staged
-            self._source = RowBlocks(self._source, self.batch_size)
+            self._source = RowBlocks(self._source, self.batch_size, self.steps_per_call)
             self.staged = devices.abstract(lambda arrays: arrays, arrays())
 
     @property
@@ -82,9 +90,21 @@ class Feed:
         name = getattr(preprocess, "__name__", type(preprocess).__name__)
         return f"{dtypes} inputs pass through {name} on the device"
 
+    @property
+    def _stacks(self) -> bool:
+        return self.steps_per_call > 1 and self.staged is None
+
     def host_shapes(self) -> list[Any]:
-        """Example host batches, one for each shape of a step's, the largest first."""
-        return list(map(self._own, each_shape(self._source)))
+        """Host arrays of a call, one for each shape of batches, the largest first."""
+        batches = map(self._own, each_shape(self._source))
+        return [
+            jax.tree.map(self._in_each_step, batch) if self._stacks else batch
+            for batch in batches
+        ]
+
+    def _in_each_step(self, x: np.ndarray) -> np.ndarray:
+        shape = (len(x), self.steps_per_call, *x.shape[1:])
+        return np.broadcast_to(x[:, None], shape)
 
     def abstract(self, batch: Any) -> tuple[Any, ...]:
         """Shapes and shardings of a step's last arguments, for such a host batch."""
@@ -95,19 +115,67 @@ class Feed:
     def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
         """Prefetches the batches of steps `start` to `stop - 1` onto the devices."""
         make = self._put if self.staged is None else self._gather_from_staged()
-        with Prefetcher(make, start, stop) as batches:
+        with Prefetcher(make, range(start, stop)) as batches:
             yield self._devices.ledger.waits(batches)
+
+    @contextlib.contextmanager
+    def calls(
+        self, start: int, stop: int, ends: Callable[[int], bool]
+    ) -> Iterator[Iterator[tuple[range, Any]]]:
+        """Prefetches what each call takes: its steps, counted from 1, and arrays.
+
+        A call ends with the last step of a stack of `steps_per_call` batches, and with
+        each step, counted from 1, for which `ends` is true.
+        """
+        size = self.steps_per_call
+        first = start - start % size  # Stacks begin at the same steps in a resumed run.
+        make = self._put
+        if self._stacks:
+            make = functools.partial(self._put_stack, start=start, stop=stop)
+        elif self.staged is not None:
+            make = self._gather_from_staged()
+        stacks = range(first, stop, size)
+        with Prefetcher(make, stacks) as prefetched:
+            arrays = self._devices.ledger.waits(prefetched)
+            yield (
+                (steps, stack)
+                for n, stack in zip(stacks, arrays, strict=True)
+                for steps in _cut(max(n, start) + 1, min(n + size, stop), ends)
+            )
 
     def _next(self, step: int) -> Any:
         with self._devices.ledger.timed("data"):
             return self._source.batch(step)
 
-    def _put(self, step: int) -> Any:
-        """Puts a step's batch on the devices."""
+    def _rows(self, step: int) -> Any:
         rows = self._own(self._next(step))
         if _kinds(rows) != self._kinds:
             _check_alike(self._described, _described(rows), step)
-        return self._devices.shard(rows)
+        return rows
+
+    def _put(self, step: int) -> Any:
+        """Puts a step's batch on the devices."""
+        return self._devices.shard(self._rows(step))
+
+    def _put_stack(self, first: int, *, start: int, stop: int) -> Any:
+        """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
+
+        Each is copied before the next is made: a data set may use its memory again.
+        """
+        stack = jax.tree.map(self._buffer, self._example)
+        for step in range(max(first, start), min(first + self.steps_per_call, stop)):
+            rows = self._rows(step)
+            leaves = zip(jax.tree.leaves(stack), jax.tree.leaves(rows), strict=True)
+            for buffer, leaf in leaves:
+                if leaf.shape[1:] != buffer.shape[2:]:
+                    raise _other_shape(rows, self._example, step)
+                buffer[:, step - first] = leaf
+        return self._devices.shard(stack)
+
+    def _buffer(self, x: np.ndarray) -> np.ndarray:
+        buffer = host_buffer((len(x), self.steps_per_call, *x.shape[1:]), x.dtype)
+        buffer.fill(0)  # Also for steps that are not of the run.
+        return buffer
 
     def _gather_from_staged(self) -> Callable[[int], StagedBatch]:
         """Stages the set; makes the function that puts row numbers on the devices."""
@@ -123,6 +191,24 @@ class Feed:
 
         return make
 
+    def indexing(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes gradients take what `calls` gives: a stack of batches, if any."""
+        if not self._stacks:
+            return self.gathering(gradients)
+
+        @functools.wraps(gradients)
+        def index_and_differentiate(
+            state: TrainState, frozen: hk.Params, stack: Any
+        ) -> Any:
+            place = state.step % self.steps_per_call
+            batch = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, keepdims=False),
+                stack,
+            )
+            return gradients(state, frozen, batch)
+
+        return index_and_differentiate
+
     def gathering(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
         """Makes gradients of what `batches` gives: staged arrays and row numbers."""
         if self.staged is None:
@@ -136,6 +222,24 @@ class Feed:
             return gradients(state, frozen, batch)
 
         return gather_and_differentiate
+
+
+def _cut(first: int, last: int, ends: Callable[[int], bool]) -> Iterator[range]:
+    """Cuts steps `first` to `last` into calls."""
+    for step in range(first, last + 1):
+        if step == last or ends(step):
+            yield range(first, step + 1)
+            first = step + 1
+
+
+def _other_shape(batch: Any, first: Any, step: int) -> ConfigError:
+    old, new = leaves_by_path(first), leaves_by_path(batch)
+    path = next(path for path, leaf in new.items() if leaf.shape != old[path].shape)
+    return ConfigError(
+        f"{path} has shape {list(new[path].shape)} in the batch of step {step + 1} and "
+        f"{list(old[path].shape)} in the first; with config.steps_per_call above 1 all "
+        "batches have one shape"
+    )
 
 
 def _kinds(batch: Any) -> list[Any]:
@@ -165,17 +269,17 @@ def _described(batch: Any) -> dict[str, str]:
 
 
 class Prefetcher:
-    """Iterates over `make(start), ..., make(stop - 1)`, `depth` of them ahead of time.
+    """Iterates over `make(step)` of each of the steps, `depth` of them ahead of time.
 
-    `make` gives the batch of a step, in the background thread and in order; its error
-    is raised at its step. Leaving this context manager stops the thread.
+    `make` gives the batch of a step, or those of several from it on, in the background
+    thread and in order; its error is raised at its step. Leaving this context manager
+    stops the thread.
     """
 
     def __init__(
-        self, make: Callable[[int], Any], start: int, stop: int, depth: int = 2
+        self, make: Callable[[int], Any], steps: range, depth: int = 2
     ) -> None:
-        self._make = make
-        self._steps = range(start, stop)
+        self._make, self._steps = make, steps
         # Two queues in C, one of them of free places, are faster than a `queue.Queue`.
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
         self._places: queue.SimpleQueue = queue.SimpleQueue()

@@ -33,6 +33,7 @@ from haiku_template.training.state import (
 from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = Any  # A tree of arrays.
+SMALL = 2**16  # Bytes of a leaf whose square is not worth a kernel of its own.
 Scalars = dict[str, jax.Array]
 Gradients = Callable[[TrainState, hk.Params, Batch], Any]
 Update = Callable[[TrainState, Any], tuple[TrainState, Scalars]]
@@ -95,10 +96,22 @@ def make_gradients(recipe: Recipe) -> Gradients:
         )
         means = scale.unscale(grads), scalars
         dtype = recipe.precision.reduce_dtype
-        return *mean_over(recipe.axis_name, means, dtype), net_state
+        grads, scalars = mean_over(recipe.axis_name, means, dtype)
+        return grads, scalars | {"grad_norm": gradient_norm(grads)}, net_state
 
     gradients.__name__ = "train_step"  # The compiled program's, in profiles and logs.
     return gradients
+
+
+def gradient_norm(grads: hk.Params) -> jax.Array:
+    """Global norm; leaves of at most `SMALL` bytes are added up as one vector.
+
+    A sum for each takes as long as a fifth of the step of a small MLP on a CPU.
+    """
+    leaves = jax.tree.leaves(grads)
+    small = [x.ravel() for x in leaves if x.size * x.dtype.itemsize <= SMALL]
+    large = [x for x in leaves if x.size * x.dtype.itemsize > SMALL]
+    return optax.tree.norm([jnp.concatenate(small), *large] if small else large)
 
 
 def make_update(recipe: Recipe) -> Update:
@@ -129,7 +142,6 @@ def make_update(recipe: Recipe) -> Update:
             opt_state=opt_state,
             ema_params=averages,
         )
-        scalars = scalars | {"grad_norm": optax.tree.norm(grads)}
         if recipe.schedule is not None:
             rate = recipe.schedule(state.step)
             scalars["learning_rate"] = jnp.asarray(rate, jnp.float32)

@@ -1,6 +1,7 @@
 """An experiment compiled for devices: `init`, `step`, `evaluate`."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -96,13 +97,26 @@ class Trainer:
         self.abstract = self.layout.place(self.initializer.abstract)
         functions = self.functions(devices.axis_name)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
-        self._step = devices.compile(
-            self.feed.gathering(functions.gradients),
+        compile_step = functools.partial(
+            devices.compile,
             update=functions.update,
             out_shardings=(shardings, devices.replicated),
         )
+        self._step = compile_step(self.feed.gathering(functions.gradients))
+        self._steps = compile_step(
+            self.feed.indexing(functions.gradients), most=self.feed.steps_per_call
+        )
+        self._of_several: dict[int, Trainer] = {}
+        self._counts: dict[int, jax.Array] = {}  # Numbers of steps, on the devices.
         self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
         self._evaluated: set[tuple[int, int]] = set()  # Of sets: rows, batches.
+
+    def with_steps_per_call(self, count: int) -> "Trainer":
+        """Makes the trainer of so many steps a call, once."""
+        if count not in self._of_several:
+            experiment = dataclasses.replace(self.experiment, steps_per_call=count)
+            self._of_several[count] = experiment.trainer(self.devices)
+        return self._of_several[count]
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
@@ -155,6 +169,32 @@ class Trainer:
         # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
         new, scalars = self._step(state.without_frozen(), state.frozen, *last)
+        return new._replace(frozen=state.frozen), scalars
+
+    def calls(
+        self, start: int, stop: int, ends: Callable[[int], bool]
+    ) -> AbstractContextManager:
+        """Prefetches (steps, arrays) of each call; `ends` as in `Feed.calls`."""
+        return self.feed.calls(start, stop, ends)
+
+    def advance(
+        self, state: TrainState, steps: range, arrays: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Makes the updates of a call; returns the new state and the steps' scalars.
+
+        The scalars are [] of a single step, or arrays with one entry for each. The
+        state is donated.
+        """
+        if self.feed.steps_per_call == 1:
+            return self.step(state, arrays)
+        *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
+        count = self._counts.get(len(steps))
+        if count is None:
+            count = self.devices.init(lambda: jnp.int32(len(steps)))  # No copy.
+            self._counts[len(steps)] = count
+        new, scalars = self._steps(
+            state.without_frozen(), state.frozen, *staged, count, batch
+        )
         return new._replace(frozen=state.frozen), scalars
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
@@ -245,15 +285,21 @@ class Trainer:
             params = self.devices.init(self.recipe.plan.merge, params, state.frozen)
         return params, state.net_state
 
-    def trace(self, batch: Any) -> Any:
-        """Traces the train step for a host batch of this shape, or finds its trace."""
-        state = self.abstract.without_frozen()
-        last = self.feed.abstract(batch)
-        return self._step.trace(state, self.abstract.frozen, *last)
+    def trace(self, arrays: Any) -> Any:
+        """Traces a call of the run for such host arrays, or finds its trace.
 
-    def lower(self, batch: Any) -> Any:
-        """Lowers the train step for a host batch of this shape."""
-        return self.trace(batch).lower()
+        They are a batch, or what `feed.host_shapes` has for several steps a call.
+        """
+        state, frozen = self.abstract.without_frozen(), self.abstract.frozen
+        *staged, batch = self.feed.abstract(arrays)
+        if self.feed.steps_per_call == 1:
+            return self._step.trace(state, frozen, *staged, batch)
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
+        return self._steps.trace(state, frozen, *staged, count, batch)
+
+    def lower(self, arrays: Any) -> Any:
+        """Lowers a call of the run for such host arrays, as `trace` takes them."""
+        return self.trace(arrays).lower()
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
@@ -265,9 +311,9 @@ class Trainer:
         return self._eval_step.trace(state.variables(), state.frozen, shapes).lower()
 
     def compile(self) -> None:  # Why: docs/decisions/training.md#memory-budget
-        """Compiles the train step for each shape of batches, ahead of the steps."""
-        for batch in self.feed.host_shapes():
-            self.lower(batch).compile()
+        """Compiles a call of the run for each shape of batches, ahead of the steps."""
+        for arrays in self.feed.host_shapes():
+            self.lower(arrays).compile()
 
 
 def _with_outputs(task: Task, num_outputs: int) -> Task:

@@ -75,7 +75,7 @@ def test_resuming_reads_past_the_batches_before_it_and_says_so(caplog):
     data = from_iterator(make)
     data.batch(0)
     with logged(caplog, 11, 3):
-        with Prefetcher(data.batch, 12, 16) as batches:
+        with Prefetcher(data.batch, range(12, 16)) as batches:
             assert [batch["labels"][0] for batch in batches] == [2, 3, 4, 0]
         assert data.batch(3)["labels"][0] == 3
     assert make.read == [5, 5, 5, 1, 4]
@@ -93,7 +93,7 @@ def test_two_threads_may_ask_for_batches_and_the_one_ahead_is_not_set_back(caplo
 
     data = from_iterator(make)
     data.batch(0)
-    with logged(caplog, 3, 2, 4), Prefetcher(data.batch, 1, 40) as batches:
+    with logged(caplog, 3, 2, 4), Prefetcher(data.batch, range(1, 40)) as batches:
         for step, batch in enumerate(batches, 1):
             assert set(batch["inputs"].flat) == {step}
             again = {10: 3, 11: 6, 12: 4}.get(step, step)

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from haiku_template.devices import DeviceManager, selection
 from jax_doctor import Finding, Machine
+from jax_doctor.children import DriverResult
 
 CAUSE = Finding("A22", "error", "the cause", "it", "this")
 BESIDE = Finding("A58", "warning", "misspelt", "JAX_X", "export it")
@@ -126,6 +128,32 @@ def test_a_gpu_that_is_not_there_is_refused_before_jax_starts(run, spec):
         f"False --device={spec} was asked for and no GPU can be used"
     )
     assert "[A20]" in words and "no /dev/nvidia0" in words and "fix: " in words
+
+
+NONE_AT_ALL = "Unable to initialize backend 'cuda': no supported devices found"
+
+
+@pytest.mark.parametrize(
+    ("spec", "visible", "count", "words"),
+    [
+        ("gpu:99", "99", 1, "--device=gpu:99 names gpu:99, and there are 1: gpu:0"),
+        ("gpu:5,4", "4,5", 2, "names gpu:5, and there are 2: gpu:0, gpu:1"),
+        ("gpu:99", "0", 1, NONE_AT_ALL),  # The user's own variable.
+        ("gpu:0", "0", 1, NONE_AT_ALL),
+        ("gpu:99", "99", None, NONE_AT_ALL),
+        ("gpu", "", 1, NONE_AT_ALL),
+    ],
+)
+def test_chosen_cards_that_the_driver_does_not_count(
+    monkeypatch, spec, visible, count, words
+):
+    options = jax.config.values | {"jax_cuda_visible_devices": visible}
+    monkeypatch.setattr(type(jax.config), "values", options)
+    driver = DriverResult(0, count=count)
+    monkeypatch.setattr(selection.children, "probe_driver", lambda *_: driver)
+    # JAX's words on a machine with one H100 of which gpu:99 is asked.
+    error = selection._unavailable(selection.parse(spec), RuntimeError(NONE_AT_ALL))
+    assert words in str(error)
 
 
 @no_card

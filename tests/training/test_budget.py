@@ -185,7 +185,7 @@ def test_all_batches_that_can_be_alive_are_counted(num_devices):
     """Those in the queue, in the hands of its thread, and of each step in flight."""
     trainer = build(digits, num_devices)
     budget = memory_budget(trainer)
-    queue = Prefetcher(lambda step: None, 0, 1)._places.qsize()
+    queue = Prefetcher(lambda step: None, range(0, 1))._places.qsize()
     flight = trainer.devices.steps_in_flight
     assert flight == (4 if num_devices == 1 else 1)
     assert budget.waiting + budget.batch == (queue + 1 + flight) * budget.batch

@@ -133,11 +133,11 @@ def said(norms, caplog, look_every=50, scaled=False):
     watch = GradientNorms(devices, Set({}))
     with caplog.at_level(logging.WARNING):
         for step, norm in enumerate(norms, 1):
-            watch.note(step, np.float32(norm), scaled)
+            watch.note(range(step, step + 1), np.float32(norm), scaled)
             if look_every and step % look_every == 0:
-                watch.look()
+                watch.look(step)
         assert len(watch.pending) <= 2 * PENDING
-        watch.look()
+        watch.look(step)
     return [int(re.search(r"step (\d+)", x)[1]) for x in warnings(caplog)]
 
 
@@ -166,6 +166,6 @@ def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_
 def test_a_step_of_ones_own_may_report_no_norm(caplog):
     watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
     for step in range(100):
-        watch.note(step, None)
-    watch.look()
+        watch.note(range(step, step + 1), None)
+    watch.look(100)
     assert not watch.pending and not caplog.messages

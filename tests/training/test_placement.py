@@ -93,17 +93,17 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
 @pytest.mark.slow
 def test_a_staged_run_goes_on_with_the_next_batch(tmp_path, devices, monkeypatch):
     monkeypatch.setattr(staging, "BLOCK_BYTES", 4 * 8 * 3)
-    trainer = placed(made(devices), "device")
+    trainer = placed(made(devices, steps_per_call=1), "device")
     options = {"num_steps": 8, "log_every": 1, "save_every": 1}
     train(trainer, workdir=tmp_path / "whole", **options)
-    whole = trainer.step
+    whole = trainer.advance
 
-    def stops(state, batch):
+    def stops(state, steps, arrays):
         if int(state.step) == 5:
             raise Interrupted("stopped", 75)
-        return whole(state, batch)
+        return whole(state, steps, arrays)
 
-    monkeypatch.setattr(trainer, "step", stops)
+    monkeypatch.setattr(trainer, "advance", stops)
     with pytest.raises(Interrupted):
         train(trainer, workdir=tmp_path / "parts", **options)
     monkeypatch.undo()

@@ -26,14 +26,14 @@ def wait_for(made, count):
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize(("start", "stop"), [(0, 9), (3, 8), (4, 5), (2, 2)])
 def test_batches_come_in_order_each_once(start, stop, depth):
-    with Prefetcher(str, start, stop, depth) as batches:
+    with Prefetcher(str, range(start, stop), depth) as batches:
         assert list(batches) == [str(step) for step in range(start, stop)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_it_runs_ahead_by_one_more_than_the_depth_and_no_further(depth):
     made = []
-    with Prefetcher(made.append, 0, 20, depth) as batches:
+    with Prefetcher(made.append, range(0, 20), depth) as batches:
         waiting = iter(batches)
         for taken in range(10):
             wait_for(made, taken + depth + 1)
@@ -45,7 +45,7 @@ def test_batches_are_made_by_one_other_thread():
     def make(step):
         return threading.current_thread()
 
-    with Prefetcher(make, 0, 5) as batches:
+    with Prefetcher(make, range(0, 5)) as batches:
         threads = set(batches)
     assert len(threads) == 1
     assert threads.pop().name == "prefetch"
@@ -61,7 +61,10 @@ def test_an_error_is_raised_at_its_own_step_and_ends_the_thread(error):
             raise error
         return step
 
-    with pytest.raises(type(error)) as raised, Prefetcher(make, 0, 10) as batches:
+    with (
+        pytest.raises(type(error)) as raised,
+        Prefetcher(make, range(0, 10)) as batches,
+    ):
         for batch in batches:
             received.append(batch)
     assert raised.value is error
@@ -74,7 +77,7 @@ def test_an_error_is_raised_at_its_own_step_and_ends_the_thread(error):
 @pytest.mark.parametrize("taken", [0, 1, 6])
 def test_leaving_early_ends_the_thread(taken, depth):
     made = []
-    with Prefetcher(made.append, 0, 1000, depth) as batches:
+    with Prefetcher(made.append, range(0, 1000), depth) as batches:
         assert len(prefetch_threads()) == 1
         for _ in zip(range(taken), batches, strict=False):
             pass
@@ -84,7 +87,7 @@ def test_leaving_early_ends_the_thread(taken, depth):
 
 
 def test_an_error_of_the_consumer_is_raised_and_ends_the_thread():
-    with pytest.raises(ZeroDivisionError), Prefetcher(str, 0, 1000) as batches:
+    with pytest.raises(ZeroDivisionError), Prefetcher(str, range(0, 1000)) as batches:
         for _ in batches:
             1 / 0  # noqa: B018
     assert prefetch_threads() == []
@@ -98,7 +101,7 @@ def test_leaving_waits_for_the_batch_that_is_being_made():
         time.sleep(0.1)
         finished.set()
 
-    with Prefetcher(make, 0, 1):
+    with Prefetcher(make, range(0, 1)):
         begun.wait()
     assert finished.is_set()
     assert prefetch_threads() == []

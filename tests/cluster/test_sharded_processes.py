@@ -114,7 +114,7 @@ from pathlib import Path
 from haiku_template.cluster import join
 from haiku_template.devices import DeviceManager, check_processes, check_replicas
 from haiku_template.runs.run import Run
-from tests.cluster.test_layouts import results
+from tests.cluster.test_sharded_processes import results
 index, address, workdir, output = int(sys.argv[1]), *sys.argv[2:]
 join(address, 2, index)
 run = Run.open(workdir, DeviceManager.create("cpu", simulate_devices=2))

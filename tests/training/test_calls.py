@@ -1,0 +1,254 @@
+"""Several steps in one call of the devices: the same run, step for step."""
+
+import functools
+import os
+import signal
+
+import haiku as hk
+import jax
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
+    bucketed,
+)
+from haiku_template.errors import ConfigError, Interrupted, NonFiniteError
+from haiku_template.models import mlp, resnet
+from haiku_template.preflight.budget import (
+    STEPS_PER_CALL,
+    choose_steps_per_call,
+    memory_budget,
+)
+from haiku_template.runs import train
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, classification, own_loss
+from tests.runs import changed, placed
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(48, 8, 8, 1)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 48)
+EVALUATION = EvaluationSet(INPUTS, LABELS, 16)
+MODELS = {
+    "mlp": lambda axis_name: mlp(3, width=8),
+    "resnet": lambda axis_name: resnet(
+        3, axis_name=axis_name, channels=(4,), blocks=1, norm_decay=0.9
+    ),
+}
+CALLS = (1, 7, 50)
+
+
+@functools.cache
+def made(devices, model="mlp", steps_per_call=1, **options):
+    """A trainer, compiled once for all tests."""
+    return Experiment(
+        model=MODELS[model](devices.axis_name),
+        task=classification,
+        data=Data(ArrayDataset(INPUTS, LABELS, BatchSpec(8)), EVALUATION, 3),
+        optimizer=optax.adam(1e-3),
+        schedule=optax.linear_schedule(1e-3, 0.0, 60),
+        steps_per_call=steps_per_call,
+        **options,
+    ).trainer(devices)
+
+
+def lines(workdir):
+    """Lines of metrics.jsonl without times."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("perf/")}
+        for row in read(workdir / "metrics.jsonl")
+    ]
+
+
+def alike(first, second, bound):
+    for one, other in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.slow(but="host-mlp")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_a_run_is_the_same_however_many_steps_a_call_has(
+    tmp_path, devices, model, placement
+):
+    results = {}
+    for count in CALLS:
+        trainer = placed(made(devices, model, count), placement)
+        every = {"log_every": 10, "eval_every": 13, "save_every": 9}
+        options = every | {"num_steps": 40, "workdir": tmp_path / str(count)}
+        results[count] = train(trainer, **options)
+    for count in CALLS[1:]:
+        alike(results[1].state.params, results[count].state.params, 1e-6)
+        one, several = lines(tmp_path / "1"), lines(tmp_path / str(count))
+        assert [row["step"] for row in one] == [row["step"] for row in several]
+        for first, second in zip(one, several, strict=True):
+            assert first == pytest.approx(second, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate_steps": 2}, {"ema_decay": 0.9}, {"precision": "float16"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_kind_of_step_is_one_of_several(tmp_path, devices, options):
+    one, several = (
+        train(
+            made(devices, "mlp", n, **options), num_steps=30, workdir=tmp_path / str(n)
+        )
+        for n in (1, 7)
+    )
+    alike(one.state.saved(), several.state.saved(), 1e-6)
+    assert one.metrics.keys() == several.metrics.keys()
+
+
+def test_hooks_see_each_step_and_its_scalars(tmp_path, devices):
+    seen = {1: [], 7: []}
+    for count, events in seen.items():
+
+        def hook(event, events=events):
+            values = jax.device_get(event.values) if event.what == "step" else {}
+            events.append((event.what, event.step, float(values.get("loss", 0))))
+
+        trainer = made(devices, "mlp", count)
+        train(trainer, num_steps=20, workdir=tmp_path / str(count), hooks=[hook])
+    assert [x[:2] for x in seen[1]] == [x[:2] for x in seen[7]]
+    alike([x[2] for x in seen[1]], [x[2] for x in seen[7]], 1e-6)
+
+
+@pytest.mark.slow(but="7")
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_a_run_that_stopped_amid_a_stack_resumes_bitwise(tmp_path, devices, count):
+    trainer = made(devices, "mlp", count)
+    undisturbed = train(trainer, num_steps=60, workdir=tmp_path / "one")
+    train(trainer, num_steps=33, workdir=tmp_path / "two", log_every=5)
+    resumed = train(trainer, num_steps=60, workdir=tmp_path / "two", log_every=20)
+    alike(undisturbed.state.saved(), resumed.state.saved(), 0)
+
+
+class Signals(ArrayDataset):
+    """Sends this process a SIGTERM while it makes the batch of a step."""
+
+    def batch(self, step):
+        if step == 24 and not os.environ.pop("SENT", ""):
+            os.environ["SENT"] = "1"
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().batch(step)
+
+
+def test_sigterm_stops_at_the_end_of_a_call_and_the_run_resumes(
+    tmp_path, one_device, monkeypatch
+):
+    monkeypatch.delenv("SENT", raising=False)
+    data = Data(Signals(INPUTS, LABELS, BatchSpec(8)), None, 3)
+    trainer = changed(made(one_device, "mlp", 7), data=data)
+    with pytest.raises(Interrupted, match=r"step (1|7|14|21|28|35) is saved"):
+        train(trainer, num_steps=60, workdir=tmp_path / "two", log_every=None)
+    resumed = train(trainer, num_steps=60, workdir=tmp_path / "two", log_every=None)
+    undisturbed = train(
+        made(one_device, "mlp", 7), num_steps=60, workdir=tmp_path / "1"
+    )
+    alike(undisturbed.state.params, resumed.state.params, 0)
+
+
+class Set:
+    """Batches in memory that is used again, as a fast reader's; NaN in one of them."""
+
+    def __init__(self, nan=None, odd=None):
+        self.inputs, self.nan, self.odd = INPUTS[:8].copy(), nan, odd
+
+    def batch(self, step):
+        self.inputs[:] = INPUTS[step % 5 :][:8]
+        if step + 1 == self.nan:
+            self.inputs[3] = np.nan
+        rows = self.inputs[:, :4] if step + 1 == self.odd else self.inputs
+        return {"inputs": rows, "labels": LABELS[:8]}
+
+
+def test_a_loss_that_is_nan_names_its_step_within_the_call(tmp_path, devices):
+    trainer = changed(made(devices, "mlp", 50), data=Data(Set(nan=13), None, 3))
+    with pytest.raises(NonFiniteError, match=r"the loss of step 13 .*batch of step 13"):
+        train(trainer, num_steps=60, workdir=tmp_path / "run", log_every=25)
+
+
+def test_each_batch_is_copied_before_the_next_is_made(tmp_path, one_device):
+    own = np.stack([INPUTS[n : n + 8] for n in range(5)])
+
+    class Fresh:
+        def batch(self, step):
+            return {"inputs": own[step % 5].copy(), "labels": LABELS[:8]}
+
+    states = [
+        train(
+            changed(made(one_device, "mlp", 7), data=Data(data, None, 3)),
+            num_steps=20,
+            workdir=tmp_path / type(data).__name__,
+        ).state.params
+        for data in (Set(), Fresh())
+    ]
+    alike(*states, 0)
+
+
+def test_batches_of_other_shapes_are_refused_by_name(tmp_path, one_device):
+    trainer = changed(made(one_device, "mlp", 7), data=Data(Set(odd=5), None, 3))
+    words = (
+        r"\['inputs'\] has shape \[8, 4, 8, 1\] in the batch of step 5 and \[8, 8, 8"
+    )
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, num_steps=20, workdir=tmp_path / "run")
+    examples = [{"x": np.ones(n, np.float32)} for n in (3, 5) for _ in range(8)]
+    data = bucketed(examples, BatchSpec(4), sizes=(4, 8), mask="mask")
+    model = hk.transform(lambda batch: (batch["x"] * batch["mask"]).mean())
+    with pytest.raises(
+        ConfigError, match="steps_per_call=7 needs batches of one shape"
+    ):
+        changed(made(one_device, "mlp", 7), data=data, model=model, task=own_loss)
+
+
+def test_the_budget_counts_the_batches_of_a_call(one_device):
+    one, several = (memory_budget(made(one_device, "mlp", n)) for n in (1, 7))
+    assert several.batch == 7 * one.batch and several.waiting == 7 * one.waiting
+
+
+def chosen(trainer):
+    trainer = changed(trainer, steps_per_call=None)
+    return choose_steps_per_call(trainer).feed.steps_per_call
+
+
+def test_none_chooses_several_for_few_operations_on_data_in_memory(devices):
+    small = made(devices)
+    assert chosen(small) == STEPS_PER_CALL
+    assert chosen(placed(small, "device")) == STEPS_PER_CALL
+    assert chosen(changed(small, data=Data(Set(), None, 3))) == 1  # Made as it goes.
+    assert chosen(changed(small, model=mlp(3, width=2**14))) == 1
+    assert changed(small, steps_per_call=None).feed.steps_per_call == 1
+
+
+def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
+    """Else a call's time would grow with the square of its steps."""
+    counts = {}
+    for steps in (50, 1000):
+        trainer = made(one_device, "mlp", steps)
+        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        text = compiled.as_text()
+        tables = [x for x in text.splitlines() if f"= f32[{steps},64]" in x]
+        assert tables and not [x for x in tables if " copy(" in x]
+        counts[steps] = text.count(" copy(")
+    assert counts[50] == counts[1000]
+
+
+@pytest.mark.parametrize("pattern", ["*", "opt_state/*"])
+def test_a_sharded_state_stays_sharded_in_the_loop(tmp_path, four_devices, pattern):
+    rules = ((pattern, "data"),)
+    states, gathers = [], []
+    for count in (1, 7):
+        trainer = made(four_devices, "mlp", count, sharding=rules)
+        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        gathers.append(compiled.as_text().count(" all-gather("))
+        workdir = tmp_path / str(count)
+        states.append(train(trainer, num_steps=20, workdir=workdir).state)
+    assert gathers[0] == gathers[1] > 0
+    alike(states[0].saved(), states[1].saved(), 1e-6)
