@@ -24,6 +24,7 @@ LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
+CHOSEN = {"steps_per_call"}  # By the run, if it is None.
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
 TYPES |= {bool: "True or False"}
 # Keys that earlier versions had: they changed no number.
@@ -243,7 +244,8 @@ def _check_keys(
                 f"the config has no key {name}; start from default_config()"
             )
         if not isinstance(default, config_dict.ConfigDict):
-            _check_type(name, config[key], expected.get_type(key), default is None)
+            may_be_none = default is None or name in CHOSEN
+            _check_type(name, config[key], expected.get_type(key), may_be_none)
         elif not isinstance(config[key], config_dict.ConfigDict):
             raise ConfigError(f"config.{name} must have a name and its own keys")
         elif name not in NAMED:

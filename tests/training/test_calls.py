@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from configs import digits
+from haiku_template.config import check
 from haiku_template.data import (
     ArrayDataset,
     BatchSpec,
@@ -211,6 +213,17 @@ def test_batches_of_other_shapes_are_refused_by_name(tmp_path, one_device):
 def test_the_budget_counts_the_batches_of_a_call(one_device):
     one, several = (memory_budget(made(one_device, "mlp", n)) for n in (1, 7))
     assert several.batch == 7 * one.batch and several.waiting == 7 * one.waiting
+
+
+def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
+    config = digits.get_config()
+    config.steps_per_call, config.num_steps = None, 60
+    check(config)
+    trainer = Experiment.from_config(config, one_device).trainer(one_device)
+    train(trainer, num_steps=60, workdir=tmp_path)
+    train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
+    assert "step     70/70" in capsys.readouterr().out
+    assert trainer.with_steps_per_call(50)._steps.compiled._cache_size() == 1
 
 
 def chosen(trainer):
