@@ -190,7 +190,7 @@ class Trainer:
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
         count = self._counts.get(len(steps))
         if count is None:
-            count = self.devices.init(lambda: jnp.int32(len(steps)))  # No copy.
+            count = self.devices.replicate(np.int32(len(steps)))
             self._counts[len(steps)] = count
         new, scalars = self._steps(
             state.without_frozen(), state.frozen, *staged, count, batch
