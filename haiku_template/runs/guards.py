@@ -156,9 +156,9 @@ class Guards:
 
     # Why: docs/decisions/training.md#skipped-steps
     def _count_skipped(self, last: int) -> None:
-        for step, (norm, loss, scale) in self._each_step(*sorted(SCALED)):
-            if not self._counted < step <= last:
-                continue
+        uncounted = range(self._counted + 1, last + 1)
+        for step, values in self._each_step(*sorted(SCALED), within=uncounted):
+            norm, loss, scale = values
             if math.isfinite(norm) and math.isfinite(loss):
                 continue
             if math.isfinite(norm) or scale <= 1:
@@ -206,9 +206,17 @@ class Guards:
             if not all(map(math.isfinite, values)):
                 yield step
 
-    def _each_step(self, *names: str) -> Iterator[tuple[int, list[float]]]:
-        """Yields the unchecked steps, and those of these scalars that there are."""
+    def _each_step(
+        self, *names: str, within: range | None = None
+    ) -> Iterator[tuple[int, list[float]]]:
+        """Yields the unchecked steps, and those of these scalars that there are.
+
+        Calls end where steps are looked at: `within` has all steps of a call, or none,
+        and of others nothing is fetched, as they may still run.
+        """
         for steps, scalars in self._unchecked:
+            if within is not None and steps[-1] not in within:
+                continue
             arrays = [scalars[name] for name in names if name in scalars]
             columns = map(column_of, self._devices.fetch(arrays))
             yield from zip(steps, zip(*columns, strict=True), strict=False)
