@@ -18,7 +18,7 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 import jax_doctor
-from haiku_template import cluster, config, registry, signals
+from haiku_template import cluster, config, program_cache, registry, signals
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -92,6 +92,9 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     if (processes := _processes()) is not None:
         _join(*processes)
     from haiku_template.devices import DeviceManager
+
+    if not cluster.is_joined():
+        program_cache.use()
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices

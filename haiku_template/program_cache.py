@@ -1,0 +1,71 @@
+"""JAX's persistent cache of compiled programs, in the user's cache folder.
+
+Commands use it unless JAX was told otherwise: by JAX_COMPILATION_CACHE_DIR, which names
+another folder, or by JAX_ENABLE_COMPILATION_CACHE=0.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+LARGEST = 2**30  # Bytes of all files.
+MOST = 2000  # Files: each start looks at all of them.
+SECONDS = "jax_persistent_cache_min_compile_time_secs"
+
+
+def use() -> None:
+    """Keeps the programs of this process, before the first is compiled.
+
+    Nothing happens where the folder cannot be had: it only saves time.
+    """
+    import jax
+
+    chosen = jax.config.jax_compilation_cache_dir is not None
+    if chosen or not jax.config.jax_enable_compilation_cache:
+        return
+    if "xla_dump" in os.environ.get("XLA_FLAGS", ""):
+        return  # What is not compiled is not dumped.
+    folder = _folder()
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if SECONDS.upper() not in os.environ:
+        # A start has a dozen programs, most of them faster than JAX's one second.
+        jax.config.update(SECONDS, 0.0)
+
+
+def _folder() -> Path | None:  # Why: docs/decisions/devices.md#program-cache
+    """Makes the folder and removes what is too much in it; None if it cannot be had."""
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(caches).absolute() / "haiku_template" / "programs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+        # Programs are code: not from a folder that others write.
+        private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+        # On a full disk JAX leaves half a file, and warns of it for ever.
+        room = shutil.disk_usage(folder).free > LARGEST
+        if not (private and room and os.access(folder, os.W_OK)):
+            return None
+        prune(folder, LARGEST, MOST)
+    except (OSError, RuntimeError):  # Read-only; or no home.
+        return None
+    return folder
+
+
+def prune(folder: Path, largest: int, most: int) -> None:
+    """Removes the files read longest ago, beyond so many bytes or files."""
+    files = []
+    for path in folder.rglob("*"):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:  # Another process removed it.
+            continue
+        if not path.is_dir():
+            last = max(facts.st_atime, facts.st_mtime)
+            files.append((last, facts.st_size, path))
+    total = 0
+    for number, (_, size, path) in enumerate(sorted(files, reverse=True), 1):
+        total += size
+        if total > largest or number > most:
+            path.unlink(missing_ok=True)
