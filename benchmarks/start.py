@@ -5,9 +5,9 @@
 The command is `python -m haiku_template.train --config=configs/digits.py`. The bare
 script, below, has its model, optimizer and batch, compiles the first parameters and the
 step by `jax.jit`, and has nothing of this package, but imports the third-party modules
-that the command has imported by then (`--list` prints these). Both are new processes,
-in turns, each with a persistent compilation cache of its own: the first round finds it
-empty and is told apart. The clock stops at the line with the first loss.
+that the command has imported by then. Both are new processes, in turns, each with a
+persistent compilation cache of its own, the command's by its own default: the first
+round finds it empty and is told apart. The clock stops at the line with the first loss.
 """
 
 import os
@@ -74,12 +74,8 @@ print("step 1 loss", value, flush=True)
 """
 
 
-def seconds(command: list[str], cache: Path) -> tuple[float, float]:
+def seconds(command: list[str], **settings: str) -> tuple[float, float]:
     """Wall-clock and processor seconds of a command, up to the first loss it prints."""
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     begun = time.perf_counter()
     with subprocess.Popen(
         command,
@@ -108,10 +104,16 @@ def main() -> None:
         script = Path(folder) / "bare.py"
         script.write_text(BARE)
         for n in range(ROUNDS + 1):
-            whole = [*train, f"--workdir={folder}/run-{n}"]
-            for name, words in {"whole": whole, "bare": [str(script)]}.items():
-                cache = Path(folder) / f"cache-{name}"
-                times[name].append(seconds([sys.executable, *words], cache))
+            command = [sys.executable, *train, f"--workdir={folder}/run-{n}"]
+            times["whole"].append(seconds(command, XDG_CACHE_HOME=f"{folder}/whole"))
+            command = [sys.executable, str(script)]
+            times["bare"].append(
+                seconds(
+                    command,
+                    JAX_COMPILATION_CACHE_DIR=f"{folder}/bare",
+                    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+                )
+            )
     for i, clock in enumerate(("wall-clock", "processor")):
         for name, values in times.items():
             cold, *warm = [value[i] for value in values]

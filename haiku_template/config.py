@@ -13,10 +13,19 @@ from ml_collections import config_dict
 
 from haiku_template.bounded import parse, read_json
 from haiku_template.errors import MEANT, ConfigError, near
+from haiku_template.registry import check_name
 from haiku_template.trust import check_files
 
-# Keys with a name, `module:function` perhaps, and with that function's own keys.
-NAMED = ("model", "data", "task")
+# Keys with a name, `module:function` perhaps, and that function's own keys; and the
+# names in the tables of `models`, `data` and `training.tasks`, which import JAX.
+NAMED = {
+    "model": ("bert", "gpt", "mlp", "resnet"),
+    "data": (
+        *("digits", "npz", "safetensors", "npy", "mnist", "cifar10"),
+        *("jsonl", "tokens", "bytes"),
+    ),
+    "task": ("classification", "language_model", "own_loss", "regression"),
+}
 # Keyword arguments of the loop.
 LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
@@ -216,9 +225,14 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
 
 
 def check(config: config_dict.ConfigDict) -> None:
-    """Checks keys, types and ranges; `ConfigError` names a key and what is possible."""
+    """Checks keys, types, ranges and names, without importing JAX.
+
+    `ConfigError` names a key and what is possible.
+    """
     expected = default_config()
     _check_keys(config, expected, "")
+    for key, names in NAMED.items():
+        check_name(key, config[key].name, names)
     values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
     for keys, possible, text in RANGES:
         for key in keys.split():

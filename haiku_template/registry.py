@@ -26,14 +26,8 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
 
 def _users(key: str, name: str, table: Iterable[str]) -> Callable:
     """Imports a user's `module:function`."""
-    if not key.startswith("--"):  # A flag.
-        key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
-    setting = f"{key}={name!r}"
-    module, colon, function = str(name).partition(":")
-    if not colon:
-        guess = near(str(name), table, MEANT)
-        possible = ", ".join([*table, "a function of yours as module:function"])
-        raise ConfigError(f"{setting} is not known{guess}; possible are {possible}")
+    setting = check_name(key, name, table)
+    module, _, function = str(name).partition(":")
     imported = _import(module, setting)
     if not hasattr(imported, function):
         file = getattr(imported, "__file__", module)
@@ -45,6 +39,21 @@ def _users(key: str, name: str, table: Iterable[str]) -> Callable:
         kind = type(entry).__name__
         raise ConfigError(f"{setting} is of type {kind}; it must be a function")
     return entry
+
+
+def check_name(key: str, name: str, table: Iterable[str]) -> str:
+    """Raises `ConfigError` for a name that is in no table and none of a user's.
+
+    Imports nothing. Returns `config.KEY.name=NAME`, for other errors.
+    """
+    if not key.startswith("--"):  # A flag.
+        key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
+    setting = f"{key}={name!r}"
+    if name not in table and ":" not in str(name):
+        guess = near(str(name), table, MEANT)
+        possible = ", ".join([*table, "a function of yours as module:function"])
+        raise ConfigError(f"{setting} is not known{guess}; possible are {possible}")
+    return setting
 
 
 def module(

@@ -13,10 +13,12 @@ if __name__ == "__main__":  # Before imports, which take a second.
 
     signals.install()
 
+from typing import Any
+
 from absl import flags
 from ml_collections import config_flags
 
-from haiku_template import cli, config
+from haiku_template import cli, config, registry
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -53,10 +55,11 @@ def main() -> None:
         return cli.list_targets()
     cli.need("config", "workdir")
     config.check(FLAGS.config)
+    _check_data_keys(FLAGS.config.data.to_dict())
     profile, limit = FLAGS.profile, FLAGS.device_memory_limit
     if profile is not None:
         profile = config.interval(profile, FLAGS.config.num_steps)
-    devices = cli.device_manager()  # Before what imports JAX.
+    devices = cli.device_manager()  # From here on JAX is imported.
     from haiku_template.reporting.display import parse_bytes
     from haiku_template.runs import start
 
@@ -68,6 +71,17 @@ def main() -> None:
         profile=profile,
         dry_run=FLAGS.dry_run,
     )
+
+
+def _check_data_keys(values: dict[str, Any]) -> None:
+    """Checks the keys of a data set of ours; models import JAX, and users' code may."""
+    from haiku_template.data import DATASETS
+
+    name = values.pop("name")
+    if name in DATASETS:
+        values.pop("placement", None)  # Not an argument of the data set.
+        function = registry.resolve("data", name, DATASETS)
+        registry.check_keys("data", name, function, values, None)
 
 
 if __name__ == "__main__":

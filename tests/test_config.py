@@ -1,13 +1,18 @@
 import copy
 import json
+import re
 
 import pytest
 from ml_collections import config_dict
 
 from haiku_template import config
 from haiku_template.config import default_config
+from haiku_template.data import DATASETS
 from haiku_template.errors import ConfigError
+from haiku_template.models import MODELS
 from haiku_template.training import Experiment
+from haiku_template.training.tasks import TASKS
+from tests.runs import run_command
 
 
 def test_saved_and_read_again_it_is_the_same(tmp_path):
@@ -154,3 +159,33 @@ def test_a_damaged_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         config.load(tmp_path / "config.json")
+
+
+def test_the_names_that_are_known_without_jax_are_those_of_the_tables():
+    tables = {"model": MODELS, "data": DATASETS, "task": TASKS}
+    assert {key: set(names) for key, names in config.NAMED.items()} == {
+        key: set(table) for key, table in tables.items()
+    }
+
+
+MISTAKES = {
+    "--config.optimizer.lerning_rate=1": "did you mean learning_rate?",
+    "--config.batch_size=big": "a whole number is needed",
+    "--config.keep_best=-1": "config.keep_best=-1; possible is 0 or more",
+    "--config.model.name=mpl": "did you mean mlp?",
+    "--config.data.name=digts": "did you mean digits?",
+    "--config.task.name=clasification": "did you mean classification?",
+    "--config.data.pth=data.npz": "digits got an unexpected keyword argument 'pth'",
+    "--config=configs/digts.py": "the config file configs/digts.py does not exist",
+    "--profile=20:10": "--profile=20:10 is no interval",
+}
+
+
+@pytest.mark.parametrize("flag", MISTAKES)
+def test_mistakes_are_found_before_jax_is_imported(flag, tmp_path):
+    flags = ["--config=configs/digits.py", f"--workdir={tmp_path}", flag]
+    done = run_command("train", *flags, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == ConfigError.exit_code
+    modules, _, sentence = done.stderr.rpartition("error: ")
+    assert MISTAKES[flag] in sentence and "\n" not in sentence.strip()
+    assert not re.search(r"\| +(jax|jaxlib|haiku|optax)$", modules, re.MULTILINE)
