@@ -31,7 +31,7 @@ LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # A resumed run may change these keys, which do not change its mathematics, but for a
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
-MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding"}
+MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
 CHOSEN = {"steps_per_call"}  # By the run, if it is None.
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
@@ -86,7 +86,8 @@ def default_config() -> config_dict.ConfigDict:
 
     config.task = {"name": "classification"}  # Or regression; own_loss, the model's.
     # Training data on the host; or staged on each device; or auto: staged if it fits.
-    config.data = {"name": "digits", "placement": "host"}
+    # Batches are made by so many processes beside the run's own, or by a thread of it.
+    config.data = {"name": "digits", "placement": "host", "workers": 0}
     config.model = {"name": "mlp"}  # per_example=True: of one example, mapped by vmap.
 
     # What to start from; or None: a workdir, a Hugging Face folder, an Orbax tree, a
@@ -300,8 +301,12 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
 
 
 def fixed(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops the keys of a saved config that may change when a run resumes."""
-    return {key: value for key, value in values.items() if key not in MAY_CHANGE}
+    """Flattens a saved config, without the keys that may change on resume."""
+    return {
+        key: value
+        for key, value in flatten(values).items()
+        if not {key, key.partition(".")[0]} & MAY_CHANGE
+    }
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

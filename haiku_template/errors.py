@@ -47,6 +47,12 @@ class StorageError(RuntimeError):
     exit_code = 74
 
 
+class DataError(RuntimeError):
+    """Batches that cannot be made, whose processes end."""
+
+    exit_code = 71
+
+
 class Interrupted(RuntimeError):
     """A signal that stopped the run after its state was saved."""
 

@@ -10,10 +10,13 @@ from haiku_template.data.dataset import BatchSpec as BatchSpec
 from haiku_template.data.dataset import Data as Data
 from haiku_template.data.dataset import Dataset as Dataset
 from haiku_template.data.dataset import EvaluationSet as EvaluationSet
+from haiku_template.data.dataset import ahead as ahead
 from haiku_template.data.dataset import count_batches as count_batches
 from haiku_template.data.dataset import each_shape as each_shape
 from haiku_template.data.dataset import whole_batches as whole_batches
+from haiku_template.data.dataset import without_workers as without_workers
 from haiku_template.data.datasets import DATASETS as DATASETS
+from haiku_template.data.datasets import by_name as by_name
 from haiku_template.data.datasets import digits as digits
 from haiku_template.data.datasets import from_split as from_split
 from haiku_template.data.files import Split as Split

@@ -3,10 +3,12 @@
 Shapes: N examples in the set, B of them in one batch over all devices and processes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -101,11 +103,23 @@ def count_batches(dataset: Any) -> int:
     )
 
 
+def ahead(dataset: Any, start: int, stop: int) -> AbstractContextManager:
+    """Context that reads batches `start` to `stop - 1`, which workers make ahead."""
+    enter = getattr(dataset, "read_ahead", None)
+    return enter(start, stop) if enter else contextlib.nullcontext()
+
+
+def without_workers(dataset: Any) -> Any:
+    """Data set whose batches this process makes itself."""
+    return dataset.dataset if hasattr(dataset, "read_ahead") else dataset
+
+
 def whole_batches(dataset: Dataset) -> Dataset:
     """Makes a data set that reads shares of batches read whole ones.
 
     Sets that are no dataclass stay as they are.
     """
+    dataset = without_workers(dataset)
     spec = getattr(dataset, "spec", None)
     shares = getattr(spec, "process_count", 1) > 1
     if not shares or not dataclasses.is_dataclass(dataset):

@@ -6,7 +6,7 @@ and returns `Data`. It imports no JAX and downloads nothing.
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from haiku_template.data import dataset, files, images
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.errors import ConfigError
+from haiku_template.registry import make
 
 MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
 
@@ -185,6 +186,20 @@ def cifar10(
         augment=images.crop_and_flip if crop_and_flip else None,
         where=str(path),
     )
+
+
+def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
+    """Makes `config.data`: its name's data set, of the other keys.
+
+    Raises `ConfigError` as `registry.make`, and for a function that returns no `Data`.
+    """
+    data = make("data", dict(values), DATASETS, spec)
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"config.data: {values['name']} returned a {type(data).__name__}; it must "
+            "return a haiku_template.data.Data, which from_split makes of arrays"
+        )
+    return data
 
 
 DATASETS: dict[str, Callable[..., Data] | str] = {

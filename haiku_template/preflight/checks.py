@@ -8,7 +8,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from haiku_template.data import ArrayDataset, each_shape
+from haiku_template.data import ArrayDataset, each_shape, without_workers
 from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.preflight.budget import Budget, check_budget
@@ -51,6 +51,7 @@ def check_before_start(
             "if __name__ == '__main__':"
         )
     train, size = trainer.experiment.data.train, trainer.feed.batch_size
+    train = without_workers(train)
     if isinstance(train, ArrayDataset) and len(train.inputs) < size:
         logger.warning(
             "a batch has %d examples and the training set %d, so that some are in a "

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_template.data import ahead
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_file
@@ -63,5 +64,6 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
         return batch
 
     dataset_once = types.SimpleNamespace(num_batches=dataset.num_batches, batch=read)
-    for outputs in trainer.predict(state, dataset_once):
-        yield {"outputs": outputs} | labels.popleft()
+    with ahead(dataset, 0, dataset.num_batches):
+        for outputs in trainer.predict(state, dataset_once):
+            yield {"outputs": outputs} | labels.popleft()

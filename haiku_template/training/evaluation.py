@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import count_batches
+from haiku_template.data import ahead, count_batches
 from haiku_template.devices import (
     DeviceManager,
     check_host_batch,
@@ -73,11 +73,12 @@ def add_up(
 
 def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
     first = 0
-    for index in range(dataset.num_batches):
-        batch = dataset.batch(index)
-        rows = check_host_batch(batch, f"evaluation batch {index}")
-        yield pad(batch, size, first)
-        first += rows
+    with ahead(dataset, 0, dataset.num_batches):
+        for index in range(dataset.num_batches):
+            batch = dataset.batch(index)
+            rows = check_host_batch(batch, f"evaluation batch {index}")
+            yield pad(batch, size, first)
+            first += rows
 
 
 def placed_inputs(

@@ -17,7 +17,7 @@ from haiku_template.config import (
     default_config,
     to_dict,
 )
-from haiku_template.data import DATASETS, BatchSpec, Data
+from haiku_template.data import DATASETS, BatchSpec, Data, by_name
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
@@ -204,16 +204,20 @@ def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     labels = make_task(config).labels
     spec = BatchSpec(config.batch_size, config.seed, labels, *process)
     values = config.data.to_dict()
-    values.pop("placement", None)  # Not an argument of the data set.
+    # Not arguments of the data set.
+    placement, workers = values.pop("placement", None), values.pop("workers", 0)
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = tuning.vocabulary_of(config.init_from)
-    name, data = values["name"], make("data", values, DATASETS, spec)
-    if not isinstance(data, Data):
+    if not workers:
+        return by_name(values, spec)
+    from haiku_template.data.workers import in_workers
+
+    if placement == "device":
         raise ConfigError(
-            f"config.data: {name} returned a {type(data).__name__}; it must return a "
-            "haiku_template.data.Data, which from_split makes of arrays"
+            f"config.data.workers={workers} makes batches on the host, and with "
+            "data.placement=device they are gathered on the devices; set one of the two"
         )
-    return data
+    return in_workers(workers, by_name, values, spec)
 
 
 def make_model(

@@ -11,7 +11,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from haiku_template.data import Data, each_shape
+from haiku_template.data import Data, ahead, each_shape
 from haiku_template.data.staging import RowBlocks
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
 from haiku_template.devices.transfer import host_buffer, own_rows
@@ -115,7 +115,8 @@ class Feed:
     def batches(self, start: int, stop: int) -> Iterator[Iterator[Any]]:
         """Prefetches the batches of steps `start` to `stop - 1` onto the devices."""
         make = self._put if self.staged is None else self._gather_from_staged()
-        with Prefetcher(make, range(start, stop)) as batches:
+        source = ahead(self._source, start, stop)
+        with source, Prefetcher(make, range(start, stop)) as batches:
             yield self._devices.ledger.waits(batches)
 
     @contextlib.contextmanager
@@ -135,7 +136,8 @@ class Feed:
         elif self.staged is not None:
             make = self._gather_from_staged()
         stacks = range(first, stop, size)
-        with Prefetcher(make, stacks) as prefetched:
+        source = ahead(self._source, start, stop)
+        with source, Prefetcher(make, stacks) as prefetched:
             arrays = self._devices.ledger.waits(prefetched)
             yield (
                 (steps, stack)
