@@ -100,7 +100,9 @@ def of_grain(spec: BatchSpec, path: str, stop: int) -> Any:
     flags.FLAGS.mark_as_parsed()  # Its processes start only then.
     source = grain.MapDataset.range(stop).map(Pictures(path, spec).batch)
     options = grain.MultiprocessingOptions(num_workers=2)
-    batches = iter(source.to_iter_dataset().mp_prefetch(options))
+    # Or each process makes 500 batches ahead, in 16 threads.
+    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    batches = iter(source.to_iter_dataset(reading).mp_prefetch(options))
     yield batches
     batches.close()
 

@@ -106,7 +106,7 @@ def count_batches(dataset: Any) -> int:
 def ahead(dataset: Any, start: int, stop: int) -> AbstractContextManager:
     """Context that reads batches `start` to `stop - 1`, which workers make ahead."""
     enter = getattr(dataset, "read_ahead", None)
-    return enter(start, stop) if enter else contextlib.nullcontext()
+    return enter(start, stop) if enter and start < stop else contextlib.nullcontext()
 
 
 def without_workers(dataset: Any) -> Any:

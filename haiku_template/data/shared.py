@@ -1,7 +1,9 @@
-"""Values in memory that two processes share: arrays are written once, and not read.
+"""Values in memory that a run shares with its worker processes.
 
 A value is a pickle whose arrays lie beside it, aligned as JAX's CPU devices take them
-over: [sizes of the sections][the pickle][array]..., each at a multiple of 64 bytes.
+over: [sizes of the sections][the pickle][array]..., each at a multiple of 64 bytes. So
+an array is written once and not copied again.
+Why: docs/decisions/data.md#shared-memory
 """
 
 import mmap
@@ -47,13 +49,19 @@ def read(file: int, count: int) -> Any:
     Its arrays are views, and the memory is freed with the last of them.
     """
     with open(file, "rb") as opened:
-        memory = memoryview(mmap.mmap(opened.fileno(), 0))
-    sizes, sections = memory[: 8 * count].cast("q"), []
+        # Whoever changes an array changes a copy.
+        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    memory, sections = memoryview(memory), []
     start = _aligned(8 * count)
-    for size in sizes:
+    for size in memory[: 8 * count].cast("q"):
         sections.append(memory[start : start + size])
         start = _aligned(start + size)
     return pickle.loads(sections[0], buffers=sections[1:])
+
+
+def pickled(value: Any) -> bytes:
+    """Pickles a value whole; raises as `pickle.dumps`."""
+    return pickle.dumps(value)
 
 
 def _aligned(size: int) -> int:

@@ -1,13 +1,17 @@
-"""Process that makes batches for a run: `python -m haiku_template.data.worker FILE`.
+"""Process that makes batches for a run, and imports no JAX, unless its data does.
 
-FILE is the number of a socket. The run sends pickles: what to make the data of, then
-(name of the set, index) for each batch. It gets a `HEADER` for each of them in order,
-with a file of `shared` memory. Imports no JAX; a user's module may.
+    python -m haiku_template.data.worker SOCKET SETUP SECTIONS
+
+SOCKET and SETUP are numbers of open files. SETUP, `shared` memory of so many sections,
+says what to make the data of. The run sends lines of JSON, [name of a set, index] for
+each batch, and gets a `HEADER` in their order, each with a file of shared memory.
+The first answer is not asked for: the digests of a batch that SETUP names.
 """
 
+import contextlib
 import hashlib
+import json
 import os
-import pickle
 import queue
 import socket
 import struct
@@ -48,15 +52,14 @@ def digests(batch: Batch) -> dict[str, str]:
 
 def main() -> None:
     """Makes batches until the run has ended, or closes the socket."""
-    run = socket.socket(fileno=int(sys.argv[1]))
-    requests = run.makefile("rb")
-    setup = pickle.load(requests)
+    number, *setup = map(int, sys.argv[1:])
+    run = socket.socket(fileno=number)
     keys: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(requests, keys), daemon=True).start()
+    threading.Thread(target=_receive, args=(run, keys), daemon=True).start()
     sets: dict[str, Any] = {}
 
     def first() -> dict[str, str]:
-        function, args, kwargs, name, index = pickle.loads(setup)
+        function, args, kwargs, name, index = shared.read(*setup)
         sets.update(sets_of(function(*args, **kwargs)))
         return digests(sets[name].batch(index))
 
@@ -67,13 +70,12 @@ def main() -> None:
         _answer(run, lambda: sets[name].batch(index))  # noqa: B023
 
 
-def _receive(requests: BinaryIO, keys: queue.SimpleQueue) -> None:
+def _receive(run: socket.socket, keys: queue.SimpleQueue) -> None:
     """Passes requests on; their end is that of this process, whatever it is at."""
-    try:
-        while True:
-            keys.put(pickle.load(requests))
-    finally:
-        os._exit(0)
+    with contextlib.suppress(OSError):
+        for line in run.makefile("rb"):
+            keys.put(json.loads(line))
+    os._exit(0)
 
 
 def _answer(run: socket.socket, make: Any) -> bool:

@@ -4,16 +4,16 @@ Why: docs/decisions/data.md#workers
 """
 
 import contextlib
+import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from haiku_template.data import shared
 from haiku_template.data.dataset import Batch, Data
@@ -135,8 +135,9 @@ class Workers:
 
     def __init__(self, count: int, call: tuple[Callable[..., Data], Any, Any]) -> None:
         self.count, self._call = count, call
-        _pickled(self._call)  # To know before a run whether it can be done.
+        _check_call(call)
         self._contexts, self._workers = 0, []
+        self._setup: BinaryIO | None = None
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -158,8 +159,9 @@ class Workers:
                     self._end()
 
     def _start(self, key: Key, dataset: Any) -> None:
-        setup = pickle.dumps(_pickled((*self._call, *key)))
-        self._workers = [Worker(n + 1, setup) for n in range(self.count)]
+        self._setup, sections = shared.write((*self._call, *key))
+        numbers = range(1, self.count + 1)
+        self._workers = [Worker(n, self._setup, sections) for n in numbers]
         expected = digests(dataset.batch(key[1]))  # While they start.
         for worker in self._workers:
             worker.expect(key, expected)
@@ -169,6 +171,8 @@ class Workers:
             worker.tell_to_end()
         for worker in self._workers:
             worker.end()
+        if self._setup is not None:
+            self._setup.close()
 
     def ask(self, key: Key) -> None:
         """Asks for a batch, to be taken later."""
@@ -185,8 +189,8 @@ class Worker:
     One that dies is replaced, and makes them again: they are functions of the index.
     """
 
-    def __init__(self, number: int, setup: bytes) -> None:
-        self._number, self._setup = number, setup
+    def __init__(self, number: int, setup: BinaryIO, sections: int) -> None:
+        self._number, self._setup, self._sections = number, setup, sections
         self._lock, self._ends, self._deaths = threading.Lock(), False, 0
         self._requests: list[Key] = []
         self._answers: dict[Key, Any] = {}
@@ -200,7 +204,7 @@ class Worker:
         """Asks for a batch."""
         with self._lock:
             self._requests.append(key)
-            self._send(pickle.dumps(key))
+            self._send(key)
 
     def batch(self, key: Key) -> Batch:
         """Waits for a batch; raises the error of making it, or `DataError`."""
@@ -233,20 +237,20 @@ class Worker:
         # JAX, if a user's module imports it, is not to take a device of the run.
         env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         with of_process, _blocked_signals():
+            files = of_process.fileno(), self._setup.fileno()
             self._process = subprocess.Popen(
-                [*command, str(of_process.fileno())],
+                [*command, *map(str, files), str(self._sections)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[of_process.fileno()],
+                pass_fds=files,
                 env=env,
             )
         self._is_ready = False
-        self._send(self._setup)
         for key in self._requests:
-            self._send(pickle.dumps(key))
+            self._send(key)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, key: Key) -> None:
         with contextlib.suppress(OSError):  # Of a dead process, as `_receive` finds.
-            self._socket.sendall(message)
+            self._socket.sendall(json.dumps(key).encode() + b"\n")
 
     def _receive(self) -> None:
         """Receives the next answer."""
@@ -302,14 +306,14 @@ class Worker:
             return self._process.wait()
 
 
-def _pickled(value: Any) -> bytes:
-    """Pickles what a process is to call; `ConfigError` if it cannot do so."""
+def _check_call(call: Any) -> None:
+    """Raises `ConfigError` unless another process can make the same call."""
     advice = (
         "give in_workers, or a config, a function of a module, which each worker "
         "process imports, and arguments that can be pickled; or set data.workers to 0"
     )
     try:
-        stream = pickle.dumps(value)
+        stream = shared.pickled(call)
     except Exception as error:
         raise ConfigError(f"data workers cannot be had: {error}; {advice}") from error
     if b"__main__" in stream:
@@ -317,7 +321,6 @@ def _pickled(value: Any) -> bytes:
             "data workers cannot be had of a function or a class of a script or a "
             f"notebook, __main__; {advice}"
         )
-    return stream
 
 
 @contextlib.contextmanager
