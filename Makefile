@@ -14,6 +14,7 @@
 # make bench            what the loop costs next to a bare one
 # make bench-processes  the same of two processes, next to jit(shard_map)
 # make bench-tokens     windows from a 2 GB token file that is not in memory
+# make bench-workers    2,000 PNGs, decoded by a thread and by two processes
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
 # make new NAME=my_project DEST=DIR    a project that depends on this commit; with
@@ -35,7 +36,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: published test-published test-cluster bench bench-processes bench-tokens gpu-check new clean
+.PHONY: published test-published test-cluster bench bench-processes bench-tokens bench-workers gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -110,6 +111,9 @@ bench-processes: $(TRAINS)
 
 bench-tokens: $(TRAINS)
 	$(BIN)/python -m benchmarks.token_reader
+
+bench-workers: $(TRAINS)
+	$(BIN)/python -m benchmarks.workers
 
 gpu-check: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check

@@ -2,14 +2,15 @@
 
     python -m benchmarks.workers
 
-Writes 2,000 PNGs of 160 x 160 to a temporary folder. A batch decodes 50 of them, cuts
-128 x 128 out of each and mirrors half. Readers take turns, each through all pictures:
-the prefetch thread of a run with `data.workers` of 0 and of 2, and the same data set
-under Grain's `mp_prefetch` with two processes, where Grain is installed. All must give
-the same bits in the same order. The first batches of a turn are not timed: processes
-start with them. Seconds of all cores beside the wall's tell how much of a ratio is the
-machine's, which others may use too. Prints medians, quartiles and ratios, and writes
-them to benchmarks/results/workers-YYYY-MM-DD.json.
+Writes 2,000 PNGs of 160 x 160 to a temporary folder. `examples/pictures.py` decodes 50
+of them for a batch, cuts 128 x 128 out of each and mirrors half. Readers take turns,
+each through all pictures: the prefetch thread of a run with `data.workers` of 0 and of
+2, and the same data set under Grain's `mp_prefetch` with two processes, where Grain is
+installed. All must give the same bits in the same order. The first batches of a turn
+are not timed: processes start with them. Beside the wall's seconds are those that all
+processes computed, and the one that computed most: the ratio of the latter is what free
+cores would give, and holds where others use the machine, too. Prints medians, quartiles
+and ratios, and writes them to benchmarks/results/workers-YYYY-MM-DD.json.
 """
 
 import contextlib
@@ -19,61 +20,36 @@ import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from haiku_template.data import BatchSpec, Data, ahead
-from haiku_template.data.dataset import epochs
+from examples.pictures import pictures
+from haiku_template.data import BatchSpec, ahead
 from haiku_template.data.worker import digests
 from haiku_template.data.workers import in_workers
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SIZE, CROP = 160, 128  # Pixels of a side, in a file and in a batch.
+SIZE, CLASSES = 160, 10  # Pixels of a side.
 UNTIMED = 8  # Batches.
 THREAD = "one thread"
-
-Batches = Iterator[dict[str, np.ndarray]]
-
-
-class Pictures:
-    """Batches of a folder's pictures, cut out and mirrored at random."""
-
-    def __init__(self, folder: str, spec: BatchSpec) -> None:
-        self.paths, self.spec = sorted(Path(folder).glob("*.png")), spec
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        """Decodes the pictures of a step: uint8 [B, 128, 128, 3]."""
-        rows = epochs(len(self.paths), self.spec, step)[self.spec.share()]
-        rng = np.random.default_rng((self.spec.seed, 1, step))
-        pictures = np.empty((len(rows), CROP, CROP, 3), np.uint8)
-        for picture, row in zip(pictures, rows, strict=True):
-            top, left = rng.integers(0, SIZE - CROP + 1, 2)
-            with Image.open(self.paths[row]) as file:
-                box = (left, top, left + CROP, top + CROP)
-                pixels = np.asarray(file.convert("RGB").crop(box))
-            picture[:] = pixels[:, :: rng.choice((-1, 1))]
-        return {"inputs": pictures, "labels": (rows % 10).astype(np.int32)}
+KINDS = ("wall", "cores", "busiest")
 
 
-def folder_of_pictures(spec: BatchSpec, *, path: str) -> Data:
-    """Makes `Data` of a folder, as a config names it."""
-    return Data(Pictures(path, spec), None, 10)
-
-
-def write_pictures(folder: Path, count: int) -> None:
+def write_pictures(root: Path, count: int) -> None:
     """Smooth shapes with noise, which PNG packs as it does photographs."""
     rng = np.random.default_rng(0)
-    for i in range(count):
+    for i in range(-CLASSES, count):
+        folder = root / ("train" if i >= 0 else "test") / str(i % CLASSES)
+        folder.mkdir(parents=True, exist_ok=True)
         coarse = rng.integers(256, size=(10, 10, 3), dtype=np.uint8)
         smooth = Image.fromarray(coarse).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
         noise = rng.integers(0, 12, size=(SIZE, SIZE, 3))
@@ -86,7 +62,7 @@ def of_this_package(workers: int, spec: BatchSpec, path: str, stop: int) -> Any:
     """Batches as a run reads them."""
     from haiku_template.training.feed import Prefetcher
 
-    train = in_workers(workers, folder_of_pictures, spec, path=path).train
+    train = in_workers(workers, pictures, spec, path=path).train
     with ahead(train, 0, stop), Prefetcher(train.batch, range(stop)) as batches:
         yield iter(batches)
 
@@ -98,7 +74,7 @@ def of_grain(spec: BatchSpec, path: str, stop: int) -> Any:
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()  # Its processes start only then.
-    source = grain.MapDataset.range(stop).map(Pictures(path, spec).batch)
+    source = grain.MapDataset.range(stop).map(pictures(spec, path=path).train.batch)
     options = grain.MultiprocessingOptions(num_workers=2)
     # Or each process makes 500 batches ahead, in 16 threads.
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -118,65 +94,71 @@ def readers() -> dict[str, Callable[..., Any]]:
     return table
 
 
-def cpu_seconds() -> float:
-    """Seconds of all cores that this process and those that ended have used."""
-    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    usages = map(resource.getrusage, kinds)
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def core_seconds() -> dict[int, float]:
+    """Seconds of a core that this process and its children have used, by process."""
+    lists = Path("/proc/self/task").glob("*/children")
+    pids = [os.getpid(), *(int(pid) for x in lists for pid in x.read_text().split())]
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = {}
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / ticks
+    return seconds
 
 
 def turn(reader: Any, spec: BatchSpec, path: str, count: int) -> dict[str, Any]:
-    """Seconds of the wall a picture, of all cores a picture, and the first batches."""
-    stop, before = UNTIMED + count, cpu_seconds()
-    with reader(spec, path, stop) as batches:
+    """Seconds a picture: of the wall, of all cores, of the process that uses most."""
+    with reader(spec, path, UNTIMED + count) as batches:
         first = [digests(next(batches)) for _ in range(UNTIMED)]
-        begin = time.perf_counter()
-        for _ in itertools.islice(batches, count):
+        before, begin = core_seconds(), time.perf_counter()
+        for _ in itertools.islice(batches, count - 1):
             pass
-        seconds = time.perf_counter() - begin
-    pictures = spec.batch_size
-    return {
-        "wall": seconds / (count * pictures),
-        "cores": (cpu_seconds() - before) / (stop * pictures),
-        "first": first,
-    }
+        # While all processes are there.
+        wall, after = time.perf_counter() - begin, core_seconds()
+        next(batches)
+    cores = [seconds - before.get(pid, 0.0) for pid, seconds in after.items()]
+    seconds = {"wall": wall, "cores": sum(cores), "busiest": max(cores)}
+    pictures = (count - 1) * spec.batch_size
+    return {"first": first} | {k: x / pictures for k, x in seconds.items()}
 
 
 def measure(path: str, flags: Namespace) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a picture of each reader in each round."""
     spec, table = BatchSpec(flags.batch_size, seed=1), readers()
     count = flags.pictures // flags.batch_size
-    times = {name: {"wall": [], "cores": []} for name in table}
+    times = {name: {kind: [] for kind in KINDS} for name in table}
     for number in range(flags.rounds):
         names = list(table)[number % len(table) :] + list(table)[: number % len(table)]
         first = []
         for name in names:
             result = turn(table[name], spec, path, count)
             first.append(result["first"])
-            for kind, values in times[name].items():
-                values.append(1e3 * result[kind])
+            for kind in KINDS:
+                times[name][kind].append(1e3 * result[kind])
         if any(digest != first[0] for digest in first):
             raise AssertionError("the readers gave different batches")
         print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}", flush=True)
     return times
 
 
+def ratios(times: Any, name: str, kind: str) -> list[float]:
+    """Times one thread, in each round."""
+    pairs = zip(times[THREAD][kind], times[name][kind], strict=True)
+    return [one / other for one, other in pairs]
+
+
 def show(times: dict[str, dict[str, list[float]]]) -> str:
-    """Formats one table; ratios are of one round each."""
+    """Formats one table: medians, and ratios within a round with their quartiles."""
     table = io.StringIO()
-    heads = "ms/picture  (quartiles)      of all cores   times one thread (quartiles)"
+    heads = "ms/picture: wall, all cores, busiest process; times one thread: wall, busy"
     print(f"\n{'':>20}  {heads}", file=table)
     for name, kinds in times.items():
-        wall, cores = kinds["wall"], statistics.median(kinds["cores"])
-        pairs = zip(times[THREAD]["wall"], wall, strict=True)
-        ratio = [one / other for one, other in pairs]
-        low, middle, high = statistics.quantiles(wall)
-        least, median, most = statistics.quantiles(ratio)
-        print(
-            f"{name:>20}  {middle:10.2f}  ({low:.2f} to {high:.2f})  {cores:12.2f}   "
-            f"{median:10.2f} ({least:.2f} to {most:.2f})",
-            file=table,
-        )
+        medians = (f"{statistics.median(kinds[kind]):8.2f}" for kind in KINDS)
+        columns = []
+        for kind in ("wall", "busiest"):
+            low, middle, high = statistics.quantiles(ratios(times, name, kind))
+            columns.append(f"{middle:6.2f} ({low:.2f} to {high:.2f})")
+        print(f"{name:>20}  {''.join(medians)}   {''.join(columns)}", file=table)
     return table.getvalue()
 
 
@@ -212,6 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import workers  # Processes import functions of a module by name.
-
-    workers.main()
+    main()

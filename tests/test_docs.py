@@ -17,7 +17,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     ROOT / "docs" / name
-    for name in ("devices.md", "extend.md", "finetuning.md", "published_models.md")
+    for name in (
+        "devices.md",
+        "extend.md",
+        "finetuning.md",
+        "published_models.md",
+        "workers.md",
+    )
 ]
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:```\n(?P<output>.*?)```\n)?", re.S)
 NEXT = "~~~ the next block ~~~"

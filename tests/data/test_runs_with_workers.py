@@ -1,13 +1,24 @@
 """Runs whose batches come from worker processes: `data.workers`."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
+from examples import pictures
 from haiku_template.config import default_config
+from haiku_template.data import ahead
+from haiku_template.data.worker import digests
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs import Run, start
+from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment
 
@@ -68,7 +79,8 @@ def test_an_evaluation_and_predictions_are_read_by_workers(
     metrics = run.evaluate()
     last = numbers(tmp_path / "run")
     assert metrics["eval/loss"] == last[2, "eval/loss"]
-    assert read_ahead == [(0, dataset.num_batches)]
+    assert write_predictions(run, tmp_path / "outputs.jsonl") == 360
+    assert read_ahead == [(0, dataset.num_batches)] * 2
 
 
 def test_staged_data_and_workers_do_not_go_together(devices):
@@ -88,3 +100,68 @@ def test_other_numbers_of_workers_are_refused(devices, workers):
         return
     with pytest.raises(ConfigError, match="config.data.workers=.*a whole number from"):
         Experiment.from_config(config, devices)
+
+
+def write_pictures(root):
+    """40 pictures to train on and 10 to test, of two classes."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 40), ("test", 10)):
+        for i in range(count):
+            file = root / part / "ab"[i % 2] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(256, size=(20, 24, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file)
+
+
+def config_of_pictures(root, **changes):
+    config = pictures.get_config()
+    config.data.path, config.data.size, config.batch_size = str(root), 16, 8
+    config.model.update(channels=(4,), blocks=1)
+    config.update(changes)
+    return config
+
+
+def test_a_folder_of_pictures_is_decoded_to_the_same_bits(devices, tmp_path):
+    write_pictures(tmp_path)
+    data = Experiment.from_config(config_of_pictures(tmp_path), devices).data
+    assert data.class_names == ("a", "b") and data.num_outputs == 2
+    for dataset, start_at, stop in ((data.train, 3, 16), (data.evaluation, 0, 2)):
+        with ahead(dataset, start_at, stop):
+            batches = [dataset.batch(n) for n in range(start_at, stop)]
+        expected = map(dataset.dataset.batch, range(start_at, stop))
+        assert list(map(digests, batches)) == list(map(digests, expected))
+    file = tmp_path / "train" / "b" / "7.png"
+    Image.new("RGB", (16, 15)).save(file)
+    with pytest.raises(ConfigError, match="7.png has 16 x 15 pixels, and config.data"):
+        [data.train.batch(step) for step in range(5)]
+    for file in (tmp_path / "test").glob("*/*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="no pictures in test/CLASS/"):
+        Experiment.from_config(config_of_pictures(tmp_path), devices)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_saves_the_run_and_no_worker_speaks(tmp_path):
+    """The terminal sends it to all processes of the command."""
+    write_pictures(tmp_path / "pictures")
+    command = [sys.executable, "-m", "haiku_template.train", "--device=cpu"]
+    command += ["--config=examples/pictures.py", f"--workdir={tmp_path / 'run'}"]
+    command += [f"--config.data.path={tmp_path / 'pictures'}"]
+    command += ["--config.data.size=16", "--config.batch_size=8"]
+    command += ["--config.num_steps=1000000", "--config.log_every=1"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as run:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size) and run.poll() is None:
+            time.sleep(0.1)
+        os.killpg(run.pid, signal.SIGINT)
+        errors = run.communicate(timeout=120)[1]
+        assert run.returncode == 130, errors
+    assert "SIGINT" in errors and "Traceback" not in errors and "worker" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)  # None of them is left.
