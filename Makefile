@@ -11,7 +11,11 @@
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
-# make bench            what the loop costs next to a bare one
+# make bench            what the loop costs next to a bare one, a start next to a bare
+#                       script's, replicas, packing, two processes: 20 minutes
+# make bench-peers      the loop next to Keras, PyTorch, Lightning and Flax NNX, which get
+#                       an environment of their own (up to 6 GB in PEERS_VENV)
+# make bench-against COMMIT=REV    the loop next to that of a commit before
 # make bench-processes  the same of two processes, next to jit(shard_map)
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make bench-workers    2,000 PNGs, decoded by a thread and by two processes
@@ -24,6 +28,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
 TARGET_VENV ?= .venv-target
+PEERS_VENV ?= .venv-peers
+COMMIT ?= HEAD~1
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
 WORKERS ?= 2
@@ -36,7 +42,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: published test-published test-cluster bench bench-processes bench-tokens bench-workers gpu-check new clean
+.PHONY: published test-published test-cluster bench bench-peers bench-against
+.PHONY: bench-processes bench-tokens bench-workers gpu-check new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -105,6 +112,16 @@ lint: $(VENV)/.dev
 
 bench: $(TRAINS)
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.replicas --simulate_devices=4
+	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.processes
+
+bench-peers: $(TRAINS) $(PEERS_VENV)/.peers
+	$(BIN)/python -m benchmarks.peers --python=$(PEERS_VENV)/bin/python
+
+bench-against: $(TRAINS)
+	$(BIN)/python -m benchmarks.against --commit=$(COMMIT)
 
 bench-processes: $(TRAINS)
 	$(BIN)/python -m benchmarks.processes
@@ -145,6 +162,12 @@ $(TARGET_VENV)/.target: setup.cfg pyproject.toml
 	test -x $(TARGET_VENV)/bin/python || $(PYTHON) -m venv $(TARGET_VENV)
 	$(TARGET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[test,target]"
+	touch $@
+
+$(PEERS_VENV)/.peers: benchmarks/peers.txt
+	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--requirement=benchmarks/peers.txt
 	touch $@
 
 $(CUDA_VENV)/.cuda: setup.cfg pyproject.toml

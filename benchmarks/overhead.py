@@ -7,14 +7,17 @@ bare loop is Haiku, optax, a NumPy batch, `device_put` and `jax.jit`, and nothin
 this package. The whole loop has everything on: prefetch thread, transfer guard, metrics
 on disk, progress bar. Between them stand loops that make each batch and call this
 package's own step, and that have all batches on the device beforehand: what no loop
-with data can reach. Once more the whole loop has 50 steps a call, and `bare scan` is a
-`lax.scan` over 50 batches by hand. Rounds are interleaved; ratios are of the medians.
+with data can reach. The whole loop runs as the config has it (`steps_per_call`), with
+one step a call, and with as many as `bare scan`, a `lax.scan` over batches by hand.
+Rounds are interleaved, ratios are of the same round; medians and quartiles go to
+build/bench/overhead.json and .png.
 """
 
+import argparse
 import contextlib
+import dataclasses
 import functools
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,20 +29,22 @@ import haiku as hk
 import jax
 import numpy as np
 import optax
-from ml_collections import config_dict
 
+from benchmarks import rounds
 from configs import digits
+from haiku_template.data import BatchSpec
+from haiku_template.data import digits as digits_of
 from haiku_template.devices import DeviceManager
+from haiku_template.preflight import choose_steps_per_call
 from haiku_template.runs import train
 from haiku_template.training import Experiment, Trainer
 
 NUM_STEPS = 3000
 STEPS_PER_CALL = 50
 BATCH_SIZE, WIDTH, LEARNING_RATE = 64, 128, 1e-3
-ROUNDS = 5
 
 
-def whole_loop(trainer: Trainer, config: config_dict.ConfigDict) -> float:
+def whole_loop(trainer: Trainer, log_every: int) -> float:
     """Steps per second of `training.train`, from its first step to its last."""
     with tempfile.TemporaryDirectory() as workdir, open(os.devnull, "w") as null:
         times = []
@@ -49,7 +54,7 @@ def whole_loop(trainer: Trainer, config: config_dict.ConfigDict) -> float:
                 trainer,
                 num_steps=NUM_STEPS,
                 workdir=Path(workdir) / "run",
-                log_every=config.log_every,
+                log_every=log_every,
             )
         jax.block_until_ready(result.state)
     return (NUM_STEPS - 1) / (times[-1] - times[0])
@@ -103,8 +108,10 @@ def bare_loop(device: jax.Device, images: np.ndarray, labels: np.ndarray) -> flo
     return (NUM_STEPS - 1) / (time.perf_counter() - begun)
 
 
-def bare_scan(device: jax.Device, images: np.ndarray, labels: np.ndarray) -> float:
-    """Steps per second of a `lax.scan` over stacked batches, without this package."""
+def bare_scan(
+    device: jax.Device, images: np.ndarray, labels: np.ndarray, count: int
+) -> float:
+    """Steps per second of a `lax.scan` over `count` batches, without this package."""
     step, params, opt_state = _bare(device, images)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -116,15 +123,15 @@ def bare_scan(device: jax.Device, images: np.ndarray, labels: np.ndarray) -> flo
         return jax.lax.scan(body, carry, batches)
 
     carry, order = (params, opt_state), _order(len(images))
-    for n in range(0, NUM_STEPS, STEPS_PER_CALL):
-        rows = np.stack([next(order) for _ in range(STEPS_PER_CALL)])
+    for n in range(0, NUM_STEPS, count):
+        rows = np.stack([next(order) for _ in range(count)])
         batches = jax.device_put((images[rows], labels[rows]), device)
         carry, values = steps(carry, batches)
         if n == 0:
             jax.block_until_ready(values)  # Its compilation is no step.
             begun = time.perf_counter()
     jax.block_until_ready(carry)
-    return (NUM_STEPS - STEPS_PER_CALL) / (time.perf_counter() - begun)
+    return (NUM_STEPS - count) / (time.perf_counter() - begun)
 
 
 def _order(num_images: int) -> Iterator[np.ndarray]:
@@ -149,39 +156,65 @@ def step_loop(trainer: Trainer, on_device: bool = False) -> float:
     return (NUM_STEPS - 1) / (time.perf_counter() - begun)
 
 
-def main() -> None:
-    """Prints steps/s of the loops and the ratios between them."""
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Images [N, 64] and labels [N] of an epoch, which all loops train on."""
+    data = digits_of(BatchSpec(BATCH_SIZE)).train
+    split = [data.batch(n) for n in range(1437 // BATCH_SIZE)]
+    images = [batch["inputs"].reshape(-1, 64) for batch in split]
+    return np.concatenate(images), np.concatenate([x["labels"] for x in split])
+
+
+def make_loops() -> tuple[dict[str, rounds.Loop], str]:
+    """Makes all loops, and a description of where they run."""
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
     config = digits.get_config()
     config.batch_size, config.model.width = BATCH_SIZE, WIDTH
     plain = {"weight_decay": 0.0, "clip_norm": None, "learning_rate": LEARNING_RATE}
     config.optimizer.update(plain | {"schedule": "constant", "warmup_steps": 0})
-    config.steps_per_call = 1
     devices = DeviceManager.create("auto", num_devices=1)
-    trainer = Experiment.from_config(config, devices).trainer(devices)
-    config.steps_per_call = STEPS_PER_CALL
-    several = Experiment.from_config(config, devices).trainer(devices)
-    data = trainer.experiment.data.train
-    split = [data.batch(n) for n in range(1437 // BATCH_SIZE)]
-    images = np.concatenate([batch["inputs"].reshape(-1, 64) for batch in split])
-    labels = np.concatenate([batch["labels"] for batch in split])
-    print(f"{devices.describe()}\n{NUM_STEPS} steps, {ROUNDS} rounds, interleaved")
-    names = ("whole", "50 a call", "bare", "bare scan", "own step", "on device")
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(ROUNDS):
-        rates["whole"].append(whole_loop(trainer, config))
-        rates["50 a call"].append(whole_loop(several, config))
-        rates["bare"].append(bare_loop(devices.devices[0], images, labels))
-        rates["bare scan"].append(bare_scan(devices.devices[0], images, labels))
-        rates["own step"].append(step_loop(trainer))
-        rates["on device"].append(step_loop(trainer, on_device=True))
-    for name, values in rates.items():
-        middle = statistics.median(values)
-        print(f"{name:>10} {middle:8.0f} steps/s ({min(values):.0f}-{max(values):.0f})")
-    middle = {name: statistics.median(values) for name, values in rates.items()}
-    for way, *others in (("whole", *names[2:]), names[1:4]):
-        for name in others:
-            print(f"{way:>9} / {name:9}  {middle[way] / middle[name]:.2f}")
+    experiment = Experiment.from_config(config, devices)
+    configured = choose_steps_per_call(experiment.trainer(devices))
+    trainer = dataclasses.replace(experiment, steps_per_call=1).trainer(devices)
+    count = configured.experiment.steps_per_call or 1
+    device, (images, labels) = devices.devices[0], arrays()
+    scanned = count if count > 1 else STEPS_PER_CALL
+    several = dataclasses.replace(experiment, steps_per_call=scanned).trainer(devices)
+    log_every = config.log_every
+    loops = {
+        "whole as configured": lambda: whole_loop(configured, log_every),
+        "whole, 1 a call": lambda: whole_loop(trainer, log_every),
+        f"whole, {scanned} a call": lambda: whole_loop(several, log_every),
+        "bare": lambda: bare_loop(device, images, labels),
+        "bare scan": lambda: bare_scan(device, images, labels, scanned),
+        "own step": lambda: step_loop(trainer),
+        "on device": lambda: step_loop(trainer, on_device=True),
+    }
+    if scanned == count:  # It is what is configured.
+        del loops[f"whole, {scanned} a call"]
+    place = devices.describe()
+    return loops, f"{place}; as configured: {count} a call, scanned: {scanned}"
+
+
+def main() -> None:
+    """Runs the loops in turns, or with --serve=NAME one of them for another process."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", metavar="NAME", help="a loop of the table")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        return rounds.serve(lambda: _one(arguments.serve))
+    loops, description = make_loops()
+    print(f"{description}\n{NUM_STEPS} steps, {arguments.rounds} rounds, interleaved")
+    for loop in loops.values():
+        loop()  # Compiles, and warms up.
+    rates = rounds.alternate(loops, arguments.rounds)
+    facts = {"description": description, "versions": rounds.versions()}
+    rounds.report("overhead", rates, "bare", facts)
+
+
+def _one(name: str) -> tuple[rounds.Loop, str]:
+    loops, description = make_loops()
+    return loops[name], description
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""Benchmarks take turns, and say by which figures they compare."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import rounds
+from tests.runs import ROOT
+
+SERVES = """
+from benchmarks.rounds import serve
+
+rates = iter([0, 100, 200])
+
+def make():
+    print("a library says something")
+    return lambda: next(rates), "a loop"
+
+serve(make)
+"""
+
+
+def test_each_round_begins_with_another_loop():
+    turns = []
+    loops = {name: lambda name=name: turns.append(name) or 1.0 for name in "abc"}
+    rates = rounds.alternate(loops, 4)
+    assert "".join(turns) == "abcbcacababc"
+    assert rates == {name: [1.0] * 4 for name in "abc"}
+
+
+def test_a_loop_of_another_process_waits_for_its_turn():
+    command = [sys.executable, "-c", SERVES]
+    with rounds.served(command, ROOT) as (loop, facts):
+        assert facts["description"] == "a loop"
+        assert facts["versions"]["jax"] and "torch" not in facts["versions"]
+        assert [loop(), loop()] == [100, 200]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            loop()
+
+
+def test_ratios_are_of_the_same_round(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rounds, "FOLDER", tmp_path)
+    monkeypatch.setattr("sys.argv", ["overhead", "--rounds=3"])
+    rates = {"whole": [50.0, 300.0, 90.0], "bare": [100.0, 200.0, 100.0]}
+    rounds.report("overhead", rates, "bare", {"description": "here"})
+    results = json.loads((tmp_path / "overhead.json").read_text())
+    whole = results["loops"]["whole"]
+    assert whole["steps_per_second"] == [70.0, 90.0, 195.0]
+    assert whole["ratio"] == pytest.approx([0.7, 0.9, 1.2])
+    assert results["command"] == "python -m benchmarks.overhead --rounds=3"
+    assert {"date", "machine", "commit"} <= results.keys()
+    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
+    assert "0.90 (0.70-1.20)" in capsys.readouterr().out
