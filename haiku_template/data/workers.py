@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 AHEAD = 2  # Batches that each process is asked for ahead of time.
 MOST_DEATHS = 3  # Of one worker, which is replaced so often.
+SLOW_SECONDS = 60.0  # Of waiting for a process, until a line says so, and again.
 END_SECONDS = 5.0  # Of waiting for a process that has been told to end.
 MODULE = "haiku_template.data.worker"
 Key = tuple[str, int]  # Name of a set, index of a batch.
@@ -255,12 +257,20 @@ class Worker:
     def _receive(self) -> None:
         """Receives the next answer."""
         header, files = b"", []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # Of a closed socket.
+            self._wait()
             header, files, *_ = socket.recv_fds(self._socket, HEADER.size, 1)
         if not header:
             return self._replace()
         is_error, count = HEADER.unpack(header)
-        value = shared.read(files[0], count)
+        try:
+            value = shared.read(files[0], count)
+        except (IndexError, OSError) as error:
+            raise DataError(
+                "a batch of a data worker cannot be read: too many files are open, of "
+                "which each batch is one while it is held; hold fewer, or raise the "
+                "limit (ulimit -n)"
+            ) from error
         if self._is_ready:
             self._answers[self._requests.pop(0)] = is_error, value
         elif is_error:
@@ -269,6 +279,24 @@ class Worker:
         else:
             self._check(value)
             self._is_ready = True
+
+    def _wait(self) -> None:
+        """Waits for an answer or the end, and says what takes long."""
+        poll, seconds = select.poll(), 0.0
+        poll.register(self._socket, select.POLLIN)
+        while not poll.poll(1e3 * SLOW_SECONDS):
+            seconds += SLOW_SECONDS
+            logger.warning("%s is at %s for %g s", self._name, self._work, seconds)
+
+    @property
+    def _name(self) -> str:
+        return f"data worker {self._number}, process {self._process.pid},"
+
+    @property
+    def _work(self) -> str:
+        if not self._is_ready:
+            return "its data and first batch"
+        return _described(self._requests[0]) if self._requests else "no batch"
 
     def _check(self, actual: dict[str, str]) -> None:
         expected = self._expected
@@ -282,13 +310,10 @@ class Worker:
             )
 
     def _replace(self) -> None:
-        pid, code = self._process.pid, self._exit_code()
+        code = self._exit_code()
         if self._ends:
             raise DataError("the data workers have ended: nobody reads batches now")
-        work = "it started" if not self._is_ready else "it had nothing to do"
-        if self._is_ready and self._requests:
-            work = f"it made {_described(self._requests[0])}"
-        fact = f"data worker {self._number}, process {pid}, {_end(code)} while {work}"
+        fact = f"{self._name} {_end(code)} at {self._work}"
         if self._deaths == MOST_DEATHS:
             raise DataError(
                 f"{fact}; it is not replaced again, after {MOST_DEATHS} times"

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import worker_sets
 
-from haiku_template.data import BatchSpec, ahead, by_name
+from haiku_template.data import BatchSpec, ahead, by_name, workers
 from haiku_template.data.worker import digests
 from haiku_template.data.workers import in_workers
 from haiku_template.errors import ConfigError, DataError
@@ -64,8 +65,8 @@ def check_same(batches, expected):
     ("count", "function", "args"),
     [
         (1, worker_sets.images, (SPEC,)),
-        (3, worker_sets.images, (SPEC,)),
-        (2, worker_sets.lengths, (SPEC,)),
+        pytest.param(3, worker_sets.images, (SPEC,), marks=pytest.mark.slow),
+        pytest.param(2, worker_sets.lengths, (SPEC,), marks=pytest.mark.slow),
         (2, worker_sets.kinds, ()),
         (2, by_name, ({"name": "digits"}, SPEC)),
     ],
@@ -156,9 +157,9 @@ def test_data_that_a_worker_cannot_make_is_an_error():
 @pytest.mark.parametrize(
     ("number", "end"),
     [
-        (signal.SIGKILL, "was ended by SIGKILL, as the system does where memory is "),
-        (signal.SIGSEGV, "was ended by SIGSEGV while"),
-        (0, "ended with exit code 3 while"),
+        (signal.SIGKILL, "was ended by SIGKILL, as the system does where memory is"),
+        (signal.SIGSEGV, "was ended by SIGSEGV at the"),
+        pytest.param(0, "ended with exit code 3 at the", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_dies_is_replaced_and_named(number, end, tmp_path, caplog, capfd):
@@ -170,9 +171,7 @@ def test_a_worker_that_dies_is_replaced_and_named(number, end, tmp_path, caplog,
     check_same(batches, map(train.dataset.batch, range(1, 12)))
     (line,) = caplog.messages
     assert line.startswith("data worker 1, process ") and end in line
-    assert line.endswith(
-        "it made the training batch of step 7; another one takes its place"
-    )
+    assert line.endswith("at the training batch of step 7; another one takes its place")
     is_fault = number == signal.SIGSEGV  # Python's stack, in the user's code.
     assert ("in dies_once" in capfd.readouterr().err) == is_fault
 
@@ -184,7 +183,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(caplog):
     assert len(caplog.messages) == 3
     assert str(caught.value).startswith("data worker 1, process ")
     assert str(caught.value).endswith(
-        "was ended by SIGKILL, as the system does where memory is short, while it made "
+        "was ended by SIGKILL, as the system does where memory is short, at "
         "the training batch of step 7; it is not replaced again, after 3 times"
     )
 
@@ -219,7 +218,41 @@ def test_workers_that_hang_end_with_the_run():
     assert not waiting.is_alive()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_batch_that_takes_long_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(workers, "SLOW_SECONDS", 0.25)
+    train = in_workers(1, worker_sets.at, worker_sets.is_slow).train
+    with caplog.at_level(logging.WARNING):
+        assert len(read(train, 0, 6)) == 6
+    lines = [line for line in caplog.messages if "of step 6 for " in line]
+    assert lines[1].endswith("is at the training batch of step 6 for 0.5 s")
+
+
+def test_more_batches_than_files_may_be_open_are_told_in_a_sentence():
+    train, batches = in_workers(2, worker_sets.steps).train, []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ahead(train, 0, 999), pytest.raises(DataError, match="too many files are op"):
+        batches.append(train.batch(0))
+        free = os.dup(0)
+        os.close(free)
+        few = free + 5
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            batches.extend(train.batch(step) for step in range(1, 99))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert 1 <= len(batches) < 10
+
+
+def test_an_error_of_the_run_itself_ends_the_workers(monkeypatch):
+    train = in_workers(2, worker_sets.steps).train
+    monkeypatch.setattr(train.dataset, "batch", lambda step: 1 / 0)
+    with pytest.raises(ZeroDivisionError), ahead(train, 0, 9):
+        pass
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_workers_end_with_a_run_that_is_killed(number, tmp_path):
     """Of a script without `if __name__ == "__main__"`, which they do not import."""
     script = tmp_path / "script.py"

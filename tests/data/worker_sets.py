@@ -118,6 +118,11 @@ def hangs(step):
         time.sleep(600)
 
 
+def is_slow(step):
+    if step == 5:
+        time.sleep(1.5)
+
+
 def is_short_of_memory():
     """Makes data of which no batch fits in the files that a worker may write."""
 
