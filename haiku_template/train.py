@@ -75,13 +75,12 @@ def main() -> None:
 
 def _check_data_keys(values: dict[str, Any]) -> None:
     """Checks the keys of a data set of ours; models import JAX, and users' code may."""
-    from haiku_template.data import DATASETS
+    from haiku_template.data import DATASETS, arguments
 
-    name = values.pop("name")
+    name = values["name"]
     if name in DATASETS:
-        values.pop("placement", None)  # Not an argument of the data set.
         function = registry.resolve("data", name, DATASETS)
-        registry.check_keys("data", name, function, values, None)
+        registry.check_keys("data", name, function, arguments(values), None)
 
 
 if __name__ == "__main__":

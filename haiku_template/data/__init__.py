@@ -16,6 +16,7 @@ from haiku_template.data.dataset import each_shape as each_shape
 from haiku_template.data.dataset import whole_batches as whole_batches
 from haiku_template.data.dataset import without_workers as without_workers
 from haiku_template.data.datasets import DATASETS as DATASETS
+from haiku_template.data.datasets import arguments as arguments
 from haiku_template.data.datasets import by_name as by_name
 from haiku_template.data.datasets import digits as digits
 from haiku_template.data.datasets import from_split as from_split

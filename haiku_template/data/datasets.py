@@ -188,15 +188,22 @@ def cifar10(
     )
 
 
+def arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `config.data` that its function takes, and not the run."""
+    of_run = {"name", "placement", "workers"}
+    return {key: value for key, value in values.items() if key not in of_run}
+
+
 def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
-    """Makes `config.data`: its name's data set, of the other keys.
+    """Makes `config.data`: its name's data set, of its arguments.
 
     Raises `ConfigError` as `registry.make`, and for a function that returns no `Data`.
     """
-    data = make("data", dict(values), DATASETS, spec)
+    name = values["name"]
+    data = make("data", {"name": name} | arguments(values), DATASETS, spec)
     if not isinstance(data, Data):
         raise ConfigError(
-            f"config.data: {values['name']} returned a {type(data).__name__}; it must "
+            f"config.data: {name} returned a {type(data).__name__}; it must "
             "return a haiku_template.data.Data, which from_split makes of arrays"
         )
     return data

@@ -45,24 +45,14 @@ def in_workers(
       ConfigError: no whole number from 0, what cannot be pickled, or batches that only
         go forward.
     """
-    data = function(*args, **kwargs)
-    return served(data, count, function, *args, **kwargs) if check(count) else data
-
-
-def check(count: Any) -> int:
-    """Number of workers, or `ConfigError`."""
     if type(count) is not int or count < 0:
         raise ConfigError(
             f"config.data.workers={count!r}; possible is a whole number from 0, which "
             "is no process beside the run's own"
         )
-    return count
-
-
-def served(
-    data: Data, count: int, function: Callable[..., Data], *args: Any, **kwargs: Any
-) -> Data:
-    """Replaces the sets of `data`, which `function` returned, as `in_workers` does."""
+    data = function(*args, **kwargs)
+    if count == 0:
+        return data
     if getattr(data.train, "once", False):
         raise ConfigError(
             f"config.data.workers={count} cannot be had with batches that only go "
@@ -162,8 +152,9 @@ class Workers:
 
     def _start(self, key: Key, dataset: Any) -> None:
         self._setup, sections = shared.write((*self._call, *key))
-        numbers = range(1, self.count + 1)
-        self._workers = [Worker(n, self._setup, sections) for n in numbers]
+        self._workers = []
+        for number in range(1, self.count + 1):
+            self._workers.append(Worker(number, self._setup, sections))
         expected = digests(dataset.batch(key[1]))  # While they start.
         for worker in self._workers:
             worker.expect(key, expected)

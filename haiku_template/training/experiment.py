@@ -204,15 +204,13 @@ def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     labels = make_task(config).labels
     spec = BatchSpec(config.batch_size, config.seed, labels, *process)
     values = config.data.to_dict()
-    # Not arguments of the data set.
-    placement, workers = values.pop("placement", None), values.pop("workers", 0)
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = tuning.vocabulary_of(config.init_from)
-    if not workers:
+    if not (workers := values.get("workers")):
         return by_name(values, spec)
     from haiku_template.data.workers import in_workers
 
-    if placement == "device":
+    if values.get("placement") == "device":
         raise ConfigError(
             f"config.data.workers={workers} makes batches on the host, and with "
             "data.placement=device they are gathered on the devices; set one of the two"

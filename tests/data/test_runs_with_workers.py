@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from examples import pictures
+from haiku_template import train as command
 from haiku_template.config import default_config
 from haiku_template.data import ahead
 from haiku_template.data.worker import digests
@@ -83,6 +84,13 @@ def test_an_evaluation_and_predictions_are_read_by_workers(
     assert read_ahead == [(0, dataset.num_batches)] * 2
 
 
+def test_the_command_takes_the_key_with_each_data_set():
+    for name in ("digits", "npz", "tokens"):
+        command._check_data_keys({"name": name, "placement": "host", "workers": 2})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'worker'"):
+        command._check_data_keys({"name": "digits", "worker": 2})
+
+
 def test_staged_data_and_workers_do_not_go_together(devices):
     config = config_of(2)
     config.data.placement = "device"
@@ -144,13 +152,13 @@ def test_a_folder_of_pictures_is_decoded_to_the_same_bits(devices, tmp_path):
 def test_ctrl_c_in_a_terminal_saves_the_run_and_no_worker_speaks(tmp_path):
     """The terminal sends it to all processes of the command."""
     write_pictures(tmp_path / "pictures")
-    command = [sys.executable, "-m", "haiku_template.train", "--device=cpu"]
-    command += ["--config=examples/pictures.py", f"--workdir={tmp_path / 'run'}"]
-    command += [f"--config.data.path={tmp_path / 'pictures'}"]
-    command += ["--config.data.size=16", "--config.batch_size=8"]
-    command += ["--config.num_steps=1000000", "--config.log_every=1"]
+    flags = ["--device=cpu"]
+    flags += ["--config=examples/pictures.py", f"--workdir={tmp_path / 'run'}"]
+    flags += [f"--config.data.path={tmp_path / 'pictures'}"]
+    flags += ["--config.data.size=16", "--config.batch_size=8"]
+    flags += ["--config.num_steps=1000000", "--config.log_every=1"]
     with subprocess.Popen(
-        command,
+        [sys.executable, "-m", "haiku_template.train", *flags],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
