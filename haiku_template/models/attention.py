@@ -4,6 +4,7 @@ Shapes: B examples, T tokens, H heads of size C, S tokens that may be seen.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -100,14 +101,15 @@ def attend(
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     if segments is not None and implementation == "xla":
         return _attend_in_blocks(query, key, value, segments).astype(dtype)
+    if implementation == "xla":
+        return _attend_by_xla(query, key, value, mask).astype(dtype)
     is_causal = mask is None
     if segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None]
     if lengths is not None:
-        by_lengths = implementation == "cudnn"  # XLA takes the mask.
-        mask = None if by_lengths else mask
+        mask = None
         # A row may be padding.
-        lengths = jnp.maximum(lengths, 1).astype(jnp.int32) if by_lengths else None
+        lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -118,6 +120,39 @@ def attend(
         key_value_seq_lengths=lengths,
         implementation=implementation,
     ).astype(dtype)
+
+
+def _attend_by_xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+    """Attention by XLA, in the form that is fast on the hardware: [B, T, H, C]."""
+    if Hardware.current().platform == "cpu":
+        return _attend_by_heads(query, key, value, mask)
+    is_causal = mask is None
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=is_causal, implementation="xla"
+    )
+
+
+def _attend_by_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+    """Attention as `jax.nn` has it, in the form that is fast on CPUs: [B, T, H, C].
+
+    Heads come before tokens, so that no array of pairs of tokens is transposed, and the
+    sums divide the outputs, which are smaller. Why: docs/decisions/models.md#cpus
+    """
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    logits = einsum("bhtc,bhsc->bhts", query, key) * query.shape[-1] ** -0.5
+    if mask is None:
+        mask = jnp.tri(*logits.shape[2:], dtype=bool)
+    logits = jnp.where(mask, logits, -0.7 * jnp.finfo(jnp.float32).max)
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.exp(logits - largest)
+    outputs = einsum("bhts,bhsc->bhtc", weights.astype(value.dtype), value)
+    outputs /= jnp.sum(weights, axis=-1, keepdims=True)
+    return outputs.swapaxes(1, 2)
 
 
 def _attend_in_blocks(
@@ -136,9 +171,7 @@ def _attend_in_blocks(
         start = key.shape[1] - query.shape[1]
         mask = segments[:, start:, None] == segments[:, None]
         mask &= jnp.tri(*mask.shape[1:], start, dtype=bool)
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=mask[:, None], implementation="xla"
-        )
+        return _attend_by_xla(query, key, value, mask[:, None])
 
     size = query.shape[1]
     step = max(BLOCK, -(-size // MOST_BLOCKS))

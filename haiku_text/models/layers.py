@@ -1,6 +1,9 @@
 """Layers that the transformers share: GPT-2's initialization, float32 embeddings.
 
-Shapes: B examples, T tokens, D width.
+On CPUs linear and normalization layers are Haiku's in another form, of all tokens in
+one matrix. Why: docs/decisions/models.md#cpus
+
+Shapes: B examples, T tokens, D width, N rows.
 """
 
 import functools
@@ -10,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from haiku_template.models.attention import Hardware
+
 DEVIATION = 0.02  # Of the initial parameters.
 Initializer = hk.initializers.Initializer
 
@@ -17,7 +22,7 @@ Initializer = hk.initializers.Initializer
 def linear(width: int, name: str, w_init: Initializer | None = None) -> hk.Linear:
     """Linear layer with bias: `w` [inputs, width], `b` [width]."""
     w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
-    return hk.Linear(width, w_init=w_init, name=name)
+    return (LinearOfRows if _on_cpu() else hk.Linear)(width, w_init=w_init, name=name)
 
 
 def feed_forward(
@@ -33,7 +38,58 @@ def feed_forward(
 
 def norm(name: str, eps: float = 1e-5) -> hk.LayerNorm:
     """Layer normalization of each token: `scale` and `offset` [D]."""
-    return hk.LayerNorm(-1, create_scale=True, create_offset=True, eps=eps, name=name)
+    module = LayerNormOfRows if _on_cpu() else hk.LayerNorm
+    return module(-1, create_scale=True, create_offset=True, eps=eps, name=name)
+
+
+def _on_cpu() -> bool:
+    return Hardware.current().platform == "cpu"
+
+
+class LinearOfRows(hk.Linear):
+    """`hk.Linear` in the form that is fast on CPUs."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Multiplies [..., inputs] by `w` and adds `b`: [..., outputs]."""
+        rows = x.reshape(-1, x.shape[-1])
+        shape = [rows.shape[1], self.output_size]
+        w = hk.get_parameter("w", shape, x.dtype, self.w_init)
+        b = hk.get_parameter("b", shape[1:], x.dtype, jnp.zeros)
+        if shape[0] > shape[1]:  # XLA multiplies to a tall gradient at half the speed.
+            w = jax.lax.optimization_barrier(w.T).T
+        return (rows @ w + repeat_rows(b, len(rows))).reshape(*x.shape[:-1], -1)
+
+
+class LayerNormOfRows(hk.LayerNorm):
+    """`hk.LayerNorm` of the last dimension, in the form that is fast on CPUs."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes [..., D], then multiplies by `scale` and adds `offset`."""
+        rows, shape = x.reshape(-1, x.shape[-1]), x.shape[-1:]
+        scale = hk.get_parameter("scale", shape, x.dtype, jnp.ones)
+        offset = hk.get_parameter("offset", shape, x.dtype, jnp.zeros)
+        deviations = rows - jnp.mean(rows, axis=1, keepdims=True)
+        variance = jnp.var(rows, axis=1, keepdims=True)
+        y = repeat_rows(scale, len(rows)) * jax.lax.rsqrt(variance + self.eps)
+        return (y * deviations + repeat_rows(offset, len(rows))).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeat_rows(row: jax.Array, size: int) -> jax.Array:
+    """Repeats a row [D] for each of `size` tokens, on CPUs: [N, D]."""
+    return jnp.broadcast_to(row, (size, *row.shape))
+
+
+def _repeat_forward(row: jax.Array, size: int) -> tuple[jax.Array, None]:
+    return repeat_rows(row, size), None
+
+
+def _repeat_rows_backward(size: int, _: None, grads: jax.Array) -> tuple[jax.Array]:
+    # XLA takes 26 times as long for a sum of 2,048 rows.
+    return (jnp.ones(size, grads.dtype) @ grads,)
+
+
+repeat_rows.defvjp(_repeat_forward, _repeat_rows_backward)
 
 
 def table(rows: int, width: int, name: str) -> jax.Array:

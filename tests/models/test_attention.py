@@ -1,5 +1,6 @@
 """Which implementation of attention is chosen, by data: no GPU is needed."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -198,17 +199,58 @@ def test_segments_by_xla_take_the_memory_of_a_block():
     size = 2048
     shape = jax.ShapeDtypeStruct((1, size, 4, 8), jnp.float32)
 
-    def temporaries(**options):
+    def temporaries(compute):
         def total(query, segments):
-            given = {name: make(segments) for name, make in options.items()}
-            return jnp.sum(attend("xla", query, query, query, **given) ** 2)
+            return jnp.sum(compute(query, segments) ** 2)
 
         numbers = jax.ShapeDtypeStruct((1, size), jnp.int32)
         made = jax.jit(jax.grad(total)).lower(shape, numbers).compile()
         return made.memory_analysis().temp_size_in_bytes
 
-    def dense(segments):
-        equal = segments[:, None, :, None] == segments[:, None, None]
-        return equal & jnp.tri(size, dtype=bool)
+    def blocks(query, segments):
+        return attend("xla", query, query, query, segments=segments)
 
-    assert temporaries(segments=lambda x: x) < 0.5 * temporaries(mask=dense)
+    def dense(query, segments):
+        mask = segments[:, None, :, None] == segments[:, None, None]
+        mask &= jnp.tri(size, dtype=bool)
+        return jax.nn.dot_product_attention(query, query, query, mask=mask)
+
+    assert temporaries(blocks) < 0.5 * temporaries(dense)
+
+
+@pytest.mark.parametrize("size", [12, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_form_for_cpus_is_jax_s_own_attention(monkeypatch, size, masked):
+    """A row of the mask hides every token: its softmax is uniform, as JAX has it."""
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, size, 3, 8)).astype("f4")
+    key, value = rng.normal(size=(2, 2, 12 if masked else size, 3, 8)).astype("f4")
+    mask = rng.random((2, 1, size, 12)) < 0.5 if masked else None
+    if masked:
+        mask[0, 0, 1] = False
+
+    def run():
+        def outputs(*arrays):
+            return attend("xla", *arrays, mask)
+
+        values, gradient = jax.vjp(jax.jit(outputs), query, key, value)
+        return values, *gradient(10 * np.cos(values))
+
+    ours = run()
+    monkeypatch.setattr(Hardware, "current", lambda: attention.ANY)
+    for array, expected in zip(ours, run(), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-5)
+    assert any(np.any(a != b) for a, b in zip(ours, run(), strict=True))
+
+
+def test_no_array_of_pairs_of_tokens_is_transposed_on_a_cpu():
+    shape = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32)
+
+    def total(*arrays):
+        return jnp.sum(attend("xla", *arrays) ** 2)
+
+    lowered = jax.jit(jax.grad(total, (0, 1, 2))).lower(shape, shape, shape)
+    program = lowered.compile().as_text()
+    pairs = re.findall(r"f32\[2,2,64,64\]\{([\d,]+)\}", program)
+    assert pairs and set(pairs) == {"3,2,1,0"}
+    assert not re.search(r"f32\[2,2,64,64\]\S* transpose\(", program)
