@@ -8,9 +8,12 @@ The same command resumes a stopped run. Keys of the config are changed after it:
 75 SIGTERM, SIGHUP or SIGUSR1, 130 Ctrl-C: the message says what was saved.
 """
 
+import gc
+
 if __name__ == "__main__":  # Before imports, which take a second.
     from haiku_template import signals
 
+    gc.disable()  # What is imported stays.
     signals.install()
 
 from typing import Any
@@ -63,6 +66,8 @@ def main() -> None:
     from haiku_template.reporting.display import parse_bytes
     from haiku_template.runs import start
 
+    gc.freeze()  # Why: docs/decisions/house.md#collector
+    gc.enable()
     start.run(
         FLAGS.config,
         devices,
