@@ -189,9 +189,8 @@ def cifar10(
 
 
 def arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `config.data` that its function takes, and not the run."""
-    of_run = {"name", "placement", "workers"}
-    return {key: value for key, value in values.items() if key not in of_run}
+    """Drops the keys of `config.data` that are the run's, and not its function's."""
+    return {k: x for k, x in values.items() if k not in ("placement", "workers")}
 
 
 def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
@@ -199,11 +198,10 @@ def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
 
     Raises `ConfigError` as `registry.make`, and for a function that returns no `Data`.
     """
-    name = values["name"]
-    data = make("data", {"name": name} | arguments(values), DATASETS, spec)
+    data = make("data", arguments(values), DATASETS, spec)
     if not isinstance(data, Data):
         raise ConfigError(
-            f"config.data: {name} returned a {type(data).__name__}; it must "
+            f"config.data: {values['name']} returned a {type(data).__name__}; it must "
             "return a haiku_template.data.Data, which from_split makes of arrays"
         )
     return data

@@ -136,8 +136,7 @@ class Feed:
         elif self.staged is not None:
             make = self._gather_from_staged()
         stacks = range(first, stop, size)
-        source = ahead(self._source, start, stop)
-        with source, Prefetcher(make, stacks) as prefetched:
+        with ahead(self._source, start, stop), Prefetcher(make, stacks) as prefetched:
             arrays = self._devices.ledger.waits(prefetched)
             yield (
                 (steps, stack)
