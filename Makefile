@@ -12,7 +12,7 @@
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make lint             ruff
 # make bench            what the loop costs next to a bare one, a start next to a bare
-#                       script's, replicas, packing, two processes: 20 minutes
+#                       script's, replicas, packing, two processes, workers
 # make bench-peers      the loop next to Keras, PyTorch, Lightning and Flax NNX, which get
 #                       an environment of their own (up to 6 GB in PEERS_VENV)
 # make bench-against COMMIT=REV    the loop next to that of a commit before
@@ -116,6 +116,7 @@ bench: $(TRAINS)
 	$(BIN)/python -m benchmarks.replicas --simulate_devices=4
 	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.processes
+	$(BIN)/python -m benchmarks.workers
 
 bench-peers: $(TRAINS) $(PEERS_VENV)/.peers
 	$(BIN)/python -m benchmarks.peers --python=$(PEERS_VENV)/bin/python

@@ -84,7 +84,7 @@ def torch_loop(
     """A loop over tensors in memory with fused Adam, eager or `torch.compile`d."""
     import torch
 
-    torch.set_num_threads(1)  # Two took 4 to 30 times as long, on two busy cores.
+    torch.set_num_threads(1)  # Two took 4 to 35 times as long, on two busy cores.
     model = _torch_model()
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=True)
     x, y = torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64))

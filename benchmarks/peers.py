@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks import overhead, peer_loops, rounds
 
-OWN = ("whole as configured", "whole, 1 a call", "bare", "bare scan")
+OWN = ("whole as configured", "whole, 1 a call", "whole, 50 a call")
+OWN += ("bare", "bare scan")
 
 
 def main() -> None:
