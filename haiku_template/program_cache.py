@@ -14,14 +14,11 @@ SECONDS = "jax_persistent_cache_min_compile_time_secs"
 
 
 def use() -> None:
-    """Keeps the programs of this process, before the first is compiled.
-
-    Nothing happens where the folder cannot be had: it only saves time.
-    """
+    """Keeps the programs of this process, if it can; before the first is compiled."""
     import jax
 
-    chosen = jax.config.jax_compilation_cache_dir is not None
-    if chosen or not jax.config.jax_enable_compilation_cache:
+    has_folder = jax.config.jax_compilation_cache_dir is not None
+    if has_folder or not jax.config.jax_enable_compilation_cache:
         return
     if "xla_dump" in os.environ.get("XLA_FLAGS", ""):
         return  # What is not compiled is not dumped.
