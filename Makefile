@@ -21,6 +21,7 @@
 # make bench-workers    2,000 PNGs, decoded by a thread and by two processes
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
+# make gpu-levers       options of XLA, off and on in turns, on a GPU
 # make new NAME=my_project DEST=DIR    a project that depends on this commit; with
 #                       VENDOR=1 on a wheel in it, with EJECT=loop with its own loop
 
@@ -43,7 +44,7 @@ HERE := not long and not pretrained and not published and not cluster and not cu
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
 .PHONY: published test-published test-cluster bench bench-peers bench-against
-.PHONY: bench-processes bench-tokens bench-workers gpu-check new clean
+.PHONY: bench-processes bench-tokens bench-workers gpu-check gpu-levers new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -135,6 +136,9 @@ bench-workers: $(TRAINS)
 
 gpu-check: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check
+
+gpu-levers: $(TRAINS)
+	$(BIN)/python -m benchmarks.gpu_check --levers
 
 new:
 	@$(PYTHON) skeleton/new.py --name="$(NAME)" --dest="$(DEST)" \

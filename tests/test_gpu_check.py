@@ -4,8 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from benchmarks.gpu_levers import LEVERS
 from haiku_template.devices.selection import why_no_gpu
 from jax_doctor import Machine
 
@@ -126,3 +129,33 @@ def test_a_check_that_fails_hides_no_other(tmp_path):
     assert "OutOfTime: stopped after" in hangs["figures"]["error"]
     assert works["passed"] is True
     assert works["figures"] == {"after": 1.5}
+
+
+@pytest.mark.slow
+def test_options_of_xla_are_timed_in_turns(tmp_path):
+    """The code alone: options that the CPU's compiler knows, and no figures."""
+    output = tmp_path / "found.json"
+    flags = ["--levers", "--device=cpu", "--quick", f"--output={output}"]
+    done = run("-m", "benchmarks.gpu_check", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (check,) = json.loads(output.read_text())["checks"]
+    assert check["name"] == "levers" and check["passed"] is True
+    columns = [
+        f"{model} {lever}"
+        for model in ("resnet20", "gpt2_124m")
+        for lever in ("as it is", "no excess precision")
+    ]
+    assert list(check["figures"]) == columns
+    for name, column in check["figures"].items():
+        assert column["step, ms"]["min"] > 0 and column["compile, s"] > 0
+        assert (column["time / as it is"] == 1) or "as it is" not in name
+
+
+def test_an_option_that_the_compiler_does_not_know_is_an_error_that_names_it():
+    for options in (*LEVERS["gpu"].values(), {"xla_gpu_no_such_option": 1}):
+        lowered = jax.jit(lambda x: x @ x).lower(np.ones((2, 2)))
+        if "xla_gpu_no_such_option" not in options:
+            lowered.compile(compiler_options=options)
+            continue
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_such_option"):
+            lowered.compile(compiler_options=options)
