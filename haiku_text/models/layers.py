@@ -1,7 +1,7 @@
 """Layers that the transformers share: GPT-2's initialization, float32 embeddings.
 
-On CPUs linear and normalization layers are Haiku's in another form, of all tokens in
-one matrix. Why: docs/decisions/models.md#cpus
+On CPUs linear and normalization layers are Haiku's in another form, whose gradients are
+products. Why: docs/decisions/models.md#cpus
 
 Shapes: B examples, T tokens, D width, N rows.
 """
@@ -22,7 +22,7 @@ Initializer = hk.initializers.Initializer
 def linear(width: int, name: str, w_init: Initializer | None = None) -> hk.Linear:
     """Linear layer with bias: `w` [inputs, width], `b` [width]."""
     w_init = w_init or hk.initializers.RandomNormal(DEVIATION)
-    return (LinearOfRows if _on_cpu() else hk.Linear)(width, w_init=w_init, name=name)
+    return (FastLinear if _on_cpu() else hk.Linear)(width, w_init=w_init, name=name)
 
 
 def feed_forward(
@@ -38,7 +38,7 @@ def feed_forward(
 
 def norm(name: str, eps: float = 1e-5) -> hk.LayerNorm:
     """Layer normalization of each token: `scale` and `offset` [D]."""
-    module = LayerNormOfRows if _on_cpu() else hk.LayerNorm
+    module = FastLayerNorm if _on_cpu() else hk.LayerNorm
     return module(-1, create_scale=True, create_offset=True, eps=eps, name=name)
 
 
@@ -46,7 +46,7 @@ def _on_cpu() -> bool:
     return Hardware.current().platform == "cpu"
 
 
-class LinearOfRows(hk.Linear):
+class FastLinear(hk.Linear):
     """`hk.Linear` in the form that is fast on CPUs."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -60,18 +60,19 @@ class LinearOfRows(hk.Linear):
         return (rows @ w + repeat_rows(b, len(rows))).reshape(*x.shape[:-1], -1)
 
 
-class LayerNormOfRows(hk.LayerNorm):
+class FastLayerNorm(hk.LayerNorm):
     """`hk.LayerNorm` of the last dimension, in the form that is fast on CPUs."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes [..., D], then multiplies by `scale` and adds `offset`."""
-        rows, shape = x.reshape(-1, x.shape[-1]), x.shape[-1:]
+        shape, size = x.shape[-1:], x.size // x.shape[-1]
         scale = hk.get_parameter("scale", shape, x.dtype, jnp.ones)
         offset = hk.get_parameter("offset", shape, x.dtype, jnp.zeros)
-        deviations = rows - jnp.mean(rows, axis=1, keepdims=True)
-        variance = jnp.var(rows, axis=1, keepdims=True)
-        y = repeat_rows(scale, len(rows)) * jax.lax.rsqrt(variance + self.eps)
-        return (y * deviations + repeat_rows(offset, len(rows))).reshape(x.shape)
+        deviations = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.var(x, axis=-1, keepdims=True)
+        y = repeat_rows(scale, size).reshape(x.shape)
+        y = y * jax.lax.rsqrt(variance + self.eps) * deviations
+        return y + repeat_rows(offset, size).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

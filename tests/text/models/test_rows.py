@@ -44,7 +44,7 @@ def test_a_program_for_any_platform_and_for_gpus_has_haiku_s_modules(monkeypatch
         )
         return model.apply({}, None)
 
-    assert modules() == [layers.LinearOfRows, layers.LayerNormOfRows]
+    assert modules() == [layers.FastLinear, layers.FastLayerNorm]
     for hardware in (ANY, Hardware("gpu", "9.0")):
         monkeypatch.setattr(Hardware, "current", lambda those=hardware: those)
         assert modules() == [hk.Linear, hk.LayerNorm]
