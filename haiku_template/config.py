@@ -33,7 +33,6 @@ LOOP_KEYS += ("keep_best", "best_metric", "best_mode")
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
-CHOSEN = {"steps_per_call"}  # By the run, if it is None.
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
 TYPES |= {bool: "True or False"}
 # Keys that earlier versions had: they changed no number.
@@ -56,7 +55,7 @@ def default_config() -> config_dict.ConfigDict:
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
     # Steps in one call of the devices: with several, small models do not wait for the
     # host at each step. None: several if a step has few operations.
-    config.steps_per_call = 1
+    config.steps_per_call = config_dict.placeholder(int)
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
     # Layout of the train state, (pattern of paths, mesh axis or None) each, the first
     # that fits: (("opt_state/*", "data"),) shards the moments, (("*", "data"),) all.
@@ -259,8 +258,7 @@ def _check_keys(
                 f"the config has no key {name}; start from default_config()"
             )
         if not isinstance(default, config_dict.ConfigDict):
-            may_be_none = default is None or name in CHOSEN
-            _check_type(name, config[key], expected.get_type(key), may_be_none)
+            _check_type(name, config[key], expected.get_type(key), default is None)
         elif not isinstance(config[key], config_dict.ConfigDict):
             raise ConfigError(f"config.{name} must have a name and its own keys")
         elif name not in NAMED:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
+GONE = ("been deleted", "donate the same buffer")
 # Tokens of unfinished steps, of the whole process: simulated devices share its threads,
 # and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
@@ -123,8 +124,9 @@ class CompiledStep:
         """
         *trees, batch = args
         devices, ledger = self.devices.everyone, self.devices.ledger
-        check_alive(trees[0], "the state's ", distinct=self.takes_state)
         check_alive(batch, "the batch's ")
+        if len(devices) > 1:  # One refuses what is deleted, and several crash.
+            check_alive(trees[0], "the state's ", distinct=self.takes_state)
         check_placed(batch, devices, "the batch's ", sharded=True)
         try:
             with checks.leaks_named(), LOCK:
@@ -138,7 +140,9 @@ class CompiledStep:
                 if not isinstance(token, jax.core.Tracer):  # Inside another program.
                     IN_FLIGHT.append(token)
                 return results
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
+            if any(phrase in str(error) for phrase in GONE):
+                check_alive(trees[0], "the state's ", distinct=self.takes_state)
             if any(phrase in str(error) for phrase in MISPLACED):
                 for tree in trees:
                     check_placed(tree, devices, "the state's ")

@@ -112,7 +112,7 @@ def device_put_batch(
     With several processes these are rows of one, and the arrays span `everyone`.
     """
     if len(everyone) == 1:
-        return jax.device_put(batch, sharding_on(devices))
+        return jax.device_put(batch, devices[0])  # Faster than with a sharding.
     shards = _device_put_blocks(batch, devices)
     if len(devices) == len(everyone):
         return shards

@@ -7,6 +7,7 @@ finds these programs compiled.
 import dataclasses
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from haiku_template.params import leaves_by_path
 from haiku_template.preflight.program import program_table, read_program
 from haiku_template.reporting.display import in_units, process_bytes, table
 from haiku_template.reporting.perf import matmul_bytes
+from haiku_template.storage import workdir as workdirs
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -389,15 +391,20 @@ def _staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
     return experiment.trainer(devices)
 
 
-def choose_steps_per_call(trainer: Trainer) -> Trainer:
+def choose_steps_per_call(
+    trainer: Trainer, workdir: Path, limit: int | None = None
+) -> Trainer:
     """Has several steps in one call where `steps_per_call=None` and steps are short.
 
-    That is so for few operations in each, and data in memory. The choice rests on the
-    program and the data alone: a run that is made again, or resumed, chooses alike.
+    That is so for few operations in each, and data in memory, if a call's batches fit
+    the device: the choice rests on the program and the data alone. A run in `workdir`
+    that has begun keeps its own. `limit` is as in `place_data`.
     """
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None:
         return trainer
+    if (number := workdirs.steps_per_call(workdir)) is not None:
+        return trainer.with_steps_per_call(number)
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
@@ -406,4 +413,7 @@ def choose_steps_per_call(trainer: Trainer) -> Trainer:
     waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
     if not 0 < costs.get("flops", 0) <= most or waiting > STACK_BYTES:
         return trainer
-    return trainer.with_steps_per_call(STEPS_PER_CALL)
+    several = trainer.with_steps_per_call(STEPS_PER_CALL)
+    limit = devices.memory_limit() if limit is None else limit
+    fits = limit is None or memory_budget(several, limit).peak <= limit
+    return several if fits else trainer

@@ -114,6 +114,7 @@ class Guards:
         self._from_start = faulty_leaves(devices, state)
         self._unchecked: deque[tuple[range, Any]] = deque(maxlen=UNCHECKED)
         self._norms = GradientNorms(devices, train)
+        self.collect = self._norms.collect
         self._counted, self._skipped = 0, 0  # Last step that was; float16's.
         self._agreed = False
         # Errors after which nothing is saved: another process may be a step ahead.

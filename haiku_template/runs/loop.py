@@ -107,14 +107,16 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = choose_steps_per_call(place_data(trainer, memory_limit))
+    trainer = place_data(trainer, memory_limit)
+    trainer = choose_steps_per_call(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(devices.processes.count > 1))
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
-        workdirs.open_workdir(directory, config, devices)
+        choice = {"steps_per_call": trainer.feed.steps_per_call}
+        workdirs.open_workdir(directory, config, devices, choice)
         report = _make_report(trainer, directory, num_steps, budget)
         stack.enter_context(report)
         checkpoints = Checkpoints(
@@ -218,6 +220,7 @@ class _Run(NamedTuple):
                         self.report.restart(step)
                 # Why: docs/decisions/training.md#late-lines
                 elif _due(step, self.every.log, stop):
+                    self.guards.collect()
                     unlogged.callback(self._log, steps, scalars)
         return state, stop
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import statistics
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -65,10 +66,15 @@ def _magnitudes(train: Any, step: int) -> dict[str, np.ndarray]:
     }
 
 
+def _median(norms: list[float]) -> float:
+    """Computes the median of those that are finite; 0 if none is."""
+    return statistics.median([x for x in norms if math.isfinite(x)] or [0.0])
+
+
 class GradientNorms:
     """Watches over the norms of all steps' gradients, also between two logs.
 
-    They stay on their devices until `look`, or `PENDING` later ones: no step waits.
+    They stay on their devices until `look`, or `PENDING` calls later: no step waits.
     The first that is more than `FACTOR` times a usual norm is a warning, the only one.
     Usual is the largest median of `GROUP` steps before, so that a model which has
     learned its data may still meet a hard example.
@@ -77,6 +83,7 @@ class GradientNorms:
     def __init__(self, devices: DeviceManager, train: Any) -> None:
         self._devices, self._train = devices, train
         self.pending: list[tuple[range, Any]] = []
+        self._stacks: list[tuple[list[range], jax.Array]] = []
         self._usual, self._warned = 0.0, False
         self._group: list[tuple[int, float]] = []
         self._scaled = False  # Then steps of infinite gradients are skipped.
@@ -86,27 +93,43 @@ class GradientNorms:
         if norms is not None and not self._warned:
             self.pending.append((steps, norms))
             self._scaled = scaled
-            if len(self.pending) >= 2 * PENDING:
-                self.look(self.pending[PENDING - 1][0][-1])
+            if len(self.pending) >= PENDING:
+                for stack in self._stacks:
+                    self._read(*stack)
+                self._stacks = []
+                self.collect()
+
+    def collect(self) -> None:
+        """Stacks the norms so far on their devices, in front of the steps to come.
+
+        A copy to the host for each would take longer than a small step.
+        """
+        if not self.pending:
+            return
+        calls, norms = zip(*self.pending, strict=True)
+        arrays = [first_copy(norm) for norm in norms]
+        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # Few shapes, few programs.
+        self._stacks.append((list(calls), _stacked(arrays)))
+        self.pending = []
 
     def look(self, last: int) -> None:
-        """Reads the norms of steps up to the `last`; warns of an outlier."""
-        read = [pair for pair in self.pending if pair[0][-1] <= last]
-        self.pending = self.pending[len(read) :]
-        # As one array: a copy to the host for each would take longer than a small step.
-        arrays = [first_copy(norm) for _, norm in read]
-        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # Few shapes, few programs.
-        norms = self._devices.fetch(_stacked(arrays)).tolist() if arrays else []
+        """Reads the norms of calls up to that of step `last`; warns of an outlier."""
+        if self.pending and self.pending[0][0][-1] <= last:
+            self.collect()
+        while self._stacks and self._stacks[0][0][-1][-1] <= last:
+            self._read(*self._stacks.pop(0))
+
+    def _read(self, calls: list[range], stack: jax.Array) -> None:
+        norms = self._devices.fetch(stack).tolist()
         each_step = (
             pair
-            for (steps, _), row in zip(read, norms, strict=False)
+            for steps, row in zip(calls, norms, strict=False)
             for pair in zip(steps, np.reshape(row, -1).tolist(), strict=False)
         )
         for step, norm in each_step:
             self._group.append((step, norm))
             new, full = self._group[-1:], len(self._group) == GROUP
-            finite = [x for _, x in self._group if math.isfinite(x)] if full else []
-            median = float(np.median(finite or [0.0]))
+            median = _median([x for _, x in self._group]) if full else 0.0
             if not self._usual:  # The first group is measured by itself.
                 self._usual, new = median, self._group
             self._check(new)
@@ -120,7 +143,7 @@ class GradientNorms:
                 self._warn(step, norm)
 
     def _warn(self, step: int, norm: float) -> None:
-        self._warned, self.pending = True, []
+        self._warned, self.pending, self._stacks = True, [], []
         logger.warning(
             "the gradient of step %d has norm %.3g, and %.3g is usual: %s; such a step "
             "may spoil a model, and clip_norm bounds what it does. Further ones are "

@@ -42,7 +42,8 @@ def run(
     devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
     trainer = Experiment.from_config(config, devices).trainer(devices)
     if dry_run:
-        trainer = choose_steps_per_call(place_data(trainer, memory_limit))
+        trainer = place_data(trainer, memory_limit)
+        trainer = choose_steps_per_call(trainer, Path(workdir), memory_limit)
         return print_budget(trainer, memory_limit)
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}

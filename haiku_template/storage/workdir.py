@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import jax
@@ -182,6 +183,12 @@ def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-i
     return read_json(workdir / RUN).get("id")
 
 
+def steps_per_call(workdir: Path) -> int | None:
+    """Number that a run which has begun chose for `steps_per_call=None`."""
+    begun = has_checkpoints(workdir)
+    return read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
+
+
 def mark_saved(workdir: Path, step: int) -> None:
     """Records that the run has a checkpoint, by which a loss of all can be told."""
     run = read_json(workdir / RUN)
@@ -190,8 +197,15 @@ def mark_saved(workdir: Path, step: int) -> None:
             write_json(workdir / RUN, run | {"saved": step})
 
 
-def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) -> None:
+def open_workdir(
+    workdir: Path,
+    config: dict[str, Any],
+    devices: DeviceManager,
+    choice: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Writes the config, an id of the run and the environment; call it under the lock.
+
+    Beside the id stands a `choice` that the run made, and that holds when it resumes.
 
     A resumed run logs the differences in its environment.
 
@@ -202,7 +216,7 @@ def open_workdir(workdir: Path, config: dict[str, Any], devices: DeviceManager) 
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            write_json(workdir / RUN, {"id": uuid.uuid4().hex})
+            write_json(workdir / RUN, {"id": uuid.uuid4().hex, **choice})
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
     file, env = workdir / ENV, environment(devices)

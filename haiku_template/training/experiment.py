@@ -76,7 +76,7 @@ class Experiment:
     precision: str = "float32"
     reduce_dtype: str | None = None
     accumulate_steps: int = 1
-    steps_per_call: int | None = 1
+    steps_per_call: int | None = None
     ema_decay: float | None = None
     seed: int = 0
     sharding: tuple[tuple[str, str], ...] = ()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
+# Seconds to make a step's batch and put it on the devices, below which a thread takes
+# more from the loop (they share the interpreter's lock) than it hides.
+CHEAP = 4e-4
+TRIAL, SLOW = 8, 10.0
 
 
 class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
@@ -136,7 +141,11 @@ class Feed:
         elif self.staged is not None:
             make = self._gather_from_staged()
         stacks = range(first, stop, size)
-        with ahead(self._source, start, stop), Prefetcher(make, stacks) as prefetched:
+        source = ahead(self._source, start, stop)
+        # An iterator may wait for its source, which only a thread should.
+        is_iterator = getattr(self._source, "once", False)
+        cheap = 0.0 if is_iterator else CHEAP * size
+        with source, Prefetcher(make, stacks, cheap=cheap) as prefetched:
             arrays = self._devices.ledger.waits(prefetched)
             yield (
                 (steps, stack)
@@ -145,7 +154,8 @@ class Feed:
             )
 
     def _next(self, step: int) -> Any:
-        with self._devices.ledger.timed("data"):
+        devices = self._devices  # The loop's own thread allows no implicit copies.
+        with devices.ledger.timed("data"), devices.implicit_transfers():
             return self._source.batch(step)
 
     def _rows(self, step: int) -> Any:
@@ -274,45 +284,73 @@ class Prefetcher:
 
     `make` gives the batch of a step, or those of several from it on, in the background
     thread and in order; its error is raised at its step. Leaving this context manager
-    stops the thread.
+    stops the thread. Once `TRIAL` in turn took fewer seconds than `cheap`, each is made
+    when it is asked for, until one takes `SLOW` times as long.
     """
 
+    # Why: docs/decisions/training.md#prefetch-thread
     def __init__(
-        self, make: Callable[[int], Any], steps: range, depth: int = 2
+        self,
+        make: Callable[[int], Any],
+        steps: range,
+        depth: int = 2,
+        cheap: float = 0.0,
     ) -> None:
-        self._make, self._steps = make, steps
+        self._make, self._steps, self._cheap = make, steps, cheap
+        self._left = iter(steps)
         # Two queues in C, one of them of free places, are faster than a `queue.Queue`.
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
         self._places: queue.SimpleQueue = queue.SimpleQueue()
         for _ in range(depth):
             self._places.put(None)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Prefetcher":
-        self._thread.start()
+        self._start()
         return self
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._places.put(None)  # The thread may wait for one, or for storage.
-        self._thread.join(LEAVE_SECONDS)
+        if self._thread is not None:
+            self._thread.join(LEAVE_SECONDS)
 
     def __iter__(self) -> Iterator[Any]:
         for _ in self._steps:
-            batch, error = self._ready.get()
+            if self._thread is None:
+                yield self._make_here()
+                continue
+            batch, error, is_last = self._ready.get()
             self._places.put(None)
             if error is not None:
                 raise error
+            if is_last:
+                self._thread.join()
+                self._thread = None
             yield batch
 
+    def _make_here(self) -> Any:
+        begun = time.perf_counter()
+        batch = self._make(next(self._left))
+        if time.perf_counter() - begun > SLOW * self._cheap:
+            self._start()
+        return batch
+
     def _run(self) -> None:
-        for step in self._steps:
+        cheap = 0
+        for step in self._left:
+            begun = time.perf_counter()
             try:
-                item = (self._make(step), None)
-            except BaseException as error:  # Raised by `__iter__`, at its step.
-                item = (None, error)
+                batch, error = self._make(step), None
+            except BaseException as raised:  # Raised by `__iter__`, at its step.
+                batch, error = None, raised
+            cheap = cheap + 1 if time.perf_counter() - begun < self._cheap else 0
             self._places.get()
-            self._ready.put(item)
-            if self._stopped.is_set() or item[1] is not None:
+            self._ready.put((batch, error, cheap == TRIAL))
+            if self._stopped.is_set() or error is not None or cheap == TRIAL:
                 return

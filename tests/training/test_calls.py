@@ -1,6 +1,7 @@
 """Several steps in one call of the devices: the same run, step for step."""
 
 import functools
+import json
 import os
 import signal
 
@@ -28,6 +29,7 @@ from haiku_template.preflight.budget import (
 )
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
+from haiku_template.storage.workdir import steps_per_call
 from haiku_template.training import Experiment, classification, own_loss
 from tests.runs import changed, placed
 
@@ -221,22 +223,36 @@ def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
     check(config)
     trainer = Experiment.from_config(config, one_device).trainer(one_device)
     train(trainer, num_steps=60, workdir=tmp_path)
+    assert steps_per_call(tmp_path) == 50
     train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
     assert "step     70/70" in capsys.readouterr().out
     assert trainer.with_steps_per_call(50)._steps.compiled._cache_size() == 1
 
 
-def chosen(trainer):
+def test_a_choice_holds_when_the_run_resumes(tmp_path, one_device):
+    """Also on devices, or with data, where a new run would choose another."""
+    trainer = changed(made(one_device, "mlp"), steps_per_call=None)
+    train(trainer, num_steps=20, workdir=tmp_path)
+    trainer = changed(trainer, data=trainer.experiment.data._replace(train=Set()))
+    resumed = choose_steps_per_call(trainer, tmp_path)
+    assert resumed.feed.steps_per_call == STEPS_PER_CALL
+    run = json.loads((tmp_path / "run.json").read_text())
+    del run["steps_per_call"]  # As of a version that had none.
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert choose_steps_per_call(trainer, tmp_path).feed.steps_per_call == 1
+
+
+def chosen(trainer, workdir):
     trainer = changed(trainer, steps_per_call=None)
-    return choose_steps_per_call(trainer).feed.steps_per_call
+    return choose_steps_per_call(trainer, workdir).feed.steps_per_call
 
 
-def test_none_chooses_several_for_few_operations_on_data_in_memory(devices):
-    small = made(devices)
-    assert chosen(small) == STEPS_PER_CALL
-    assert chosen(placed(small, "device")) == STEPS_PER_CALL
-    assert chosen(changed(small, data=Data(Set(), None, 3))) == 1  # Made as it goes.
-    assert chosen(changed(small, model=mlp(3, width=2**14))) == 1
+def test_none_chooses_several_for_few_operations_on_data_in_memory(devices, tmp_path):
+    small, new = made(devices), tmp_path / "new"
+    assert chosen(small, new) == STEPS_PER_CALL
+    assert chosen(placed(small, "device"), new) == STEPS_PER_CALL
+    assert chosen(changed(small, data=Data(Set(), None, 3)), new) == 1  # Not in memory.
+    assert chosen(changed(small, model=mlp(3, width=2**14)), new) == 1
     assert changed(small, steps_per_call=None).feed.steps_per_call == 1
 
 

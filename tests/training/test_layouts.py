@@ -21,6 +21,7 @@ LAYOUTS = {"replicated": (), "moments": MOMENTS, "all": ALL}
 
 def build(num_devices, rules=MOMENTS, base=digits, rank=None, accumulate=1, **keys):
     config = base.get_config()
+    config.steps_per_call = 1
     config.ema_decay, config.sharding = 0.9, rules
     config.accumulate_steps, config.finetuning.lora.rank = accumulate, rank
     config.optimizer.update({"clip_norm": 0.1, "weight_decay": 0.1} | keys)

@@ -110,7 +110,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 @pytest.mark.slow(but="4")
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_stopped_and_resumed_is_bitwise_uninterrupted(tmp_path, num_devices):
-    options = {"ema_decay": 0.9, "model": resnet_of(num_devices)}
+    options = {"ema_decay": 0.9, "model": resnet_of(num_devices), "steps_per_call": 1}
     trainer = made(num_devices, **options)
     whole = train(trainer, num_steps=12, workdir=tmp_path / "a", **EVERY)
     for stop in (3, 4):  # In the first interval, and after the first checkpoint.

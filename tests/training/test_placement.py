@@ -74,17 +74,20 @@ def test_staged_and_host_are_bitwise_the_same_run(
 
 
 @pytest.mark.slow(but="four devices")
-def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys):
-    trainer = placed(made(devices), "device")
+@pytest.mark.parametrize("steps_per_call", [1, 50])
+def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys, steps_per_call):
+    trainer = placed(made(devices, steps_per_call=steps_per_call), "device")
     before = devices.ledger.totals()["bytes_to_devices"]
     train(trainer, num_steps=30, workdir=tmp_path, log_every=10)
     rows = [r for r in read(tmp_path / "metrics.jsonl") if "train/loss" in r]
-    assert [row["perf/bytes_to_devices"] for row in rows] == [0, 0, 0]
+    # Numbers of steps, each once: 1 before it is measured, 9 at first, and 10.
+    count = 4 * devices.num_devices if steps_per_call > 1 else 0
+    assert [row["perf/bytes_to_devices"] for row in rows] == [2 * count / 9, 0, 0]
     size = INPUTS.nbytes + 4 * len(LABELS)  # int64 becomes int32 there.
-    staged_once = size * devices.num_devices + 4 * 8 * staging.BLOCK_STEPS
+    staged_once = size * devices.num_devices + 4 * 8 * trainer.feed._source.steps
     travelled = devices.ledger.totals()["bytes_to_devices"] - before
     evaluations = 4 * (16 * 64 + 16 * 4 + 16 * 4)  # Inputs, labels and places.
-    assert travelled == staged_once + evaluations
+    assert travelled == staged_once + evaluations + 3 * count
     assert f"staged on each device, {INPUTS.nbytes + LABELS.nbytes:,}" in (
         capsys.readouterr().out
     )

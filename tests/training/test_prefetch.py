@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from haiku_template.training.feed import Prefetcher
+from haiku_template.training.feed import TRIAL, Prefetcher
 
 # Seconds; a thread that does not end would otherwise hold up the whole suite.
 pytestmark = pytest.mark.timeout(30)
@@ -104,4 +104,48 @@ def test_leaving_waits_for_the_batch_that_is_being_made():
     with Prefetcher(make, range(0, 1)):
         begun.wait()
     assert finished.is_set()
+    assert prefetch_threads() == []
+
+
+def makers(slow, cheap=0.05, steps=60):
+    """Names of the threads that made each batch; those of `slow` take longer."""
+
+    def make(step):
+        if step in slow:
+            time.sleep(11 * cheap)
+        return step, threading.current_thread().name
+
+    with Prefetcher(make, range(3, steps), cheap=cheap) as batches:
+        numbers, names = zip(*batches, strict=True)
+    assert numbers == tuple(range(3, steps))
+    assert prefetch_threads() == []
+    return names
+
+
+def test_batches_that_are_cheap_are_made_where_they_are_asked_for():
+    here = threading.current_thread().name
+    assert makers(slow=()) == ("prefetch",) * TRIAL + (here,) * (57 - TRIAL)
+
+
+def test_a_batch_that_takes_long_brings_the_thread_back():
+    here = threading.current_thread().name
+    names = makers(slow=(5, 30, 31, 32))
+    assert names[: 3 + TRIAL] == ("prefetch",) * (3 + TRIAL)  # After the slow third.
+    assert names[3 + TRIAL : 28] == (here,) * (25 - TRIAL)  # Step 30 is the 28th.
+    assert names[28 : 30 + TRIAL] == ("prefetch",) * (2 + TRIAL)
+    assert names[30 + TRIAL :] == (here,) * (27 - TRIAL)
+
+
+def test_an_error_of_a_batch_that_is_made_here_is_raised_at_its_step():
+    def make(step):
+        return 1 // (20 - step)
+
+    received = []
+    with (
+        pytest.raises(ZeroDivisionError),
+        Prefetcher(make, range(0, 30), cheap=0.05) as batches,
+    ):
+        for batch in batches:
+            received.append(batch)
+    assert len(received) == 20
     assert prefetch_threads() == []
