@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from haiku_template.devices.scalars import pack
 from haiku_template.preflight.budget import place_data
 from haiku_template.runs import Run
 
@@ -54,7 +55,12 @@ def with_step(trainer, step):
     """The trainer with another function of (state, batch) for a step of the run."""
     other = copy.copy(trainer)
     other.experiment = dataclasses.replace(trainer.experiment, steps_per_call=1)
-    other.step = step
+
+    def advance(state, steps, batch):
+        state, scalars = step(state, batch)
+        return state, pack(scalars)
+
+    other.advance = advance
     return other
 
 

@@ -48,7 +48,7 @@ def test_a_batch_passes_twelve_files_from_the_data_set_to_a_metric(
             watching[0] = 5 <= event.step < 15
 
     config = digits.get_config()
-    config.batch_size = ROWS
+    config.batch_size, config.steps_per_call = ROWS, 5
     trainer = Experiment.from_config(config, one_device).trainer(one_device)
     before = sys.getprofile()
     threading.setprofile(look)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
+from haiku_template.devices.scalars import Scalars, pack
 from haiku_template.devices.transfer import (
     check_host_batch,
     own_part,
@@ -106,9 +107,11 @@ class CompiledStep:
     """Step whose calls are timed, bounded in number, and checked for placement."""
 
     devices: "DeviceManager"
-    compiled: Any  # Returns results and a token.
+    compiled: Any  # A `jax.jit`.
     takes_state: bool  # Donates its first argument.
     local: bool = False  # Takes this process's part of arrays that span several.
+    # Splits what it returns into results, and an array that is never donated.
+    token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
 
     def trace(self, *args: Any) -> Any:
         """Traces the step for these shapes; a leaked tracer is a `PlacementError`."""
@@ -136,7 +139,7 @@ class CompiledStep:
                 with ledger.timed("dispatch"):
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))
-                    results, token = self.compiled(*args)
+                    results, token = self.token(self.compiled(*args))
                 if not isinstance(token, jax.core.Tracer):  # Inside another program.
                     IN_FLIGHT.append(token)
                 return results
@@ -155,7 +158,6 @@ def compile_step(
     donate_argnums: int | tuple = 0,
     update: Callable[[Any, Any], Any] | None = None,
     out_shardings: Any = None,
-    most: int | None = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
@@ -169,28 +171,12 @@ def compile_step(
       update: pure function of the state and of the step's results, which sees the
         arrays of all devices as one; None for the step's results as they are.
       out_shardings: of the results, or a prefix of their tree; None for replicated.
-      most: steps that a call may make: how many it makes is then the last argument but
-        one, and its results are the last state, and scalars [most] of the steps. None
-        for one step.
     """
-    mapped = over_devices(step, devices, devices.everyone)
-
-    def advance(*args: Any) -> Any:
-        results = mapped(*args)
-        return results if update is None else update(args[0], results)
-
-    def advance_in_place(*args: Any) -> Any:
-        state, scalars = advance(*args)
-        # Else XLA may gather a sharded state for the time of a loop.
-        shardings = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings[0])
-        return jax.lax.with_sharding_constraint(state, shardings), scalars
+    advance = _updating(over_devices(step, devices, devices.everyone), update)
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
-        args = in_device_memory(args)
-        if most is None:
-            return advance(*args), _token()
-        return _repeat(advance_in_place, most, *args), _token()
+        return advance(*in_device_memory(args)), _token()
 
     shardings = devices.replicated if out_shardings is None else out_shardings
     compiled = jax.jit(
@@ -203,39 +189,75 @@ def compile_step(
     return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
 
 
+def _updating(
+    step: Callable[..., Any], update: Callable[[Any, Any], Any] | None
+) -> Callable[..., Any]:
+    if update is None:
+        return step
+    return lambda state, *args: update(state, step(state, *args))
+
+
+def compile_call(
+    devices: "DeviceManager",
+    step: Callable[..., Any],
+    update: Callable[[Any, Any], Any],
+    out_shardings: Any,
+    most: int,
+) -> CompiledStep:
+    """Compiles up to `most` steps as one call, `call(state, ..., count, batch)`.
+
+    It makes `count` steps, and returns the last state and their packed `Scalars`. The
+    arguments are those of `compile_step`; `update` returns a state and scalars.
+    """
+    advance = _updating(over_devices(step, devices, devices.everyone), update)
+    # Else XLA may gather a sharded state for the time of a loop.
+    in_place = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings)
+
+    def advance_in_place(*args: Any) -> tuple[Any, Scalars]:
+        state, scalars = advance(*args)
+        return jax.lax.with_sharding_constraint(state, in_place), pack(scalars)
+
+    @functools.wraps(step)
+    def run(state: Any, *args: Any) -> tuple[Any, Scalars]:
+        *trees, count, batch = in_device_memory(args)
+        state = in_device_memory(state)
+        if most == 1:
+            state, scalars = advance(state, *trees, batch)
+            return state, pack(scalars)
+        return _repeat(advance_in_place, most, count, state, *trees, batch)
+
+    shardings = out_shardings, devices.replicated
+    compiled = jax.jit(run, donate_argnums=0, out_shardings=shardings)
+    return CompiledStep(devices, compiled, True, token=lambda x: (x, x[1].tables[0]))
+
+
 def _repeat(
-    step: Callable[..., Any], most: int, state: Any, *args: Any
-) -> tuple[Any, Any]:
-    """Makes `count` steps in a loop on the devices; scalars of each are rows of arrays.
+    step: Callable[..., Any], most: int, count: Any, state: Any, *args: Any
+) -> tuple[Any, Scalars]:
+    """Makes `count` steps in a loop on the devices; scalars of each are rows of tables.
 
     The loop's body does not depend on `count`: steps have the same bits however they
     are cut into calls.
     """
     # Why: docs/decisions/training.md#calls
-    *trees, count, batch = args
-    _, scalars = jax.eval_shape(step, state, *trees, batch)
-    names = {dtype: [] for dtype in sorted({str(x.dtype) for x in scalars.values()})}
-    for name, x in sorted(scalars.items()):
-        names[str(x.dtype)].append(name)
+    _, row = jax.eval_shape(step, state, *args)
     # XLA's CPU compiler copies the whole of an array whose rows are smaller, each time.
-    widths = {
-        k: max(len(v), ROW_BYTES // np.dtype(k).itemsize) for k, v in names.items()
-    }
+    widths = (max(x.shape[1], ROW_BYTES // x.dtype.itemsize) for x in row.tables)
+    tables = (
+        jnp.zeros((most, width), x.dtype)
+        for width, x in zip(widths, row.tables, strict=True)
+    )
 
     def body(i: Any, carry: Any) -> Any:
-        state, tables = carry
-        state, scalars = step(state, *trees, batch)
-        rows = {k: jnp.stack([scalars[name] for name in v]) for k, v in names.items()}
-        tables = {
-            k: jax.lax.dynamic_update_slice(table, rows[k][None], (i, 0))
-            for k, table in tables.items()
-        }
-        return state, tables
+        state, scalars = step(carry[0], *args)
+        tables = (
+            jax.lax.dynamic_update_slice(table, row, (i, 0))
+            for table, row in zip(carry[1], scalars.tables, strict=True)
+        )
+        return state, tuple(tables)
 
-    tables = {k: jnp.zeros((most, width), k) for k, width in widths.items()}
-    state, tables = jax.lax.fori_loop(0, count, body, (state, tables))
-    columns = {k: dict(zip(v, tables[k].T, strict=False)) for k, v in names.items()}
-    return state, {name: x for group in columns.values() for name, x in group.items()}
+    state, tables = jax.lax.fori_loop(0, count, body, (state, tuple(tables)))
+    return state, Scalars(tables, row.names)
 
 
 def compile_per_example(

@@ -187,6 +187,7 @@ class DeviceManager(NamedTuple):
 
     # A `jax.jit` that donates the state; on several devices with `jax.pmap` inside.
     compile = compiled.compile_step
+    compile_call = compiled.compile_call
     compile_per_example = compiled.compile_per_example
     map_batches = compiled.map_batches
     audit = checks.audit

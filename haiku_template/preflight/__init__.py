@@ -1,10 +1,7 @@
 """Before step 0: what is known of a run by tracing alone."""
 
 from haiku_template.preflight.budget import Budget as Budget
-from haiku_template.preflight.budget import (
-    choose_steps_per_call as choose_steps_per_call,
-)
 from haiku_template.preflight.budget import memory_budget as memory_budget
-from haiku_template.preflight.budget import place_data as place_data
 from haiku_template.preflight.budget import print_budget as print_budget
+from haiku_template.preflight.budget import settle as settle
 from haiku_template.preflight.checks import check_before_start as check_before_start

@@ -360,6 +360,14 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
             )
 
 
+def settle(trainer: Trainer, workdir: Path, limit: int | None = None) -> Trainer:
+    """Decides what is left to the run in `workdir`: where data lives, steps per call.
+
+    `limit` is in bytes on each device; None asks JAX.
+    """
+    return choose_steps_per_call(place_data(trainer, limit), workdir, limit)
+
+
 def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
     """Stages the training data of `placement="auto"` on the devices if it fits there.
 

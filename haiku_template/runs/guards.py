@@ -17,6 +17,7 @@ from haiku_template.devices import (
     device_name,
 )
 from haiku_template.devices.layout import in_device_memory
+from haiku_template.devices.scalars import Scalars, first_row
 from haiku_template.errors import NonFiniteError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
@@ -79,11 +80,6 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
     return ""
 
 
-def column_of(values: Any) -> np.ndarray:
-    """Scalars of a call's steps as an array, also of a single step."""
-    return np.reshape(values, -1)
-
-
 def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteError:
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
@@ -112,7 +108,7 @@ class Guards:
     ) -> None:
         self._devices, self._train, self._latest = devices, train, latest
         self._from_start = faulty_leaves(devices, state)
-        self._unchecked: deque[tuple[range, Any]] = deque(maxlen=UNCHECKED)
+        self._unchecked: deque[tuple[range, Scalars]] = deque(maxlen=UNCHECKED)
         self._norms = GradientNorms(devices, train)
         self.collect = self._norms.collect
         self._counted, self._skipped = 0, 0  # Last step that was; float16's.
@@ -120,16 +116,16 @@ class Guards:
         # Errors after which nothing is saved: another process may be a step ahead.
         self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
 
-    def note(self, steps: range, scalars: Any) -> None:
+    def note(self, steps: range, scalars: Scalars) -> None:
         """Keeps the scalars of a call's steps on their devices, unchecked."""
         self._unchecked.append((steps, scalars))
-        self._norms.note(steps, scalars.get("grad_norm"), "loss_scale" in scalars)
+        self._norms.note(steps, scalars)
         if scalars.keys() >= SCALED and steps[-1] - self._counted >= UNCHECKED:
             self._count_skipped(steps[-1])
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
-        self._check_copies(state, (state, self._unchecked[-1][1]))
+        self._check_copies(state, (state, first_row(self._unchecked[-1][1])))
         self._agreed = True
 
     def _check_copies(self, state: Any, common: Any) -> None:
@@ -137,18 +133,18 @@ class Guards:
             check_replicas(state, agreed=self._agreed)
             check_processes(self._devices.processes, common, agreed=self._agreed)
 
-    def finite(self, steps: range, scalars: Any) -> dict[str, float]:
+    def finite(self, steps: range, scalars: Scalars) -> dict[str, float]:
         """Fetches a call's last scalars; raises `NonFiniteError` for an infinite loss.
 
         With a loss scale, of all steps so far: those that were skipped are counted, as
         `skipped_steps`, and a scale of 1 is no cause to skip.
         """
         columns = self._devices.fetch(scalars)
-        values = {k: float(column_of(x)[len(steps) - 1]) for k, x in columns.items()}
+        values = {k: float(x[len(steps) - 1]) for k, x in columns.items()}
         if values.keys() >= SCALED:
             self._count_skipped(steps[-1])
             values["skipped_steps"] = float(self._skipped)
-        elif not np.isfinite(column_of(columns["loss"])[: len(steps)]).all():
+        elif not np.isfinite(columns["loss"][: len(steps)]).all():
             step = next(self._faulty_steps("loss"), steps[-1])
             fault = f"the loss of step {step} is infinite or NaN"
             raise non_finite(fault, self._latest(), self._blame())
@@ -177,7 +173,7 @@ class Guards:
             raise non_finite(fault, self._latest(), EVALUATION)
 
     # Why: docs/decisions/training.md#checked-state
-    def before_save(self, steps: range, scalars: Any, state: Any) -> None:
+    def before_save(self, steps: range, scalars: Scalars, state: Any) -> None:
         """Asserts that scalars and the whole state are finite, and replicas equal.
 
         Raises:
@@ -218,8 +214,8 @@ class Guards:
         for steps, scalars in self._unchecked:
             if within is not None and steps[-1] not in within:
                 continue
-            arrays = [scalars[name] for name in names if name in scalars]
-            columns = map(column_of, self._devices.fetch(arrays))
+            values = self._devices.fetch(scalars)
+            columns = [values[name] for name in names if name in values]
             yield from zip(steps, zip(*columns, strict=True), strict=False)
 
     def _blame(self) -> str:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from haiku_template.devices.scalars import Scalars, first_row
 from haiku_template.preflight import (
     Budget,
     check_before_start,
-    choose_steps_per_call,
     fingerprint,
-    place_data,
+    settle,
 )
 from haiku_template.reporting import (
     Report,
@@ -107,16 +107,14 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = place_data(trainer, memory_limit)
-    trainer = choose_steps_per_call(trainer, directory, memory_limit)
+    trainer = settle(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals(devices.processes.count > 1))
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
-        choice = {"steps_per_call": trainer.feed.steps_per_call}
-        workdirs.open_workdir(directory, config, devices, choice)
+        workdirs.open_workdir(directory, config, devices, trainer.feed.steps_per_call)
         report = _make_report(trainer, directory, num_steps, budget)
         stack.enter_context(report)
         checkpoints = Checkpoints(
@@ -207,7 +205,7 @@ class _Run(NamedTuple):
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
                 if self.hooks:  # Then calls are of one step each.
-                    self._tell("step", step, state, jax.tree.map(_first, scalars))
+                    self._tell("step", step, state, first_row(scalars))
                 first = step == start + 1
                 if self._something_due(step, stop) or first:
                     # Evaluation must not run its collectives beside the step's.
@@ -233,7 +231,7 @@ class _Run(NamedTuple):
         return self.signals.due() or due or self.report.due(step)
 
     def _between(
-        self, steps: range, last: int, state: TrainState, scalars: Any
+        self, steps: range, last: int, state: TrainState, scalars: Scalars
     ) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
 
@@ -263,7 +261,7 @@ class _Run(NamedTuple):
             self.report.profile(step)
         return early
 
-    def _log(self, steps: range, scalars: Any) -> None:
+    def _log(self, steps: range, scalars: Scalars) -> None:
         values = self.guards.finite(steps, scalars)
         derived = self.trainer.recipe.task.derive(values, {})
         self.report.training(steps[-1], values | derived)
@@ -297,7 +295,7 @@ class _Run(NamedTuple):
         self,
         steps: range,
         state: TrainState,
-        scalars: Any,
+        scalars: Scalars,
         metrics: dict[str, float] | None,
     ) -> None:
         """Begins a save, or raises unless all is finite and replicas are equal."""
@@ -307,11 +305,6 @@ class _Run(NamedTuple):
             self.checkpoints.save(step, state.saved(), metrics)
         workdirs.mark_saved(self.workdir, step)
         self._tell("save", step, state, metrics)
-
-
-def _first(x: jax.Array) -> jax.Array:
-    """Scalar of a call of one step; a slice, as an index would be a transfer."""
-    return x if x.ndim == 0 else jax.lax.index_in_dim(x, 0, keepdims=False)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

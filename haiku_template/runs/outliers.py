@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager, device_name
+from haiku_template.devices.scalars import Scalars
 from haiku_template.devices.transfer import first_copy
 from haiku_template.params import leaves_by_path
 
@@ -21,13 +22,14 @@ logger = logging.getLogger(__name__)
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 # Of a usual norm, or value. Why: docs/decisions/training.md#outliers
 FACTOR = 100.0
+NORM = "grad_norm"
 GROUP = 16  # Steps of which a median is taken.
 PENDING = 256  # Norms that stay on their devices, unread.
 
 
 @jax.jit
-def _stacked(norms: list[jax.Array]) -> jax.Array:
-    return jnp.stack(norms)
+def _stacked(calls: list[Scalars]) -> jax.Array:
+    return jnp.stack([scalars[NORM] for scalars in calls])
 
 
 def blame(
@@ -82,17 +84,17 @@ class GradientNorms:
 
     def __init__(self, devices: DeviceManager, train: Any) -> None:
         self._devices, self._train = devices, train
-        self.pending: list[tuple[range, Any]] = []
+        self.pending: list[tuple[range, Scalars]] = []
         self._stacks: list[tuple[list[range], jax.Array]] = []
         self._usual, self._warned = 0.0, False
         self._group: list[tuple[int, float]] = []
         self._scaled = False  # Then steps of infinite gradients are skipped.
 
-    def note(self, steps: range, norms: jax.Array | None, scaled: bool = False) -> None:
-        """Keeps the norms of a call's steps, unread; `scaled` with a loss scale."""
-        if norms is not None and not self._warned:
-            self.pending.append((steps, norms))
-            self._scaled = scaled
+    def note(self, steps: range, scalars: Scalars) -> None:
+        """Keeps the scalars of a call's steps, unread."""
+        if NORM in scalars and not self._warned:
+            self.pending.append((steps, scalars))
+            self._scaled = "loss_scale" in scalars
             if len(self.pending) >= PENDING:
                 for stack in self._stacks:
                     self._read(*stack)
@@ -106,10 +108,10 @@ class GradientNorms:
         """
         if not self.pending:
             return
-        calls, norms = zip(*self.pending, strict=True)
-        arrays = [first_copy(norm) for norm in norms]
-        arrays += arrays[-1:] * (-len(arrays) % GROUP)  # Few shapes, few programs.
-        self._stacks.append((list(calls), _stacked(arrays)))
+        calls, scalars = zip(*self.pending, strict=True)
+        tables = jax.tree.map(first_copy, list(scalars))
+        tables += tables[-1:] * (-len(tables) % GROUP)  # Few shapes, few programs.
+        self._stacks.append((list(calls), _stacked(tables)))
         self.pending = []
 
     def look(self, last: int) -> None:

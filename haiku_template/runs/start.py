@@ -4,17 +4,9 @@ from pathlib import Path
 
 from ml_collections import config_dict
 
-from haiku_template.config import (
-    LOOP_KEYS,
-    flatten,
-    to_dict,
-)
+from haiku_template.config import LOOP_KEYS, flatten, to_dict
 from haiku_template.devices import DeviceManager
-from haiku_template.preflight import (
-    choose_steps_per_call,
-    place_data,
-    print_budget,
-)
+from haiku_template.preflight import print_budget, settle
 from haiku_template.registry import module, resolve
 from haiku_template.runs import loop
 from haiku_template.runs.early_stop import early_stop
@@ -42,8 +34,7 @@ def run(
     devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
     trainer = Experiment.from_config(config, devices).trainer(devices)
     if dry_run:
-        trainer = place_data(trainer, memory_limit)
-        trainer = choose_steps_per_call(trainer, Path(workdir), memory_limit)
+        trainer = settle(trainer, Path(workdir), memory_limit)
         return print_budget(trainer, memory_limit)
     keys = {key: config[key] for key in LOOP_KEYS}
     how = {"memory_limit": memory_limit, "profile": profile}

@@ -12,9 +12,8 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 import jax
@@ -198,14 +197,11 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 
 def open_workdir(
-    workdir: Path,
-    config: dict[str, Any],
-    devices: DeviceManager,
-    choice: Mapping[str, Any] = MappingProxyType({}),
+    workdir: Path, config: dict[str, Any], devices: DeviceManager, number: int = 1
 ) -> None:
     """Writes the config, an id of the run and the environment; call it under the lock.
 
-    Beside the id stands a `choice` that the run made, and that holds when it resumes.
+    Beside the id stands the `number` for `steps_per_call`.
 
     A resumed run logs the differences in its environment.
 
@@ -216,7 +212,9 @@ def open_workdir(
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            write_json(workdir / RUN, {"id": uuid.uuid4().hex, **choice})
+            write_json(
+                workdir / RUN, {"id": uuid.uuid4().hex, "steps_per_call": number}
+            )
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
     file, env = workdir / ENV, environment(devices)

@@ -22,6 +22,7 @@ from haiku_template.devices import (
     check_host_batch,
 )
 from haiku_template.devices.compiled import CompiledStep
+from haiku_template.devices.scalars import Scalars
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
@@ -97,14 +98,16 @@ class Trainer:
         self.abstract = self.layout.place(self.initializer.abstract)
         functions = self.functions(devices.axis_name)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
-        compile_step = functools.partial(
-            devices.compile,
+        self._step = devices.compile(
+            self.feed.gathering(functions.gradients),
             update=functions.update,
             out_shardings=(shardings, devices.replicated),
         )
-        self._step = compile_step(self.feed.gathering(functions.gradients))
-        self._steps = compile_step(
-            self.feed.indexing(functions.gradients), most=self.feed.steps_per_call
+        self._call = devices.compile_call(
+            self.feed.indexing(functions.gradients),
+            functions.update,
+            shardings,
+            self.feed.steps_per_call,
         )
         self._of_several: dict[int, Trainer] = {}
         self._counts: dict[int, jax.Array] = {}  # Numbers of steps, on the devices.
@@ -179,20 +182,17 @@ class Trainer:
 
     def advance(
         self, state: TrainState, steps: range, arrays: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, Scalars]:
         """Makes the updates of a call; returns the new state and the steps' scalars.
 
-        The scalars are [] of a single step, or arrays with one entry for each. The
-        state is donated.
+        The state is donated.
         """
-        if self.feed.steps_per_call == 1:
-            return self.step(state, arrays)
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
         count = self._counts.get(len(steps))
         if count is None:
             count = self.devices.replicate(np.int32(len(steps)))
             self._counts[len(steps)] = count
-        new, scalars = self._steps(
+        new, scalars = self._call(
             state.without_frozen(), state.frozen, *staged, count, batch
         )
         return new._replace(frozen=state.frozen), scalars
@@ -292,10 +292,8 @@ class Trainer:
         """
         state, frozen = self.abstract.without_frozen(), self.abstract.frozen
         *staged, batch = self.feed.abstract(arrays)
-        if self.feed.steps_per_call == 1:
-            return self._step.trace(state, frozen, *staged, batch)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
-        return self._steps.trace(state, frozen, *staged, count, batch)
+        return self._call.trace(state, frozen, *staged, count, batch)
 
     def lower(self, arrays: Any) -> Any:
         """Lowers a call of the run for such host arrays, as `trace` takes them."""

@@ -33,6 +33,7 @@ def trainer(request):
         task=classification,
         data=data,
         optimizer=optax.adam(1e-3),
+        steps_per_call=1,
     ).trainer(DeviceManager.create("cpu", num_devices=request.param))
 
 
@@ -55,6 +56,19 @@ def test_a_trace_and_a_page_of_the_steps_asked_for(tmp_path, trainer, capsys):
     found = [event.get("args", {}) for event in json.loads(trace)["traceEvents"]]
     steps = {int(args["step_num"]) for args in found if "step_num" in args}
     assert steps == {4, 5, 6, 7}
+
+
+@pytest.mark.slow
+def test_calls_of_several_steps_are_traced_as_they_are(tmp_path, trainer):
+    several = trainer.with_steps_per_call(50)
+    train(several, num_steps=12, workdir=tmp_path, profile=(3, 7), eval_every=5)
+    (folder,) = folders(tmp_path)
+    assert (folder / "summary.txt").read_text().startswith("Steps 4 to 7\n")
+    trace = gzip.decompress((folder / "perfetto_trace.json.gz").read_bytes())
+    events = [event.get("args", {}) for event in json.loads(trace)["traceEvents"]]
+    assert {int(x["step_num"]) for x in events if "step_num" in x} == {5, 7}
+    seconds, calls = operations(folder)
+    assert max(seconds.values()) > 0 and max(calls.values()) >= 4
 
 
 @pytest.mark.slow(but="four devices")

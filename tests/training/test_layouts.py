@@ -104,7 +104,7 @@ def test_a_run_with_moments_in_the_hosts_memory_is_bitwise_the_same(
         trainer = build(num_devices, rules)
         end = train(trainer, num_steps=stop, workdir=tmp_path / "b", **options)
     trainer.devices.check(end.state, trainer.layout)
-    assert trainer._step.compiled._cache_size() == 1
+    assert trainer._call.compiled._cache_size() == 1
     hosts = map(jax.device_get, (straight.state, end.state))
     assert_close(*hosts, rtol=0, atol=0)
     assert check_budget(trainer).opt_state < 100

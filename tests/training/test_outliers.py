@@ -10,6 +10,7 @@ import pytest
 
 from haiku_template.data import Data, from_iterator
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.scalars import pack
 from haiku_template.errors import NonFiniteError
 from haiku_template.runs import train
 from haiku_template.runs.outliers import PENDING, GradientNorms
@@ -133,7 +134,10 @@ def said(norms, caplog, look_every=50, scaled=False):
     watch = GradientNorms(devices, Set({}))
     with caplog.at_level(logging.WARNING):
         for step, norm in enumerate(norms, 1):
-            watch.note(range(step, step + 1), np.float32(norm), scaled)
+            scalars = {"grad_norm": np.float32(norm), "loss_scale": np.float32(2)}
+            if not scaled:
+                del scalars["loss_scale"]
+            watch.note(range(step, step + 1), pack(scalars))
             if look_every and step % look_every == 0:
                 watch.look(step)
         assert len(watch.pending) <= 2 * PENDING
@@ -166,6 +170,6 @@ def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_
 def test_a_step_of_ones_own_may_report_no_norm(caplog):
     watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
     for step in range(100):
-        watch.note(range(step, step + 1), None)
+        watch.note(range(step, step + 1), pack({"loss": np.float32(1)}))
     watch.look(100)
     assert not watch.pending and not caplog.messages
