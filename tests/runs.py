@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from haiku_template.devices.scalars import pack
+from haiku_template.devices.compiled import pack
 from haiku_template.preflight.budget import place_data
 from haiku_template.runs import Run
 

@@ -45,7 +45,7 @@ def test_a_batch_passes_twelve_files_from_the_data_set_to_a_metric(
 
     def watch(event):
         if event.what == "step":
-            watching[0] = 5 <= event.step < 15
+            watching[0] = 5 <= event.step < 35
 
     config = digits.get_config()
     config.batch_size, config.steps_per_call = ROWS, 5
@@ -54,7 +54,7 @@ def test_a_batch_passes_twelve_files_from_the_data_set_to_a_metric(
     threading.setprofile(look)
     sys.setprofile(look)
     try:
-        train(trainer, num_steps=16, workdir=tmp_path, log_every=5, hooks=[watch])
+        train(trainer, num_steps=36, workdir=tmp_path, log_every=5, hooks=[watch])
     finally:
         threading.setprofile(None)
         sys.setprofile(before)

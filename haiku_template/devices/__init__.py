@@ -4,8 +4,8 @@ from haiku_template.devices.checks import Placement as Placement
 from haiku_template.devices.checks import audit_table as audit_table
 from haiku_template.devices.checks import describe as describe
 from haiku_template.devices.checks import device_name as device_name
-from haiku_template.devices.compiled import mean_over as mean_over
-from haiku_template.devices.compiled import sum_over as sum_over
+from haiku_template.devices.collectives import mean_over as mean_over
+from haiku_template.devices.collectives import sum_over as sum_over
 from haiku_template.devices.layout import Layout as Layout
 from haiku_template.devices.manager import DeviceManager as DeviceManager
 from haiku_template.devices.replicas import check_processes as check_processes

@@ -3,22 +3,21 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
-from haiku_template.devices.scalars import Scalars, pack
 from haiku_template.devices.transfer import (
     check_host_batch,
     own_part,
@@ -38,8 +37,6 @@ GONE = ("been deleted", "donate the same buffer")
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).
-# Why: docs/decisions/cluster.md#buckets
-BUCKETED = 2**16  # Bytes of a leaf that travels with others.
 COPY = (
     "using it would be a copy that nobody asked for; give it with devices.replicate or "
     "devices.shard"
@@ -150,6 +147,54 @@ class CompiledStep:
                 for tree in trees:
                     check_placed(tree, devices, "the state's ")
             raise
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scalars(Mapping[str, Any]):
+    """Scalars by name: columns [steps] of one table [steps, names] for each dtype.
+
+    A table may have further rows and columns.
+    """
+
+    tables: tuple[Any, ...]
+    names: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, name: str) -> Any:
+        for table, names in zip(self.tables, self.names, strict=True):
+            if name in names:
+                return table[:, names.index(name)]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:  # Without an index on the devices.
+        return any(name in names for names in self.names)
+
+    def first(self) -> dict[str, jax.Array]:
+        """Scalars of the call's first step, as arrays [] on the devices."""
+        return _first_row(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(*self.names)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.names))
+
+
+def pack(scalars: Mapping[str, Any]) -> Scalars:
+    """Packs the scalars of a step into tables of one row."""
+    groups: dict[str, list[str]] = {}
+    for name, x in sorted(scalars.items()):
+        groups.setdefault(str(jnp.result_type(x)), []).append(name)
+    tables = (
+        jnp.stack([jnp.asarray(scalars[name]) for name in names])[None]
+        for _, names in sorted(groups.items())
+    )
+    return Scalars(tuple(tables), tuple(tuple(x) for _, x in sorted(groups.items())))
+
+
+@jax.jit
+def _first_row(scalars: Scalars) -> dict[str, jax.Array]:
+    return {name: scalars[name][0] for name in scalars}
 
 
 def compile_step(
@@ -379,61 +424,3 @@ def map_batches(
 
     for results in devices.fetch_each(dispatched()):
         yield jax.tree.map(itemgetter(slice(rows.popleft())), results)
-
-
-def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
-    """Averages a tree over a mesh axis, as `sum_over` adds it up."""
-    if axis_name is None:
-        return tree
-    size = jax.lax.axis_size(axis_name)
-    return jax.tree.map(lambda x: x / size, sum_over(axis_name, tree, dtype))
-
-
-def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
-    """Adds up a tree over a mesh axis; the identity when the axis is None.
-
-    Real arrays, but not numbers [], travel as `dtype`; None leaves them as they are.
-    Leaves of at most `BUCKETED` bytes travel in one bucket for each dtype.
-    """
-    return tree if axis_name is None else _sum(axis_name, tree, dtype)
-
-
-def _sum(axis_name: str, tree: Any, dtype: str | None) -> Any:
-    def cast(x: Any, like: Any, to: Any) -> Any:
-        real = np.ndim(like) and jnp.issubdtype(like.dtype, jnp.floating)
-        return x.astype(to or like.dtype) if dtype and real else x
-
-    sums = _psum(jax.tree.map(lambda x: cast(x, x, dtype), tree), axis_name)
-    return jax.tree.map(lambda x, like: cast(x, like, None), sums, tree)
-
-
-def _psum(tree: Any, axis_name: str) -> Any:
-    """Adds up a tree over a mesh axis, small leaves in buckets, as Horovod and DDP do.
-
-    gloo sends a message for each array, which takes longer than the bytes of a bias.
-    """
-    if jax.lax.axis_size(axis_name) == 1:  # Its program is to be that of one device.
-        return jax.lax.psum(tree, axis_name)
-    leaves, structure = jax.tree.flatten(tree)
-    groups: dict[Any, dict[int, Any]] = {}
-    for i, kind in enumerate(map(jax.typeof, leaves)):
-        is_small = kind.size * kind.dtype.itemsize <= BUCKETED
-        key = (kind.dtype.name, kind.weak_type) if is_small else i
-        groups.setdefault(key, {})[i] = leaves[i]
-    buckets = [
-        ravel_pytree(group) if len(group) > 1 else (group, lambda x: x)
-        for group in groups.values()
-    ]
-    sums = jax.lax.psum([bucket for bucket, _ in buckets], axis_name)
-    totals: dict[int, Any] = {}
-    for (_, unravel), total in zip(buckets, sums, strict=True):
-        totals |= unravel(total)
-    return structure.unflatten([totals[i] for i in range(len(leaves))])
-
-
-def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
-    """Binds the mesh axis in `fn`, with one device in it."""
-    if axis_name is None:
-        return fn
-    # Averages are the identity. Why: docs/decisions/devices.md#init-axis
-    return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1)

@@ -9,6 +9,7 @@ import jax
 from haiku.data_structures import tree_bytes
 
 from haiku_template.devices import checks, compiled, processes, selection, transfer
+from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.layout import Layout, sharding_on, spans_processes
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
@@ -121,7 +122,7 @@ class DeviceManager(NamedTuple):
 
     def _once(self, fn: Callable[..., Any], layout: Layout | None, *args: Any) -> Any:
         options = COMPILE_ONCE if self.platform == "cpu" else None
-        fn, shardings = compiled.with_axis(fn, self.axis_name), self.replicated
+        fn, shardings = with_axis(fn, self.axis_name), self.replicated
         if layout is not None and layout.rules:
             shardings = layout.of(jax.eval_shape(fn, *args))
         return jax.jit(fn, out_shardings=shardings, compiler_options=options)

@@ -16,8 +16,8 @@ from haiku_template.devices import (
     check_replicas,
     device_name,
 )
+from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.layout import in_device_memory
-from haiku_template.devices.scalars import Scalars, first_row
 from haiku_template.errors import NonFiniteError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
@@ -125,7 +125,7 @@ class Guards:
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
-        self._check_copies(state, (state, first_row(self._unchecked[-1][1])))
+        self._check_copies(state, (state, self._unchecked[-1][1].first()))
         self._agreed = True
 
     def _check_copies(self, state: Any, common: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.devices.scalars import Scalars, first_row
 from haiku_template.preflight import (
     Budget,
     check_before_start,
@@ -205,7 +204,7 @@ class _Run(NamedTuple):
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
                 if self.hooks:  # Then calls are of one step each.
-                    self._tell("step", step, state, first_row(scalars))
+                    self._tell("step", step, state, scalars.first())
                 first = step == start + 1
                 if self._something_due(step, stop) or first:
                     # Evaluation must not run its collectives beside the step's.
@@ -231,7 +230,7 @@ class _Run(NamedTuple):
         return self.signals.due() or due or self.report.due(step)
 
     def _between(
-        self, steps: range, last: int, state: TrainState, scalars: Scalars
+        self, steps: range, last: int, state: TrainState, scalars: Any
     ) -> bool:
         """Reports, evaluates and saves, if due; True ends the run early.
 
@@ -261,7 +260,7 @@ class _Run(NamedTuple):
             self.report.profile(step)
         return early
 
-    def _log(self, steps: range, scalars: Scalars) -> None:
+    def _log(self, steps: range, scalars: Any) -> None:
         values = self.guards.finite(steps, scalars)
         derived = self.trainer.recipe.task.derive(values, {})
         self.report.training(steps[-1], values | derived)
@@ -295,7 +294,7 @@ class _Run(NamedTuple):
         self,
         steps: range,
         state: TrainState,
-        scalars: Scalars,
+        scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
         """Begins a save, or raises unless all is finite and replicas are equal."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager, device_name
-from haiku_template.devices.scalars import Scalars
+from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.transfer import first_copy
 from haiku_template.params import leaves_by_path
 

@@ -11,7 +11,7 @@ import jax
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
-from haiku_template.devices.compiled import with_axis
+from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Plan
 from haiku_template.models import plain_outputs

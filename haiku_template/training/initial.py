@@ -19,7 +19,7 @@ from haiku_template.devices import (
     canonical_shapes,
     check_host_batch,
 )
-from haiku_template.devices.compiled import with_axis
+from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten

@@ -21,8 +21,7 @@ from haiku_template.devices import (
     Layout,
     check_host_batch,
 )
-from haiku_template.devices.compiled import CompiledStep
-from haiku_template.devices.scalars import Scalars
+from haiku_template.devices.compiled import CompiledStep, Scalars
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses

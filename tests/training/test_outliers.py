@@ -10,7 +10,7 @@ import pytest
 
 from haiku_template.data import Data, from_iterator
 from haiku_template.devices import DeviceManager
-from haiku_template.devices.scalars import pack
+from haiku_template.devices.compiled import pack
 from haiku_template.errors import NonFiniteError
 from haiku_template.runs import train
 from haiku_template.runs.outliers import PENDING, GradientNorms

@@ -1,0 +1,70 @@
+"""Sums and averages over the devices, small leaves in buckets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+# Why: docs/decisions/cluster.md#buckets
+BUCKETED = 2**16  # Bytes of a leaf that travels with others.
+
+
+def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
+    """Averages a tree over a mesh axis, as `sum_over` adds it up."""
+    if axis_name is None:
+        return tree
+    size = jax.lax.axis_size(axis_name)
+    return jax.tree.map(lambda x: x / size, sum_over(axis_name, tree, dtype))
+
+
+def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
+    """Adds up a tree over a mesh axis; the identity when the axis is None.
+
+    Real arrays, but not numbers [], travel as `dtype`; None leaves them as they are.
+    Leaves of at most `BUCKETED` bytes travel in one bucket for each dtype.
+    """
+    return tree if axis_name is None else _sum(axis_name, tree, dtype)
+
+
+def _sum(axis_name: str, tree: Any, dtype: str | None) -> Any:
+    def cast(x: Any, like: Any, to: Any) -> Any:
+        real = np.ndim(like) and jnp.issubdtype(like.dtype, jnp.floating)
+        return x.astype(to or like.dtype) if dtype and real else x
+
+    sums = _psum(jax.tree.map(lambda x: cast(x, x, dtype), tree), axis_name)
+    return jax.tree.map(lambda x, like: cast(x, like, None), sums, tree)
+
+
+def _psum(tree: Any, axis_name: str) -> Any:
+    """Adds up a tree over a mesh axis, small leaves in buckets, as Horovod and DDP do.
+
+    gloo sends a message for each array, which takes longer than the bytes of a bias.
+    """
+    if jax.lax.axis_size(axis_name) == 1:  # Its program is to be that of one device.
+        return jax.lax.psum(tree, axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[Any, dict[int, Any]] = {}
+    for i, kind in enumerate(map(jax.typeof, leaves)):
+        is_small = kind.size * kind.dtype.itemsize <= BUCKETED
+        key = (kind.dtype.name, kind.weak_type) if is_small else i
+        groups.setdefault(key, {})[i] = leaves[i]
+    buckets = [
+        ravel_pytree(group) if len(group) > 1 else (group, lambda x: x)
+        for group in groups.values()
+    ]
+    sums = jax.lax.psum([bucket for bucket, _ in buckets], axis_name)
+    totals: dict[int, Any] = {}
+    for (_, unravel), total in zip(buckets, sums, strict=True):
+        totals |= unravel(total)
+    return structure.unflatten([totals[i] for i in range(len(leaves))])
+
+
+def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+    """Binds the mesh axis in `fn`, with one device in it."""
+    if axis_name is None:
+        return fn
+    # Averages are the identity. Why: docs/decisions/devices.md#init-axis
+    return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1)
