@@ -151,7 +151,7 @@ class CompiledStep:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scalars(Mapping[str, Any]):
+class Scalars(Mapping[str, Any]):  # Why: docs/decisions/training.md#packed-scalars
     """Scalars by name: columns [steps] of one table [steps, names] for each dtype.
 
     A table may have further rows and columns.
