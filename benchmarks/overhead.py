@@ -35,7 +35,7 @@ from configs import digits
 from haiku_template.data import BatchSpec
 from haiku_template.data import digits as digits_of
 from haiku_template.devices import DeviceManager
-from haiku_template.preflight import choose_steps_per_call
+from haiku_template.preflight import settle
 from haiku_template.runs import train
 from haiku_template.training import Experiment, Trainer
 
@@ -171,7 +171,7 @@ def make_loops() -> tuple[dict[str, rounds.Loop], str]:
     config.optimizer.update(plain | {"schedule": "constant", "warmup_steps": 0})
     devices = DeviceManager.create("auto", num_devices=1)
     experiment = Experiment.from_config(config, devices)
-    configured = choose_steps_per_call(experiment.trainer(devices))
+    configured = settle(experiment.trainer(devices), Path("of a new run"))
     trainer = dataclasses.replace(experiment, steps_per_call=1).trainer(devices)
     count = configured.experiment.steps_per_call or 1
     device, (images, labels) = devices.devices[0], arrays()
