@@ -24,6 +24,15 @@ def why_not_staged(dataset: Any) -> str:
     )
 
 
+def gathers(dataset: Any) -> bool:
+    """Tests if batches are rows of arrays in memory: `gather(staged(), rows(step))`.
+
+    One class says so, with a `batch` of its own; that of a subclass may be another.
+    """
+    is_whole = {"batch", "gather"} <= vars(type(dataset)).keys()
+    return is_whole and not why_not_staged(dataset)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBlocks:  # Why: docs/decisions/data.md#staged
     """Row indices of many steps at once, in place of the batches of B themselves.

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from haiku_template.data import Data, ahead, each_shape
-from haiku_template.data.staging import RowBlocks
+from haiku_template.data.staging import RowBlocks, gathers
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
 from haiku_template.devices.transfer import host_buffer, own_rows
 from haiku_template.errors import ConfigError
@@ -140,6 +140,8 @@ class Feed:
             make = functools.partial(self._put_stack, start=start, stop=stop)
         elif self.staged is not None:
             make = self._gather_from_staged()
+        if not gathers(self._source):
+            make = self._with_user_code(make)
         stacks = range(first, stop, size)
         source = ahead(self._source, start, stop)
         # An iterator may wait for its source, which only a thread should.
@@ -153,9 +155,17 @@ class Feed:
                 for steps in _cut(max(n, start) + 1, min(n + size, stop), ends)
             )
 
+    def _with_user_code(self, make: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Lets a data set of the user's copy as it likes, also in the loop's thread."""
+
+        def allowed(step: int) -> Any:
+            with self._devices.implicit_transfers():
+                return make(step)
+
+        return allowed
+
     def _next(self, step: int) -> Any:
-        devices = self._devices  # The loop's own thread allows no implicit copies.
-        with devices.ledger.timed("data"), devices.implicit_transfers():
+        with self._devices.ledger.timed("data"):
             return self._source.batch(step)
 
     def _rows(self, step: int) -> Any:
@@ -171,8 +181,13 @@ class Feed:
     def _put_stack(self, first: int, *, start: int, stop: int) -> Any:
         """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
 
-        Each is copied before the next is made: a data set may use its memory again.
+        Each is copied before the next is made: a data set may use its memory again. Of
+        arrays in memory all are gathered at once.
         """
+        if gathers(self._source):
+            last = first + self.steps_per_call
+            steps = np.clip(np.arange(first, last), start, stop - 1).tolist()
+            return self._devices.shard(self._gather(steps))
         stack = jax.tree.map(self._buffer, self._example)
         for step in range(max(first, start), min(first + self.steps_per_call, stop)):
             rows = self._rows(step)
@@ -182,6 +197,14 @@ class Feed:
                     raise _other_shape(rows, self._example, step)
                 buffer[:, step - first] = leaf
         return self._devices.shard(stack)
+
+    def _gather(self, steps: list[int]) -> Any:
+        """Gathers the rows of steps on the host: arrays [B, steps, ...]."""
+        source = self._source
+        with self._devices.ledger.timed("data"):
+            rows = np.stack([source.rows(step) for step in steps], axis=1)
+            batch = source.gather(source.staged(), rows.reshape(-1))
+            return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch)
 
     def _buffer(self, x: np.ndarray) -> np.ndarray:
         buffer = host_buffer((len(x), self.steps_per_call, *x.shape[1:]), x.dtype)

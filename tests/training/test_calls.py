@@ -269,6 +269,29 @@ def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
     assert counts[50] == counts[1000]
 
 
+def test_a_subclass_with_other_batches_is_not_gathered_past_them(one_device):
+    class Doubled(ArrayDataset):
+        def batch(self, step):
+            batch = super().batch(step)
+            return batch | {"inputs": 2 * batch["inputs"]}
+
+    plain = made(one_device, "mlp", 7)
+    train = Doubled(INPUTS, LABELS, BatchSpec(8))
+    doubled = changed(plain, data=plain.experiment.data._replace(train=train))
+    stacks = []
+    for trainer in (plain, doubled):
+        with trainer.feed.calls(2, 12, lambda step: step == 4) as calls:
+            calls = list(calls)
+        assert [steps for steps, _ in calls] == [range(3, 5), range(5, 8), range(8, 13)]
+        stacks.append(one_device.fetch(calls[0][1]))
+    for step in range(2, 7):  # The stack has steps 0 to 6, and those before 2 are void.
+        batch = plain.experiment.data.train.batch(step)
+        for stack, factor in zip(stacks, (1, 2), strict=True):
+            rows = stack["inputs"][:, step]
+            np.testing.assert_array_equal(rows, factor * batch["inputs"])
+            np.testing.assert_array_equal(stack["labels"][:, step], batch["labels"])
+
+
 @pytest.mark.parametrize("pattern", ["*", "opt_state/*"])
 def test_a_sharded_state_stays_sharded_in_the_loop(tmp_path, four_devices, pattern):
     rules = ((pattern, "data"),)
