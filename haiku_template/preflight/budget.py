@@ -41,6 +41,7 @@ MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions d
 STEPS_PER_CALL = 50  # Of steps that take about a millisecond, or less.
 FEW_OPERATIONS = {"cpu": 2e8, "gpu": 1e10}  # Floating-point, of a step.
 STACK_BYTES = 2**24  # Of the batches of a call.
+CONVOLUTION = "conv_general_dilated"  # JAX's name, in a traced program.
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 # Fields of a budget: those of the state; all that stays from step to step; and the rows
 # of its table.
@@ -404,9 +405,10 @@ def choose_steps_per_call(
 ) -> Trainer:
     """Has several steps in one call where `steps_per_call=None` and steps are short.
 
-    That is so for few operations in each, and data in memory, if a call's batches fit
-    the device: the choice rests on the program and the data alone. A run in `workdir`
-    that has begun keeps its own. `limit` is as in `place_data`.
+    That is so for few operations in each, on the CPU none of them a convolution, and
+    data in memory, if a call's batches fit the device: the choice rests on the program
+    and the data alone. A run in `workdir` that has begun keeps its own. `limit` is as
+    in `place_data`.
     """
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None:
@@ -416,7 +418,10 @@ def choose_steps_per_call(
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
-    costs = trainer.lower(shapes[0]).cost_analysis() or {}
+    trace = trainer.trace(shapes[0])
+    if devices.platform == "cpu" and CONVOLUTION in str(trace.jaxpr):
+        return trainer  # Why: docs/decisions/training.md#calls
+    costs = trace.lower().cost_analysis() or {}
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
     if not 0 < costs.get("flops", 0) <= most or waiting > STACK_BYTES:

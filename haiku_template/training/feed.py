@@ -135,9 +135,10 @@ class Feed:
         """
         size = self.steps_per_call
         first = start - start % size  # Stacks begin at the same steps in a resumed run.
-        make = self._put
+        make, errors = self._put, {}
         if self._stacks:
-            make = functools.partial(self._put_stack, start=start, stop=stop)
+            steps = range(start, stop)
+            make = functools.partial(self._put_stack, steps=steps, errors=errors)
         elif self.staged is not None:
             make = self._gather_from_staged()
         if not gathers(self._source):
@@ -152,7 +153,7 @@ class Feed:
             yield (
                 (steps, stack)
                 for n, stack in zip(stacks, arrays, strict=True)
-                for steps in _cut(max(n, start) + 1, min(n + size, stop), ends)
+                for steps in _cut(max(n, start), min(n + size, stop), ends, errors)
             )
 
     def _with_user_code(self, make: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -166,7 +167,11 @@ class Feed:
 
     def _next(self, step: int) -> Any:
         with self._devices.ledger.timed("data"):
-            return self._source.batch(step)
+            try:
+                return self._source.batch(step)
+            except Exception as error:
+                error.add_note(f"The batch is that of step {step + 1}.")
+                raise
 
     def _rows(self, step: int) -> Any:
         rows = self._own(self._next(step))
@@ -178,25 +183,38 @@ class Feed:
         """Puts a step's batch on the devices."""
         return self._devices.shard(self._rows(step))
 
-    def _put_stack(self, first: int, *, start: int, stop: int) -> Any:
+    def _put_stack(
+        self, first: int, *, steps: range, errors: dict[int, Exception]
+    ) -> Any:
         """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
 
-        Each is copied before the next is made: a data set may use its memory again. Of
-        arrays in memory all are gathered at once.
+        Of arrays in memory all are gathered at once. The first error ends the stack,
+        and the next; `errors` has it by its step, as the steps before it are made all
+        the same.
         """
+        last = first + self.steps_per_call
         if gathers(self._source):
-            last = first + self.steps_per_call
-            steps = np.clip(np.arange(first, last), start, stop - 1).tolist()
-            return self._devices.shard(self._gather(steps))
+            places = np.clip(np.arange(first, last), steps.start, steps.stop - 1)
+            return self._devices.shard(self._gather(places.tolist()))
+        for error in errors.values():
+            raise error
         stack = jax.tree.map(self._buffer, self._example)
-        for step in range(max(first, start), min(first + self.steps_per_call, stop)):
-            rows = self._rows(step)
-            leaves = zip(jax.tree.leaves(stack), jax.tree.leaves(rows), strict=True)
-            for buffer, leaf in leaves:
-                if leaf.shape[1:] != buffer.shape[2:]:
-                    raise _other_shape(rows, self._example, step)
-                buffer[:, step - first] = leaf
+        for step in range(max(first, steps.start), min(last, steps.stop)):
+            try:
+                self._fill(stack, first, step)
+            except Exception as error:  # Raised by `_cut`.
+                errors[step] = error
+                break
         return self._devices.shard(stack)
+
+    def _fill(self, stack: Any, first: int, step: int) -> None:
+        """Copies a step's batch before the next, which may use its memory again."""
+        rows = self._rows(step)
+        leaves = zip(jax.tree.leaves(stack), jax.tree.leaves(rows), strict=True)
+        for buffer, leaf in leaves:
+            if leaf.shape[1:] != buffer.shape[2:]:
+                raise _other_shape(rows, self._example, step)
+            buffer[:, step - first] = leaf
 
     def _gather(self, steps: list[int]) -> Any:
         """Gathers the rows of steps on the host: arrays [B, steps, ...]."""
@@ -258,12 +276,20 @@ class Feed:
         return gather_and_differentiate
 
 
-def _cut(first: int, last: int, ends: Callable[[int], bool]) -> Iterator[range]:
-    """Cuts steps `first` to `last` into calls."""
-    for step in range(first, last + 1):
-        if step == last or ends(step):
-            yield range(first, step + 1)
-            first = step + 1
+def _cut(
+    start: int,
+    stop: int,
+    ends: Callable[[int], bool],
+    errors: dict[int, Exception],
+) -> Iterator[range]:
+    """Cuts `start` to `stop - 1` into calls, of steps from 1; raises at its step."""
+    first = start + 1
+    for step in range(start, stop):
+        if step in errors:
+            raise errors[step]
+        if step + 1 == stop or step + 1 in errors or ends(step + 1):
+            yield range(first, step + 2)
+            first = step + 2
 
 
 def _other_shape(batch: Any, first: Any, step: int) -> ConfigError:
