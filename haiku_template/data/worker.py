@@ -10,7 +10,6 @@ The first answer is not asked for: the digests of a batch that SETUP names.
 
 import contextlib
 import hashlib
-import json
 import os
 import queue
 import socket
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from haiku_template import bounded
 from haiku_template.data import shared
 from haiku_template.data.dataset import Batch, Data
 from haiku_template.data.trees import leaves_by_path
@@ -74,7 +74,7 @@ def _receive(run: socket.socket, keys: queue.SimpleQueue) -> None:
     """Passes requests on; their end is that of this process, whatever it is at."""
     with contextlib.suppress(OSError):
         for line in run.makefile("rb"):
-            keys.put(json.loads(line))
+            keys.put(bounded.parse(line, list))
     os._exit(0)
 
 
