@@ -172,11 +172,12 @@ def first_lines(trainer: Any, state: Any, workdir: Path, start: int) -> list[Any
     resumed = f", resumed at step {start}" if start else ""
     from_batch = () if start else trainer.initializer.from_batch
     share = feed.batch_size // devices.num_devices
+    calls = f", {feed.steps_per_call} steps a call" if feed.steps_per_call > 1 else ""
     return [
         f"devices   {devices.describe()}",
         parameter_tables(state.params),
         *([frozen_table(state.params, state.frozen)] if state.frozen else []),
-        f"batch     {feed.batch_size} examples, {share} on each device",
+        f"batch     {feed.batch_size} examples, {share} on each device{calls}",
         f"data      {feed.placement}",
         f"workdir   {workdir}{resumed}",
         *([from_batch_line(from_batch)] if from_batch else []),
