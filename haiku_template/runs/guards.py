@@ -108,7 +108,7 @@ class Guards:
     ) -> None:
         self._devices, self._train, self._latest = devices, train, latest
         self._from_start = faulty_leaves(devices, state)
-        self._unchecked: deque[tuple[range, Scalars]] = deque(maxlen=UNCHECKED)
+        self._unchecked: deque[tuple[range, Scalars]] = deque()
         self._norms = GradientNorms(devices, train)
         self.collect = self._norms.collect
         self._counted, self._skipped = 0, 0  # Last step that was; float16's.
@@ -122,6 +122,8 @@ class Guards:
         self._norms.note(steps, scalars)
         if scalars.keys() >= SCALED and steps[-1] - self._counted >= UNCHECKED:
             self._count_skipped(steps[-1])
+        while steps[-1] - self._unchecked[0][0][-1] >= UNCHECKED:
+            self._unchecked.popleft()
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""

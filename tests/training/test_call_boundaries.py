@@ -10,7 +10,7 @@ from jax._src import test_util
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import NonFiniteError
 from haiku_template.preflight.budget import STEPS_PER_CALL, choose_steps_per_call
-from haiku_template.runs import train
+from haiku_template.runs import guards, train
 from tests.runs import changed
 from tests.training.test_calls import (
     EVALUATION,
@@ -22,6 +22,7 @@ from tests.training.test_calls import (
 )
 
 
+@pytest.mark.slow(but="alone")
 @pytest.mark.parametrize("count", [1, 50])
 @pytest.mark.parametrize("watched", [False, True], ids=["alone", "hook"])
 def test_no_step_leaves_the_fast_dispatch_path(tmp_path, devices, count, watched):
@@ -198,3 +199,21 @@ def test_convolutions_are_not_put_in_a_loop_of_a_cpu(tmp_path, devices):
     assert choose_steps_per_call(trainer, tmp_path).feed.steps_per_call == 1
     plain = changed(made(devices), steps_per_call=None)
     assert choose_steps_per_call(plain, tmp_path).feed.steps_per_call == STEPS_PER_CALL
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_scalars_of_as_many_steps_stay_on_the_devices(
+    tmp_path, one_device, monkeypatch, count
+):
+    """Not of as many calls, whose tables would fill a device."""
+    monkeypatch.setattr(guards, "UNCHECKED", 100)
+    note, numbers = guards.Guards.note, []
+
+    def noted(self, steps, scalars):
+        note(self, steps, scalars)
+        numbers.append(sum(len(steps) for steps, _ in self._unchecked))
+
+    monkeypatch.setattr(guards.Guards, "note", noted)
+    trainer = made(one_device, "mlp", count)
+    train(trainer, num_steps=400, workdir=tmp_path, log_every=None)
+    assert 100 <= max(numbers) < 100 + count
