@@ -421,12 +421,19 @@ def choose_steps_per_call(
     trace = trainer.trace(shapes[0])
     if devices.platform == "cpu" and CONVOLUTION in str(trace.jaxpr):
         return trainer  # Why: docs/decisions/training.md#calls
-    costs = trace.lower().cost_analysis() or {}
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
-    if not 0 < costs.get("flops", 0) <= most or waiting > STACK_BYTES:
+    if not 0 < _operations(trace) <= most or waiting > STACK_BYTES:
         return trainer
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     limit = devices.memory_limit() if limit is None else limit
     fits = limit is None or memory_budget(several, limit).peak <= limit
     return several if fits else trainer
+
+
+def _operations(trace: Any) -> float:
+    """Floating-point operations of a call, as XLA counts them; 0 if it cannot."""
+    try:
+        return (trace.lower().cost_analysis() or {}).get("flops", 0.0)
+    except RuntimeError:  # An array of more than 2^63 elements, which no device has.
+        return 0.0
