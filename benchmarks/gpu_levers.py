@@ -90,16 +90,17 @@ def compare(
         figures[f"{name} {lever}"] = column
     state, batch = trainer.init(), devices.shard(data.batch(0))
     frozen, state = state.frozen, state.without_frozen()
+    count = devices.replicate(np.int32(1))
     times, losses = {lever: [] for lever in compiled}, []
     for _ in range(extent.rounds + 1):
         for lever, step in compiled.items():
             begun = time.perf_counter()
             for _ in range(extent.steps):
-                (state, scalars), _ = step(state, frozen, batch)
+                state, scalars = step(state, frozen, count, batch)
             jax.block_until_ready(state)
             seconds = (time.perf_counter() - begun) / extent.steps
             times[lever].append(seconds * 1e3)
-            losses.append(scalars["loss"])
+            losses.append(scalars.first()["loss"])
     first = times[next(iter(times))][1:]  # The first round is warm-up.
     for lever, values in times.items():
         ratios = [a / b for a, b in zip(values[1:], first, strict=True)]

@@ -129,6 +129,7 @@ class Guards:
         """Raises `PlacementError` if the first step left replicas that differ."""
         self._check_copies(state, (state, self._unchecked[-1][1].first()))
         self._agreed = True
+        self.collect()  # Compiled before the throughput is measured.
 
     def _check_copies(self, state: Any, common: Any) -> None:
         if self._devices.num_devices > 1:
