@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # JAX's words for an argument that is not where the computation runs.
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
+# And for one that was donated, or is donated twice.
 GONE = ("been deleted", "donate the same buffer")
 # Tokens of unfinished steps, of the whole process: simulated devices share its threads,
 # and of two programs at once each may hold those that the other's collective needs.

@@ -247,11 +247,15 @@ class DeviceManager(NamedTuple):
         return max((s["bytes_in_use"] for s in stats if s), default=None)
 
     def memory_limit(self) -> int | None:
-        """Fewest bytes that are free on a device; None where JAX cannot tell."""
+        """Fewest bytes that are free on a device; None where JAX cannot tell.
+
+        Of the devices of all processes, which call it together: they decide alike.
+        """
         if self.memory is not None:
             return self.memory
         stats = filter(None, (device.memory_stats() for device in self.devices))
-        return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=None)
+        free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=None)
+        return self.processes.least(free)
 
     def describe(self) -> str:
         """Describes the devices and the reason for them, in one line."""

@@ -62,6 +62,11 @@ class Processes(NamedTuple):
         """Value of process 0, in each of them."""
         return value if self.count == 1 else gather(value)[0]
 
+    def least(self, value: int | None) -> int | None:
+        """Smallest value of all processes; None where none has one."""
+        values = [value] if self.count == 1 else gather(value)
+        return min((x for x in values if x is not None), default=None)
+
     def agree(
         self,
         facts: dict[str, Any],

@@ -236,8 +236,8 @@ def _absent(request: Request, names: list[str]) -> DeviceError:
     """Devices that were asked for, next to those that there are."""
     platform, count = names[0].split(":")[0], request.num_devices
     clause = f"--num_devices={count} was asked for on {platform}"
-    asked = [f"{platform}:{index}" for index in request.indices]
-    missing = [name for name in asked if name not in names]
+    requested = [f"{platform}:{index}" for index in request.indices]
+    missing = [name for name in requested if name not in names]
     if missing:
         clause = f"--device={request.spec} names {missing[0]}"
         count = max(request.indices) + 1
@@ -249,10 +249,10 @@ def _absent(request: Request, names: list[str]) -> DeviceError:
 
 
 def _gpus_counted(request: Request) -> int:
-    """How many cards the NVIDIA driver shows; 0 where JAX did not choose among all."""
+    """Counts the NVIDIA driver's cards; 0 where JAX did not choose among all."""
     visible = jax.config.values.get("jax_cuda_visible_devices")
-    chosen = ",".join(map(str, sorted(request.indices)))
-    if not request.indices or visible != chosen:
+    indices = ",".join(map(str, sorted(request.indices)))
+    if not request.indices or visible != indices:
         return 0
     return children.probe_driver(10, os.environ).count or 0
 

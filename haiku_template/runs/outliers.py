@@ -24,7 +24,7 @@ LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 FACTOR = 100.0
 NORM = "grad_norm"
 GROUP = 16  # Steps of which a median is taken.
-PENDING = 256  # Norms that stay on their devices, unread.
+PENDING = 256  # Steps whose norms stay on their devices, unread.
 
 
 @jax.jit
@@ -76,7 +76,7 @@ def _median(norms: list[float]) -> float:
 class GradientNorms:
     """Watches over the norms of all steps' gradients, also between two logs.
 
-    They stay on their devices until `look`, or `PENDING` calls later: no step waits.
+    They stay on their devices until `look`, or `PENDING` steps later: no step waits.
     The first that is more than `FACTOR` times a usual norm is a warning, the only one.
     Usual is the largest median of `GROUP` steps before, so that a model which has
     learned its data may still meet a hard example.
@@ -95,7 +95,7 @@ class GradientNorms:
         if NORM in scalars and not self._warned:
             self.pending.append((steps, scalars))
             self._scaled = "loss_scale" in scalars
-            if len(self.pending) >= PENDING:
+            if steps[-1] - self.pending[0][0][0] >= PENDING:
                 for stack in self._stacks:
                     self._read(*stack)
                 self._stacks = []

@@ -201,8 +201,7 @@ def open_workdir(
 ) -> None:
     """Writes the config, an id of the run and the environment; call it under the lock.
 
-    Beside the id stands the `number` for `steps_per_call`.
-
+    With the id goes the `number` of steps in a call, which holds when the run resumes.
     A resumed run logs the differences in its environment.
 
     Raises:

@@ -58,11 +58,11 @@ class Feed:
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         self.steps_per_call = experiment.steps_per_call or 1
-        example, *others = each_shape(self._source)
-        if others and self.steps_per_call > 1:
+        example, *further = each_shape(self._source)
+        if further and self.steps_per_call > 1:
             raise ConfigError(
                 f"config.steps_per_call={self.steps_per_call} needs batches of one "
-                f"shape, and these have {1 + len(others)}; possible is 1"
+                f"shape, and these have {1 + len(further)}; possible is 1"
             )
         rows = self._own(example)
         self.batch_size = check_host_batch(rows) * devices.processes.count

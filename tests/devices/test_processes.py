@@ -1,11 +1,12 @@
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec
-from haiku_template.devices import own_rows
+from haiku_template.devices import DeviceManager, own_rows, processes
 from haiku_template.devices.processes import Processes, waited
 from haiku_template.errors import PlacementError
 
@@ -47,3 +48,20 @@ def test_waiting_for_other_processes_is_timed(count, waits):
         with ThreadPoolExecutor(1) as threads:  # As the heartbeat's.
             assert (threads.submit(waited).result() >= 0.02) == waits
     assert waited() == 0.0
+
+
+@pytest.mark.parametrize(
+    "everyone, least", [([7, 5], 5), ([5, 7], 5), ([None, 7], 7), ([None, None], None)]
+)
+def test_processes_decide_by_the_device_that_has_least_memory(
+    monkeypatch, everyone, least
+):
+    """Else one would stage its data, or have calls of several steps, and all wait."""
+    monkeypatch.setattr(processes, "gather", lambda value: [value, *everyone[1:]])
+    stats = {"bytes_limit": 10 + (everyone[0] or 0), "bytes_in_use": 10}
+    device = types.SimpleNamespace(memory_stats=lambda: everyone[0] and stats)
+    devices = DeviceManager.create("cpu", num_devices=1)._replace(
+        devices=(device,),
+        processes=Processes(0, 2),
+    )
+    assert devices.memory_limit() == least
