@@ -68,6 +68,7 @@ def train(
     keep_best: int = 1,
     best_metric: str = "eval/loss",
     best_mode: str = "min",
+    max_failed_saves: int = 3,
     config: dict[str, Any] | None = None,
     memory_limit: int | None = None,
     profile: tuple[int, int] | None = None,
@@ -95,7 +96,8 @@ def train(
     Raises:
       ConfigError: the run would not fit, `workdir` belongs to another run, or its
         frozen parameters changed.
-      StorageError: a checkpoint cannot be written or read.
+      StorageError: the last checkpoint, or one for a signal, cannot be written, or
+        `max_failed_saves` in a row; or one cannot be read.
       PlacementError: a part of the state is not averaged over devices.
       ReplicaError: a part of the state came to differ between devices.
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
@@ -124,13 +126,13 @@ def train(
             best_mode=best_mode,
             cleanup=True,
             run=workdirs.run_id(directory),
+            max_failed_saves=max_failed_saves,
         )
         stack.enter_context(checkpoints)
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         if start:
             workdirs.update_config(directory, config)
-        lines = first_lines(trainer, state, directory, start)
-        report.print(*lines, budget.table())
+        report.print(*first_lines(trainer, state, directory, start), budget.table())
         trainer.compile()
         data = trainer.experiment.data
         guards = Guards(devices, data.train, state, lambda: checkpoints.latest)
@@ -297,13 +299,17 @@ class _Run(NamedTuple):
         scalars: Any,
         metrics: dict[str, float] | None,
     ) -> None:
-        """Begins a save, or raises unless all is finite and replicas are equal."""
+        """Begins a save, or raises unless all is finite and replicas are equal.
+
+        A save that fails is a warning, and an error when it is waited for.
+        """
         step = steps[-1]
         self.guards.before_save(steps, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
-            self.checkpoints.save(step, state.saved(), metrics)
-        workdirs.mark_saved(self.workdir, step)
-        self._tell("save", step, state, metrics)
+            is_saving = self.checkpoints.save(step, state.saved(), metrics)
+        if is_saving:
+            workdirs.mark_saved(self.workdir, step)
+            self._tell("save", step, state, metrics)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

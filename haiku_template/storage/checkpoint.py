@@ -20,6 +20,7 @@ from haiku_template.config import differences
 from haiku_template.devices.layout import spans_processes
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.params import flatten
+from haiku_template.storage import failures
 from haiku_template.storage import workdir as workdirs
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ STATE, METRICS = "state", "metrics"  # Folders in a checkpoint.
 STEP = "step"  # Field of a state.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
+# Limits of a save, by a clock that may be set to another year.
+CENTURY, JOINT_SECONDS = 100 * 365 * 86400, 1200
 
 
 class Checkpoints:
@@ -42,7 +45,8 @@ class Checkpoints:
     `best_metric` is lowest (`best_mode` is `min`) or highest (`max`); of equals the
     earlier, whatever else is kept. `cleanup` removes
     what a killed save left; only for the one process that saves. Checkpoints of another
-    `run` than this id are refused; None compares the step alone.
+    `run` than this id are refused; None compares the step alone. Of saves that fail in
+    a row the last of `max_failed_saves` is an error, and the others are warnings.
 
     Raises:
       StorageError: the directory cannot be used.
@@ -58,6 +62,7 @@ class Checkpoints:
         best_mode: str = "min",
         cleanup: bool = False,
         run: str | None = None,
+        max_failed_saves: int = 1,
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
@@ -66,8 +71,11 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._metric, self._sign = best_metric, -1 if best_mode == "max" else 1
         self._run = run
-        self._is_saving = self._is_trusted = False  # Trusted once a save was read back.
-        with _faults(f"{self.directory} cannot be used"):
+        self._saving: int | None = None  # Step.
+        self._is_trusted = False  # Until a save was read back.
+        self._failures = failures.FailedSaves(max_failed_saves)
+        self._stack = contextlib.ExitStack()
+        with failures.faults(f"{self.directory} cannot be used"):
             if cleanup and self._is_first:
                 _remove_unfinished(self.directory)
             if self._is_first:
@@ -90,14 +98,21 @@ class Checkpoints:
         return {*newest, *self.best_first(metrics)[: self._keep_best]}
 
     def __enter__(self) -> "Checkpoints":
+        self._stack.enter_context(failures.muted())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.wait()
-        finally:
-            for checkpointer in {self._reader, self._writer}:
-                checkpointer.close()
+    def __exit__(self, _: object, first: BaseException | None, *__: object) -> None:
+        with self._stack:
+            try:
+                self.wait()
+            except StorageError as error:
+                if first is None:
+                    raise
+                if error is not first:
+                    logger.warning("%s", error)
+            finally:
+                for checkpointer in {self._reader, self._writer}:
+                    checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
@@ -134,38 +149,51 @@ class Checkpoints:
 
     def save(
         self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
-    ) -> None:
+    ) -> bool:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
         Every process calls it. The first save waits until it is on disk, and is read
-        back.
+        back. False if it failed already; later it is known when the next one begins.
 
         Raises:
-          StorageError: this save, or the one before it, failed.
+          StorageError: too many in a row failed; one, where processes save together.
         """
         is_joint = any(map(spans_processes, jax.tree.leaves(state)))
         if not (self._is_first or is_joint):
-            return
-        self.wait()
-        if step in self.steps:
-            return
+            return True
         if is_joint and self._writer is self._reader:
             # Why: docs/decisions/storage.md#joint-saves
             self._writer = _checkpointer(set(range(jax.process_count())))
+            self._failures.most = 1
+        with self._failures.counted():
+            self._finish()
         # Why: docs/decisions/storage.md#host-arrays
         state = _on_host(state)
+        self._failures.error = None
+        with self._failures.counted():
+            self._begin(step, state, metrics)
+        return self._failures.error is None
+
+    def _begin(
+        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
+    ) -> None:
+        """Starts a save, unless there is one; reads back the first."""
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), metrics=ocp.args.JsonSave(metrics or {})
         )
-        ids = {"run": self._run, "step": step}
-        with _faults(f"step {step} could not be saved in {self.directory}"):
-            folder = self.directory / str(step)
+        ids, folder = {"run": self._run, "step": step}, self.directory / str(step)
+        with failures.faults(f"{self.directory} cannot be listed"):
+            if step in self.steps:
+                return
+        self._saving = step
+        with self._fault():
             self._writer.save(folder, args=items, custom_metadata=ids)
-        self._is_saving = self._is_first
-        if self._is_first and not self._is_trusted:
-            self.wait()
+            if self._is_trusted or not self._is_first:
+                return
+            self._writer.wait_until_finished()
             self._read_back(step, state)
-            self._is_trusted = True
+        self._is_trusted = True
+        self._finish()
 
     def wait(self) -> None:
         """Waits until the last save is on disk, and removes what it replaces.
@@ -173,13 +201,44 @@ class Checkpoints:
         Raises:
           StorageError: the save failed.
         """
-        with _faults(f"the last checkpoint in {self.directory} was not finished"):
+        self._finish()
+        if self._failures.error is not None:
+            raise self._failures.error
+
+    def _finish(self) -> None:
+        """Waits for a save, if one has begun; raises `StorageError` if it failed."""
+        if self._saving is None:
+            return
+        with self._fault():
             self._writer.wait_until_finished()
-            if self._is_saving:
+        self._saving = None
+        self._failures.clear()
+        if self._is_first:
+            try:
+                _remove_unfinished(self.directory)
                 metrics = self.metrics
                 for step in metrics.keys() - self.preserved(metrics):
                     _remove(self.directory / str(step))
-        self._is_saving = False
+            except OSError as error:
+                failures.warn_of_removal(self.directory, error)
+
+    def _fault(self) -> contextlib.AbstractContextManager[None]:
+        sentence = f"step {self._saving} could not be saved in {self.directory}"
+        return failures.faults(sentence, self._discard)
+
+    def _discard(self, error: StorageError) -> None:
+        """Removes what is left of the save that failed, so that another can begin."""
+        step, self._saving, self._failures.error = self._saving, None, error
+        is_ready = False
+        while not is_ready:  # Orbax has an error for each of its files.
+            with contextlib.suppress(Exception):
+                self._writer.wait_until_finished()
+                is_ready = True
+        if self._writer is self._reader:
+            with contextlib.suppress(OSError):
+                _remove_unfinished(self.directory)
+                if step in self.steps:
+                    _remove(self.directory / str(step))
 
     def _read_back(self, step: int, state: dict[str, Any]) -> None:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
@@ -329,13 +388,22 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
         use_zarr3=True, multiprocessing_options=processes, type_handler_registry=arrays
     )
     metrics = ocp.JsonCheckpointHandler(METRICS, multiprocessing_options=processes)
+    # Why: docs/decisions/storage.md#failed-saves
+    is_joint = len(members) > 1
+    background = ocp.options.AsyncOptions(
+        timeout_secs=JOINT_SECONDS if is_joint else CENTURY,
+        create_directories_asynchronously=is_joint,
+    )
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(multiprocessing_options=processes),
+            composite_options=ocp.CompositeOptions(
+                multiprocessing_options=processes, async_options=background
+            ),
             state=state,
             metrics=metrics,
         ),
         multiprocessing_options=processes,
+        async_options=background,
     )
 
 
@@ -347,7 +415,7 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
     level = orbax.level
     orbax.setLevel(logging.CRITICAL)
     # Why: docs/decisions/patches.md#abandoned-reads
-    sys.unraisablehook = functools.partial(_report_unabandoned, report)
+    sys.unraisablehook = functools.partial(failures.report_unabandoned, report)
     try:
         yield
         sys.unraisablehook = report
@@ -363,20 +431,6 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
     return "never retrieved" not in record.getMessage()
-
-
-def _report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
-    """Reports an exception, but not of reads that Orbax abandoned."""
-    if "Event loop is closed" not in str(unraisable.exc_value):
-        report(unraisable)
-
-
-@contextlib.contextmanager
-def _faults(sentence: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StorageError(f"{sentence}: {error}") from error
 
 
 def _on_host(state: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from jax._src.distributed import global_state
 
 from haiku_template.errors import StorageError
-from haiku_template.storage import checkpoint
+from haiku_template.storage import failures
 from haiku_template.storage.checkpoint import Checkpoints
 
 
@@ -33,7 +33,7 @@ def reports_of(tmp_path, monkeypatch, most):
 
 
 def test_orbax_still_abandons_reads_which_fail_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_report_unabandoned", lambda report, x: report(x))
+    monkeypatch.setattr(failures, "report_unabandoned", lambda report, x: report(x))
     assert "Event loop is closed" in reports_of(tmp_path, monkeypatch, 100)
 
 

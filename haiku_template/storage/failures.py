@@ -1,0 +1,109 @@
+"""Saves that fail: a sentence for each, and an error once too many failed in a row."""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from haiku_template.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+
+class FailedSaves:
+    """Count of the saves that failed in a row, of which the last of `most` is fatal.
+
+    `error` is that of the last save; None if it is on disk, or not known yet.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+        self.error: StorageError | None = None
+
+    def note(self, error: StorageError) -> None:
+        """Warns of a save that failed; raises `StorageError` for one too many."""
+        self.count += 1
+        self.error = error
+        if self.count < self.most:
+            return logger.warning(
+                "%s; the run continues, and the next save tries again (%d of %d "
+                "failures in a row that end it)",
+                error,
+                self.count,
+                self.most,
+            )
+        self.error = None
+        if self.most > 1:
+            error = StorageError(f"{error}; {self.count} saves in a row failed")
+        raise error
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Context of a save, whose failure it notes."""
+        try:
+            yield
+        except StorageError as error:
+            self.note(error)
+
+    def clear(self) -> None:
+        """Forgets failures: a save is on disk."""
+        self.count, self.error = 0, None
+
+
+@contextlib.contextmanager
+def faults(
+    sentence: str, undo: Callable[[StorageError], object] = lambda fault: None
+) -> Iterator[None]:
+    """Turns errors of the file system and of Orbax into a `StorageError`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        is_sentence = isinstance(error, StorageError)
+        fault = error if is_sentence else StorageError(f"{sentence}: {cause(error)}")
+        undo(fault)
+        raise fault from error.__cause__ if is_sentence else error
+
+
+def warn_of_removal(folder: Path, error: OSError) -> None:
+    """Warns of older checkpoints, or of what failed saves left, that stay for now."""
+    logger.warning(
+        "an older checkpoint in %s is not removed, which the next save tries again: %s",
+        folder,
+        error,
+    )
+
+
+def cause(error: Exception) -> str:
+    """Tells what the system says in an error of TensorStore, or its first line."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return f"[Errno {code[1]}] {os.strerror(int(code[1]))}"
+    return str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Context in which Orbax's threads print nothing of a save that fails."""
+    # Why: docs/decisions/storage.md#failed-saves
+    absl, hook = logging.getLogger("absl"), sys.unraisablehook
+    absl.addFilter(_is_foreign)
+    sys.unraisablehook = functools.partial(report_unabandoned, hook)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        absl.removeFilter(_is_foreign)
+
+
+def _is_foreign(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
+    """Reports an exception, but not of reads and writes that Orbax abandoned."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        report(unraisable)

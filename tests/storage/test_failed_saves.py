@@ -1,0 +1,302 @@
+"""Saves that fail: full disks, errors of a disk, a folder that may not be written.
+
+Rows C11, C12 and C44 of the reliability bench. Limits of a file's size are the system's
+own, and so are full disks; other errors are raised where Orbax asks the system.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import StorageError
+from haiku_template.models import mlp
+from haiku_template.runs import train
+from haiku_template.runs.loop import Event
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.training import Experiment, classification
+from tests.runs import ROOT
+from tests.test_commands import digest, numbers
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(32, 60)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 32).astype(np.int32)
+STATE = {"w": RNG.normal(size=(400, 100)), "step": np.int32(0)}
+SAVES = {"num_steps": 12, "log_every": 3, "save_every": 3, "keep_best": 0}
+
+
+@contextlib.contextmanager
+def small_files(size):
+    """Files of this process may have so many bytes: writing more is EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def failing(name, number):
+    """One function of the system fails, for each checkpoint that is half-written."""
+    function = getattr(os, name)
+
+    def fail(path, *args, **kwargs):
+        if "checkpoint-tmp" in os.fspath(path):
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        return function(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, fail)
+        yield
+
+
+FAULTS = {
+    "a file that grows too large": lambda: small_files(1000),
+    "a folder that may not be written": lambda: failing("mkdir", errno.EROFS),
+    "a full disk": lambda: failing("mkdir", errno.ENOSPC),
+    "an error of the disk": lambda: failing("rename", errno.EIO),
+}
+SAID = {
+    "a file that grows too large": "File too large",
+    "a folder that may not be written": "Read-only file system",
+    "a full disk": "No space left on device",
+    "an error of the disk": "Input/output error",
+}
+
+
+def save(checkpoints, step):
+    return checkpoints.save(step, STATE | {"step": np.int32(step)}, None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_save_is_a_sentence_and_the_next_one_is_made(
+    tmp_path, caplog, capfd, fault
+):
+    """C11, C12, C44: the only checkpoint stays until another is on disk."""
+    with Checkpoints(tmp_path, keep_last=1, max_failed_saves=3) as checkpoints:
+        assert save(checkpoints, 1)
+        with FAULTS[fault]():
+            save(checkpoints, 2)
+            with pytest.raises(StorageError, match=SAID[fault]) as caught:
+                checkpoints.wait()
+            assert f"step 2 could not be saved in {tmp_path}: [Errno" in str(
+                caught.value
+            )
+            assert checkpoints.steps == [1]
+        assert save(checkpoints, 3)
+        checkpoints.wait()
+    assert sorted(os.listdir(tmp_path)) == ["3"]
+    assert "Traceback" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_the_first_save_may_fail_too(tmp_path, caplog):
+    with Checkpoints(tmp_path, max_failed_saves=3) as checkpoints:
+        with small_files(1000):
+            assert not save(checkpoints, 1)
+        assert save(checkpoints, 2)
+    assert caplog.text.count("step 1 could not be saved") == 1
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_a_save_that_cannot_be_read_back_does_not_stay(tmp_path, monkeypatch):
+    def unreadable(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Checkpoints(tmp_path, max_failed_saves=3) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "_load", unreadable)
+            assert not save(checkpoints, 1)
+        assert os.listdir(tmp_path) == []
+        assert save(checkpoints, 2) and checkpoints.steps == [2]
+
+
+def test_so_many_failures_in_a_row_are_an_error_and_a_success_counts_anew(tmp_path):
+    """C12: those before are warnings."""
+    with Checkpoints(tmp_path, max_failed_saves=2) as checkpoints:
+        for step in (1, 3):
+            with small_files(1000):
+                save(checkpoints, step)
+                join_saves()
+            assert save(checkpoints, step + 1)
+        checkpoints.wait()
+        many = pytest.raises(StorageError, match="step 6.*; 2 saves in a row failed")
+        with many, small_files(1000):
+            for step in (5, 6, 7):
+                save(checkpoints, step)
+                join_saves()
+    assert sorted(map(int, os.listdir(tmp_path))) == [2, 4]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_is_tried_again(tmp_path, caplog):
+    """C12: the save is on disk, and no failed one."""
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        save(checkpoints, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: os.stat("/nowhere"))
+            save(checkpoints, 2)
+            checkpoints.wait()
+        assert "an older checkpoint in" in caplog.text
+        assert checkpoints.steps == [2] and len(os.listdir(tmp_path)) == 2
+        save(checkpoints, 3)
+    assert os.listdir(tmp_path) == ["3"]
+
+
+@pytest.mark.parametrize("years", [20, -20])
+def test_a_clock_that_jumps_does_not_end_a_save(tmp_path, monkeypatch, years):
+    """C46: at each look at the clock, as Orbax's limits go by it."""
+    now, looks = time.time, iter(range(10**9))
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 1)
+        jumps = lambda: now() + years * 365 * 86400 * (next(looks) % 2)  # noqa: E731
+        monkeypatch.setattr(time, "time", jumps)
+        save(checkpoints, 2)
+        checkpoints.wait()
+        assert checkpoints.steps == [1, 2] and next(looks) > 2
+
+
+def trainer():
+    data = Data(ArrayDataset(INPUTS, LABELS, BatchSpec(8)), None, 3)
+    return Experiment(
+        model=mlp(3, width=64),
+        data=data,
+        task=classification,
+        optimizer=optax.adam(1e-2),
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+
+
+def join_saves():
+    """Waits until no save is under way, whether it fails or not."""
+    for thread in threading.enumerate():
+        if thread.name == "async_save":
+            thread.join()
+
+
+def within(context, first, last):
+    """A hook: `context` holds from the step `first` until `last` is done."""
+    stack = contextlib.ExitStack()
+
+    def hook(event):
+        if event.what == "step" and event.step in (first, last):
+            join_saves()
+            stack.close() if event.step == last else stack.enter_context(context())
+
+    return hook
+
+
+def test_a_run_with_a_passing_error_ends_bitwise_as_an_undisturbed_one(
+    tmp_path, caplog
+):
+    """C11: two of its four saves fail."""
+    plain, disturbed = tmp_path / "plain", tmp_path / "disturbed"
+    train(trainer(), workdir=plain, **SAVES)
+    hook = within(lambda: small_files(10_000), 1, 8)
+    train(trainer(), workdir=disturbed, hooks=[hook], **SAVES)
+    for step in (3, 6):
+        assert f"step {step} could not be saved" in caplog.text
+    assert "and the next save tries again (2 of 3" in caplog.text
+    assert digest(disturbed) == digest(plain)
+    assert numbers(disturbed) == numbers(plain)
+    names = [sorted(os.listdir(x / "checkpoints")) for x in (plain, disturbed)]
+    assert names == [["12", "9"]] * 2
+
+
+@pytest.mark.parametrize(("first", "steps"), [(10, ["6", "9"]), (4, ["3"])])
+def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path, first, steps):
+    """C12: its state is nowhere else. At the next start the run goes on from before."""
+    hook = within(lambda: small_files(10_000), first, 13)
+    try:
+        with pytest.raises(StorageError, match="step 12 could not be saved"):
+            train(trainer(), workdir=tmp_path, hooks=[hook], **SAVES)
+    finally:
+        hook(Event("step", 13, None, None))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == steps
+    train(trainer(), workdir=tmp_path, **SAVES)
+    assert max(map(int, os.listdir(tmp_path / "checkpoints"))) == 12
+
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+def test_a_command_whose_saves_all_fail_says_four_lines_and_ends_with_74(tmp_path):
+    """C12, C11: a process that may write no file as large as a checkpoint's."""
+    flags = ["--config=configs/digits.py", f"--workdir={tmp_path}"]
+    flags += ["--config.num_steps=40", "--config.save_every=8", "--config.log_every=8"]
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, "-m", "haiku_template.train", *flags],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 74, run.stderr
+    lines = [x for x in run.stderr.splitlines() if "could not be saved" in x]
+    assert len(lines) == 3 and "Traceback" not in run.stderr
+    assert lines[-1].startswith(f"error: step 24 could not be saved in {tmp_path}")
+    assert lines[-1].endswith("File too large; 3 saves in a row failed")
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+FULL_DISK = """
+import os, sys
+sys.path.insert(0, ".")
+from pathlib import Path
+from tests.storage.test_failed_saves import digest, full_disk, train, trainer
+from tests.storage.test_failed_saves import SAVES, within
+disk = Path(sys.argv[1])
+hook = within(lambda: full_disk(disk), 4, 8)
+train(trainer(), workdir=disk / "plain", **SAVES)
+train(trainer(), workdir=disk / "run", hooks=[hook], **SAVES)
+assert digest(disk / "run") == digest(disk / "plain")
+assert sorted(os.listdir(disk / "run/checkpoints")) == ["12", "9"]
+"""
+
+
+@contextlib.contextmanager
+def full_disk(folder):
+    """No byte is free on the disk of a folder, but what files there have room for."""
+    file = folder / "filler"
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    yield
+    file.unlink()
+
+
+MOUNT = "mount -t tmpfs -o size=4m none {0} && exec {1} -c '{2}' {0}"
+MAY_MOUNT = shutil.which("unshare") and not subprocess.call(["unshare", "-m", "true"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MAY_MOUNT, reason="a disk of its own needs a mount namespace")
+def test_a_disk_that_is_full_for_a_while(tmp_path):
+    """C11: a disk of 4 MB, full at the save of step 6 alone."""
+    shell = MOUNT.format(tmp_path, sys.executable, FULL_DISK)
+    run = subprocess.run(
+        ["unshare", "-m", "sh", "-c", shell],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "step 6 could not be saved" in run.stderr and "Traceback" not in run.stderr
+    assert "[Errno 28] No space left on device" in run.stderr
