@@ -47,6 +47,10 @@ class StorageError(RuntimeError):
     exit_code = 74
 
 
+class DamagedError(StorageError):
+    """A checkpoint that is not what was saved; another of the run may be."""
+
+
 class DataError(RuntimeError):
     """Batches that cannot be made, whose processes end."""
 

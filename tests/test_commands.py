@@ -630,7 +630,16 @@ def test_help_answers_without_starting_jax():
 def test_the_package_lists_its_commands_without_importing_jax():
     begun = run_command("__main__", PYTHONPROFILEIMPORTTIME="1")
     assert re.findall(r"(?m)^python -m haiku_template\.(\w+) +[A-Z]", begun.stdout) == [
-        *("convert", "doctor", "evaluate", "export", "generate", "predict", "prepare"),
+        *(
+            "checkpoints",
+            "convert",
+            "doctor",
+            "evaluate",
+            "export",
+            "generate",
+            "predict",
+            "prepare",
+        ),
         *("train", "verify"),
     ]
     assert "jax" not in begun.stderr

@@ -25,7 +25,7 @@ from tests.test_commands import digest, numbers
 ROOT = Path(__file__).parents[1]
 CODES = {"SIGTERM": 75, "SIGINT": 130, "SIGHUP": 75, "SIGUSR1": 75}
 COMMANDS = ["train", "evaluate", "predict", "export", "convert", "prepare", "generate"]
-COMMANDS += ["verify", "doctor"]
+COMMANDS += ["verify", "doctor", "checkpoints"]
 # What runs in the background ignores SIGINT, and under nohup SIGHUP; so do children.
 HEARS = """
 import os, signal, sys

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -14,13 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from haiku_template import bounded
 from haiku_template.config import differences
 from haiku_template.devices.layout import spans_processes
-from haiku_template.errors import ConfigError, StorageError
+from haiku_template.errors import ConfigError, DamagedError, StorageError
 from haiku_template.params import flatten
 from haiku_template.storage import failures
+from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir as workdirs
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ _warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
 STATE, METRICS = "state", "metrics"  # Folders in a checkpoint.
 STEP = "step"  # Field of a state.
+READS = 2  # Before a checkpoint counts as damaged.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 # Limits of a save, by a clock that may be set to another year.
@@ -71,7 +75,7 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._metric, self._sign = best_metric, -1 if best_mode == "max" else 1
         self._run = run
-        self._saving: int | None = None  # Step.
+        self._saving: int | None = None  # Step whose save may not be on disk.
         self._is_trusted = False  # Until a save was read back.
         self._failures = failures.FailedSaves(max_failed_saves)
         self._stack = contextlib.ExitStack()
@@ -178,10 +182,14 @@ class Checkpoints:
         self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
     ) -> None:
         """Starts a save, unless there is one; reads back the first."""
+        manifest = manifests.of(state if self._is_first else {}, self._run, step)
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state), metrics=ocp.args.JsonSave(metrics or {})
+            state=ocp.args.PyTreeSave(state),
+            metrics=ocp.args.JsonSave(metrics or {}),
+            manifest=manifests.Save(manifest),
         )
-        ids, folder = {"run": self._run, "step": step}, self.directory / str(step)
+        ids = {"run": self._run, "step": step, manifests.MANIFEST: True}
+        folder = self.directory / str(step)
         with failures.faults(f"{self.directory} cannot be listed"):
             if step in self.steps:
                 return
@@ -211,6 +219,8 @@ class Checkpoints:
             return
         with self._fault():
             self._writer.wait_until_finished()
+            if self._is_first:
+                _sync(self.directory / str(self._saving))
         self._saving = None
         self._failures.clear()
         if self._is_first:
@@ -266,7 +276,8 @@ class Checkpoints:
         (`module/name`) in `skip`.
 
         Raises:
-          StorageError: no such step, a damaged checkpoint, or one of another structure:
+          DamagedError: its bits are not those that were saved, or cannot be read.
+          StorageError: no such step, one of another run, or of another structure:
             lists the leaves that differ. Nothing is loaded then.
         """
         saved = self.saved(step)
@@ -277,12 +288,23 @@ class Checkpoints:
             tree = tree | {STEP: tree.get(STEP, np.zeros((), saved[STEP].dtype))}
         state = self._load(step, tree)
         if has_step and (saved_step := int(np.asarray(state[STEP]))) != step:
-            raise StorageError(
+            raise DamagedError(
                 f"{self.directory / str(step)} is not the checkpoint that its name "
-                f"says: its arrays are of step {saved_step}, put there from another; "
-                f"move it away, and those that are left in {self.directory} count"
+                f"says: its arrays are of step {saved_step}, put there from another"
             )
+        self._check_bits(step, state)
         return state[field] if field else state
+
+    def _check_bits(self, step: int, state: dict[str, Any]) -> None:
+        """Raises `DamagedError` unless leaves have the bits that were saved."""
+        with self._damage_as_error(step):
+            manifest = manifests.read(self.directory / str(step))
+        if manifest and (paths := manifests.altered(manifest, state)):
+            raise DamagedError(
+                f"the checkpoint of step {step} in {self.directory} is damaged: "
+                f"{len(paths)} of {len(jax.tree.leaves(state))} leaves are not what "
+                f"was saved: {_first(paths)}"
+            )
 
     def _load(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
         """Loads fields of a state, to the devices that the leaves of `tree` name."""
@@ -299,32 +321,92 @@ class Checkpoints:
         """Lists a checkpoint's shapes and dtypes by field.
 
         Raises:
-          StorageError: no such step, or a damaged checkpoint.
+          DamagedError: it cannot be read, or is not what was saved.
+          StorageError: no such step, or one of another run.
         """
         if step not in self.steps:
             raise StorageError(
                 f"there is no checkpoint of step {step} in {self.directory}; there are "
                 f"{self.steps}"
             )
+        folder = self.directory / str(step)
         with self._damage_as_error(step):
-            _check_files(self.directory / str(step))
-            listing = self._reader.metadata(self.directory / str(step))
+            _check_files(folder)
+            listing = self._reader.metadata(folder)
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
-        # Why: docs/decisions/storage.md#damaged-bits
-        ids = listing.custom_metadata or {}
+            ids, manifest = listing.custom_metadata or {}, manifests.read(folder)
+            _check_listed(ids, manifest, state.tree)
+        # Why: docs/decisions/storage.md#run-id
         is_of_run = self._run in (None, ids.get("run"))
         if not is_of_run or ids.get("step") != step:
             raise StorageError(
-                f"{self.directory / str(step)} is not the checkpoint that its name "
+                f"{folder} is not the checkpoint that its name "
                 f"says: it is of step {ids.get('step')} of "
                 f"{'this' if is_of_run else 'another'} run; move it away, and those "
                 f"that are left in {self.directory} count"
             )
         return state.tree
 
+    def verify(self, step: int) -> bool:
+        """Reads a checkpoint to the host; False if it has no digests to compare with.
+
+        Raises:
+          DamagedError: its bits are not those that were saved, or cannot be read.
+          StorageError: it is of another run.
+        """
+        for field, leaves in self.saved(step).items():
+            self.restore(step, jax.tree.map(_unread, leaves), field)
+        return manifests.read(self.directory / str(step)) is not None
+
+    def set_aside(self, step: int) -> str:  # Why: docs/decisions/storage.md#fallback
+        """Renames a damaged checkpoint, which counts no more; returns its new name."""
+        folder = self.directory / str(step)
+        away = folder.with_name(f"{step}.damaged")
+        if os.path.lexists(away):
+            away = away.with_name(f"{away.name}.{time.time_ns()}")
+        with failures.faults(f"{folder} is damaged and cannot be renamed"):
+            folder.rename(away)
+        return away.name
+
     def _damage_as_error(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return quiet(f"the checkpoint of step {step} in {self.directory} is damaged")
+        sentence = f"the checkpoint of step {step} in {self.directory} is damaged"
+        return quiet(sentence, DamagedError)
+
+
+def newest_whole(
+    steps: Collection[int],
+    read: Callable[[int], Any],
+    agree: Callable[[str | None], str | None] = lambda damage: damage,
+) -> tuple[int, Any, dict[int, str]]:
+    """Reads the newest checkpoint that is not damaged: step, value, damages by step.
+
+    `read(step)` gives the value; it is called again before a checkpoint counts as
+    damaged, since a disk's error may pass. `agree` maps the damage that this process
+    found, or None, to that of all processes.
+
+    Raises:
+      DamagedError: all are damaged; names each.
+    """
+    damages: dict[int, str] = {}
+    for step in sorted(steps, reverse=True):
+        value = damage = None
+        for _ in range(READS):
+            try:
+                value, damage = read(step), None
+                break
+            except DamagedError as error:
+                damage = str(error)
+        if (damage := agree(damage)) is None:
+            return step, value, damages
+        damages[step] = damage
+    sentences = "; ".join(damages.values())
+    if len(damages) == 1:
+        raise DamagedError(sentences)
+    raise DamagedError(
+        f"none of the checkpoints of steps {sorted(damages)} is whole, and nothing "
+        f"was changed: {sentences}"
+    )
 
 
 def restore(
@@ -332,12 +414,33 @@ def restore(
 ) -> tuple[int, Any]:
     """Restores a run's checkpoint: its step, and what `read(checkpoints, step)` gives.
 
-    The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step.
+    The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step. If
+    the latest is damaged, it is the newest that is whole, with a warning.
 
     Raises:
       ConfigError: no such checkpoint.
-      StorageError: it is damaged, or does not fit.
+      DamagedError: it is damaged.
+      StorageError: it does not fit.
     """
+    try:
+        return _restore(workdir, which, read)
+    except DamagedError:
+        # Why: docs/decisions/storage.md#fallback
+        if which != "latest" or jax.process_count() > 1:
+            raise
+    step, value, damages = newest_whole(
+        workdirs.saved_steps(workdir / workdirs.CHECKPOINTS),
+        lambda step: _restore(workdir, str(step), read)[1],
+    )
+    for damage in damages.values():
+        logger.warning("%s; step %d is used", damage, step)
+    return step, value
+
+
+def _restore(
+    workdir: Path, which: str, read: Callable[[Checkpoints, int], Any]
+) -> tuple[int, Any]:
+    """Restores as `restore` does, but nothing else than `which`."""
     folder = workdir / workdirs.CHECKPOINTS
     if not folder.is_dir():
         raise ConfigError(f"{workdir} holds no checkpoints")
@@ -372,8 +475,25 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     return step
 
 
+def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
+    """Lets Orbax write a CRC-32C of each chunk, which every reader compares."""
+    build = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
+    if build is None or hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def with_checksum(*args: Any, **options: Any) -> dict[str, Any]:
+        metadata = build(*args, **options)
+        codecs = metadata["codecs"][0]["configuration"]["codecs"]
+        codecs.append({"name": "crc32c"})
+        return metadata
+
+    tensorstore_utils._build_zarr3_metadata = with_checksum
+
+
 def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
     """Makes Orbax's checkpointer, to which these processes are the only ones."""
+    _add_checksums()
     processes = ocp.options.MultiprocessingOptions(
         primary_host=min(members),
         active_processes=members,  # Why: docs/decisions/cluster.md#orbax
@@ -388,6 +508,7 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
         use_zarr3=True, multiprocessing_options=processes, type_handler_registry=arrays
     )
     metrics = ocp.JsonCheckpointHandler(METRICS, multiprocessing_options=processes)
+    manifest = manifests.Handler(manifests.MANIFEST, multiprocessing_options=processes)
     # Why: docs/decisions/storage.md#failed-saves
     is_joint = len(members) > 1
     background = ocp.options.AsyncOptions(
@@ -401,6 +522,7 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
             ),
             state=state,
             metrics=metrics,
+            manifest=manifest,
         ),
         multiprocessing_options=processes,
         async_options=background,
@@ -421,10 +543,12 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
         sys.unraisablehook = report
     except Exception as error:
         logging.getLogger("asyncio").addFilter(_is_retrieved)
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
             raise
-        cause = str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
-        raise kind(f"{sentence}: {cause}") from error
+        cause = error
+        while cause.__cause__:  # Orbax's own names no leaf.
+            cause = cause.__cause__
+        raise kind(f"{sentence}: {failures.cause(cause)}") from error
     finally:
         orbax.setLevel(level)
 
@@ -468,6 +592,16 @@ def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-f
     )
 
 
+def _sync(folder: Path) -> None:  # Why: docs/decisions/storage.md#power-cut
+    """Waits until a checkpoint and its name are on the disk, and not in its cache."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
 def _remove(folder: Path) -> None:
     """Removes a checkpoint, renamed first: its name never has a part of it."""
     away = folder.with_name(f"{folder.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
@@ -501,6 +635,31 @@ def _check_files(folder: Path) -> None:
         bounded.read_json(file, most=2**28)
 
 
+def _check_listed(
+    ids: dict[str, Any], manifest: dict[str, Any] | None, saved: Any
+) -> None:
+    """Raises `ValueError` unless a checkpoint's lists are those of one save."""
+    if manifest is None:
+        if manifests.MANIFEST in ids:
+            raise ValueError(f"its {manifests.MANIFEST} is missing")
+        return  # Of an earlier version.
+    for name in ("run", "step"):
+        if manifest[name] != ids.get(name):
+            raise ValueError(
+                f"its metadata are of {name} {ids.get(name)}, and its "
+                f"{manifests.MANIFEST} is of {name} {manifest[name]}"
+            )
+    lines = differences(manifests.forms(manifest), flatten(_forms(saved)))
+    if lines:
+        raise ValueError(f"its leaves are not those that were saved: {_first(lines)}")
+
+
+def _first(items: list[str]) -> str:
+    """Lists three, and the number of the others."""
+    remainder = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return f"{', '.join(items[:3])}{remainder}"
+
+
 def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
     # Paths are alike for tuples and for Orbax's lists.
     saved_leaves = {k: v for k, v in flatten(_forms(saved)).items() if k not in skip}
@@ -513,5 +672,10 @@ def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> 
         )
 
 
+def _unread(leaf: Any) -> np.ndarray:
+    """Array on the host of a leaf's form, which takes no memory."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
 def _forms(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
+    return jax.tree.map(manifests.form, tree)

@@ -78,7 +78,7 @@ def warn_of_removal(folder: Path, error: OSError) -> None:
     )
 
 
-def cause(error: Exception) -> str:
+def cause(error: BaseException) -> str:
     """Tells what the system says in an error of TensorStore, or its first line."""
     if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return f"[Errno {code[1]}] {os.strerror(int(code[1]))}"
@@ -91,11 +91,12 @@ def muted() -> Iterator[None]:
     # Why: docs/decisions/storage.md#failed-saves
     absl, hook = logging.getLogger("absl"), sys.unraisablehook
     absl.addFilter(_is_foreign)
-    sys.unraisablehook = functools.partial(report_unabandoned, hook)
+    sys.unraisablehook = own = functools.partial(report_unabandoned, hook)
     try:
         yield
     finally:
-        sys.unraisablehook = hook
+        if sys.unraisablehook is own:  # Nothing was found damaged.
+            sys.unraisablehook = hook
         absl.removeFilter(_is_foreign)
 
 
@@ -105,5 +106,7 @@ def _is_foreign(record: logging.LogRecord) -> bool:
 
 def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
     """Reports an exception, but not of reads and writes that Orbax abandoned."""
-    if "Event loop is closed" not in str(unraisable.exc_value):
+    code = getattr(unraisable.object, "cr_code", None)  # Of a coroutine.
+    is_orbax = code is not None and "orbax" in Path(code.co_filename).parts
+    if not (is_orbax or "Event loop is closed" in str(unraisable.exc_value)):
         report(unraisable)

@@ -290,21 +290,23 @@ def test_a_folder_without_its_commit_file_is_no_checkpoint(tmp_path, caplog, ins
 
 
 @pytest.mark.parametrize("whose", ["its own", "another run's"])
-def test_arrays_of_another_step_are_refused(tmp_path, whose):
+def test_arrays_of_another_step_are_refused(tmp_path, caplog, whose):
     run(tmp_path / "a")
     if whose != "its own":
         run(tmp_path / "b", 6, keep_last=9)
     source = tmp_path / ("a" if whose == "its own" else "b") / "checkpoints/2/state"
     shutil.rmtree(tmp_path / "a/checkpoints/4/state")
     shutil.copytree(source, tmp_path / "a/checkpoints/4/state")
-    with pytest.raises(StorageError, match="4 is not .*: its arrays are of step 2"):
-        run(tmp_path / "a", 6)
     params = made().abstract.saved()["params"]
     with (
         Checkpoints(tmp_path / "a/checkpoints") as checkpoints,
         pytest.raises(StorageError, match="its arrays are of step 2"),
     ):
         checkpoints.restore(4, params, "params")
+
+    run(tmp_path / "a", 6)  # What it goes on from: `test_verified.py`.
+    assert "4 is not" in caplog.text and "goes on from step 2" in caplog.text
+    assert (tmp_path / "a/checkpoints/4.damaged").is_dir()
 
 
 def test_a_run_that_lost_its_checkpoints_and_its_id_is_not_started_anew(tmp_path):
