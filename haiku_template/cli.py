@@ -95,6 +95,8 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
     if not cluster.is_joined():
         program_cache.use()
+    if signals.are_installed():
+        signals.watch()  # From here on the main thread may be in C for long.
 
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices

@@ -4,12 +4,14 @@ Why: docs/decisions/storage.md#signal-handlers. Imports the standard library alo
 that a command calls it before other imports.
 """
 
+import _thread
 import atexit
 import contextlib
 import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -24,8 +26,13 @@ NOTHING_SAVED = (
 AGAIN = "received again: what was not saved by then is lost; the same command resumes "
 AGAIN += "the last checkpoint"
 PRINT_SECONDS = 1.0  # Nobody may read what is printed.
+# Seconds in which the main thread may obey, unless it sits in C; and a second signal.
+PATIENCE, SECOND_PATIENCE = 2.0, 0.5
 # Each is called with the sentence and the exit code, the newest first.
 _CALLED: list[Callable[[str, int], object]] = []
+_ENDING: list[str] = []  # Sentences with which this process ends.
+# Each is called with the number of a signal, in the thread that `watch` starts.
+HEARERS: list[Callable[[int], object]] = []
 _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -42,6 +49,11 @@ def install() -> None:
     atexit.register(_finish)  # The first that is registered is the last to run.
 
 
+def are_installed() -> bool:
+    """True if `install` was called, and no other handler took its place."""
+    return signal.getsignal(signal.SIGTERM) is leave
+
+
 def is_free(number: int) -> bool:
     """True if a signal has Python's handler, or a command's."""
     return signal.getsignal(number) in (*_PYTHONS, leave)
@@ -50,6 +62,46 @@ def is_free(number: int) -> bool:
 def leave(number: int, _: FrameType | None, sentence: str = NOTHING_SAVED) -> None:
     """Handler that ends the process with a sentence."""
     end(f"{signal.Signals(number).name} {sentence}", EXIT_CODES[number])
+
+
+# Why: docs/decisions/storage.md#watcher
+def watch() -> None:
+    """Starts a thread that hears signals also while the main thread sits in C.
+
+    It ends a command whose handler does not run. Call it in the main thread. Where an
+    event loop hears signals in the same way, nothing is done.
+    """
+    if HEARERS:
+        return
+    source, target = os.pipe()
+    os.set_blocking(target, False)
+    previous = signal.set_wakeup_fd(target, warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+        return os.close(source) or os.close(target)
+    HEARERS.append(_end_late)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _thread.start_new_thread(_hear, (source,))
+
+
+def _hear(source: int) -> None:
+    while numbers := os.read(source, 1):
+        for call in [*HEARERS]:
+            call(numbers[0])
+
+
+def _end_late(number: int) -> None:
+    """Ends a command, unless its main thread does it meanwhile."""
+    if signal.getsignal(number) is leave:
+        time.sleep(PATIENCE)
+        if signal.getsignal(number) is leave:
+            end_late(f"{signal.Signals(number).name} {NOTHING_SAVED}", number)
+
+
+def end_late(sentence: str, number: int) -> None:
+    """Ends this process for a signal, unless another thread does."""
+    if not _ENDING:
+        end(sentence, EXIT_CODES[number])
 
 
 def be_quiet() -> None:
@@ -67,6 +119,7 @@ def _leave_quietly(number: int, _: FrameType | None) -> None:
 def end(sentence: str, code: int) -> None:
     """Ends this process at once: says why, and calls what `called` registered."""
     try:
+        _ENDING.append(sentence)
         called, _CALLED[:] = _CALLED[::-1], []  # A second signal does not wait.
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [2], [], PRINT_SECONDS)[1]:

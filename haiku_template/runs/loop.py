@@ -89,7 +89,7 @@ def train(
       profile: traces the steps after the first number, up to the second.
       writers: each maps (workdir, first step) to a function of (step, metrics), whose
         errors are warnings.
-      hooks: each is called with every `Event`; its errors end the run.
+      hooks: each is called with every `Event`; its errors end the run, saved.
       stop_when: called after each evaluation, and on resume, with the lines of
         metrics.jsonl so far; ends the run if True, as `early_stop` does.
 
@@ -186,25 +186,43 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool]
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs steps `start + 1` to `stop`, or fewer; returns the last one, too."""
+        """Runs steps `start + 1` to `stop`, or fewer; returns the last one, too.
+
+        Raises an error of the data, an evaluation or a hook once the steps before it
+        are saved, but for numbers that are not finite.
+        """
+        unlogged = contextlib.ExitStack()
+        save = functools.partial(self._save_latest, unlogged)
+        self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
+        with self.signals.saving(save, self.guards.unsaved):
+            return self._steps(state, start, stop, unlogged)
+
+    def _steps(
+        self,
+        state: TrainState,
+        start: int,
+        stop: int,
+        unlogged: contextlib.ExitStack,
+    ) -> tuple[TrainState, int]:
         if start and start not in self.checkpoints.evaluated:
             self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
         if 0 < start < stop and self._stops_early():
             return state, start
         ends = functools.partial(self._ends_call, start, stop)
         # A thread makes them ahead: `training/feed.py`.
-        with (
-            self.trainer.calls(start, stop, ends) as calls,
-            contextlib.ExitStack() as unlogged,
-        ):
+        with self.trainer.calls(start, stop, ends) as calls, unlogged:
             self.report.restart(start)
             for steps, arrays in calls:
                 step = steps[-1]
-                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                trace = jax.profiler.StepTraceAnnotation("train", step_num=step)
+                with self.signals.lock, trace:
                     state, scalars = self.trainer.advance(state, steps, arrays)
-                self.guards.note(steps, scalars)
+                    self.guards.note(steps, scalars)
+                    self.signals.latest = steps, state, scalars
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
+                if _due(step, self.every.log, stop):
+                    unlogged.callback(self._log, steps, scalars)
                 if self.hooks:  # Then calls are of one step each.
                     self._tell("step", step, state, scalars.first())
                 first = step == start + 1
@@ -213,6 +231,7 @@ class _Run(NamedTuple):
                     self.trainer.devices.wait(scalars)
                     if first:
                         self.guards.agree(state)
+                    unlogged.close()
                     if self._between(steps, stop, state, scalars):
                         return state, step
                     if first:  # Checked and waited for: not throughput.
@@ -220,7 +239,6 @@ class _Run(NamedTuple):
                 # Why: docs/decisions/training.md#late-lines
                 elif _due(step, self.every.log, stop):
                     self.guards.collect()
-                    unlogged.callback(self._log, steps, scalars)
         return state, stop
 
     def _ends_call(self, start: int, last: int, step: int) -> bool:
@@ -234,29 +252,17 @@ class _Run(NamedTuple):
     def _between(
         self, steps: range, last: int, state: TrainState, scalars: Any
     ) -> bool:
-        """Reports, evaluates and saves, if due; True ends the run early.
-
-        Saves before it raises, for a signal or an error of the evaluation, but not if
-        a number is not finite.
-        """
+        """Evaluates and saves, if due; True ends the run early."""
         step = steps[-1]
-        if _due(step, self.every.log, last):
-            self._log(steps, scalars)
         with self.report.paused():
-            try:
-                metrics = self._evaluate(step, state, last)
-                early = metrics is not None and step < last and self._stops_early()
-            except self.guards.unsaved:
-                raise
-            except Exception:
-                self._save(steps, state, scalars, None)
-                self.checkpoints.wait()
-                raise
+            metrics = self._evaluate(step, state, last)
+            early = metrics is not None and step < last and self._stops_early()
             stopping = self.signals.received is not None and step < last
             if early or stopping or _due(step, self.every.save, last):
                 self._save(steps, state, scalars, metrics)
             if stopping:
-                self.checkpoints.wait()
+                with self.signals.lock:
+                    self.checkpoints.wait()
                 raise self.signals.error(step)
         if self.report.due(step):
             self.report.profile(step)
@@ -303,13 +309,41 @@ class _Run(NamedTuple):
 
         A save that fails is a warning, and an error when it is waited for.
         """
-        step = steps[-1]
+        with self.signals.lock:
+            is_saving = self._begin_save(steps, state, scalars, metrics)
+        if is_saving:
+            self._tell("save", steps[-1], state, metrics)
+
+    def _begin_save(
+        self,
+        steps: range,
+        state: TrainState,
+        scalars: Any,
+        metrics: dict[str, float] | None,
+    ) -> bool:
         self.guards.before_save(steps, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
-            is_saving = self.checkpoints.save(step, state.saved(), metrics)
+            is_saving = self.checkpoints.save(steps[-1], state.saved(), metrics)
         if is_saving:
-            workdirs.mark_saved(self.workdir, step)
-            self._tell("save", step, state, metrics)
+            workdirs.mark_saved(self.workdir, steps[-1])
+        return is_saving
+
+    def _save_latest(self, unlogged: contextlib.ExitStack) -> int | None:
+        """Saves what the last call made; returns its step, None if there was none.
+
+        Tells no hook, which may be what blocks or has failed.
+        """
+        with self.signals.lock:
+            if self.signals.latest is None:
+                return None
+            steps, state, scalars = self.signals.latest
+            leaves = jax.tree.leaves(state)
+            if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
+                return None  # Donated to a call that failed.
+            self._begin_save(steps, state, scalars, None)
+            self.checkpoints.wait()
+            unlogged.close()
+            return steps[-1]
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

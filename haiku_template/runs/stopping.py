@@ -1,17 +1,32 @@
 """Signals that stop a run once its state is saved."""
 
+import contextlib
+import logging
+import math
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from jax.experimental import multihost_utils
 
 from haiku_template import signals
-from haiku_template.errors import Interrupted
+from haiku_template.errors import Interrupted, StorageError
+
+logger = logging.getLogger(__name__)
 
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
+# Seconds from a signal to a forced end: so many, and those to write the state at so
+# many bytes a second, or this multiple of the longest call of the run so far.
+FORCE_SECONDS, WRITTEN_BYTES, LONGEST = 20.0, 20e6, 3.0
+TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
+LATE = (
+    "received, and the run did not end within {:.0f} s: what was not saved by then is "
+    "lost; the same command resumes the last checkpoint"
+)
 
 
 def _leave_to_the_run() -> None:
@@ -37,6 +52,11 @@ class StopSignals:
     they are ignored, as by nohup, or a script handles them. A second SIGINT is for the
     handler from before: a command ends at once, Python raises KeyboardInterrupt.
     Outside the main thread, where Python allows no handlers, all are left alone.
+
+    Where the loop does not obey, as something blocks, a thread calls `save`, which
+    returns the step that is saved, or None, and ends the process. It does not where
+    `save` is None, at the end of a run. `lock` is held while the state changes or is
+    saved. A second signal, and a deadline, end the process as it is.
     """
 
     def __init__(self, several: bool = False) -> None:
@@ -45,6 +65,11 @@ class StopSignals:
         self._noted: signal.Signals | None = None
         self._calls = 0
         self._previous: dict[signal.Signals, object] = {}
+        self.save: Callable[[], int | None] | None = lambda: None
+        self.lock, self.bytes = threading.RLock(), 0  # Of the state.
+        self.latest: Any = None  # Steps, state and scalars of the last call.
+        self._timers, self._is_open = [], False
+        self._first = self._called = self._longest = 0.0  # Seconds.
 
     def __enter__(self) -> "StopSignals":
         return self
@@ -58,10 +83,82 @@ class StopSignals:
             is_free = number in OBEYED or signals.is_free(number)
             if is_free and not is_jax:
                 self._previous[number] = signal.signal(number, self._note)
+        if not self._several:  # Else processes stop after the same step.
+            signals.watch()
+            self._is_open = True
+            signals.HEARERS.append(self._hear)
 
     def __exit__(self, *_: object) -> None:
+        if self._is_open:
+            signals.HEARERS.remove(self._hear)
+        with self.lock:  # A thread that saves ends the process.
+            self.save, self._is_open = None, False
+            for timer in self._timers:
+                timer.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def saving(
+        self, save: Callable[[], int | None], unsaved: type[Exception]
+    ) -> Iterator[None]:
+        """Context of the loop: calls `save` before an error, but not an `unsaved` one.
+
+        So does the thread that obeys in place of the loop.
+        """
+        self.save = save
+        try:
+            yield
+        except (unsaved, StorageError, Interrupted):
+            raise
+        except Exception:
+            with _warned():
+                save()
+            raise
+        finally:
+            with self.lock:
+                self.save = None
+
+    # Why: docs/decisions/storage.md#watcher
+    def _hear(self, number: int) -> None:
+        """Starts the timers that end a run, or ends it for a second signal."""
+        if self._previous.get(number) not in (signals.leave, signal.SIG_DFL):
+            return  # A script's own handler, or Python's, is for the second one.
+        now = time.monotonic()
+        if not self._timers:
+            seconds = max(FORCE_SECONDS, LONGEST * self._longest)
+            seconds, self._first = seconds + self.bytes / WRITTEN_BYTES, now
+            self._start_timer(signals.PATIENCE, self._rescue, number)
+            self._start_timer(seconds, self._force, number, LATE.format(seconds))
+        elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
+            seconds = signals.SECOND_PATIENCE
+            self._start_timer(seconds, self._force, number, signals.AGAIN)
+
+    def _start_timer(self, seconds: float, call: Callable, *args: Any) -> None:
+        timer = threading.Timer(seconds, call, args)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _rescue(self, number: int) -> None:
+        """Saves in place of the loop, which is blocked, and ends the process."""
+        with self.lock:
+            if self.save is None:
+                return
+            self.received, code = signal.Signals(number), signals.EXIT_CODES[number]
+            try:
+                step = self.save()
+                sentence = f"{self.received.name} {signals.NOTHING_SAVED}"
+                if step is not None:
+                    sentence = str(self.error(step))
+            except Exception as error:
+                sentence = f"{self.received.name} received: {error}"
+                code = getattr(error, "exit_code", code)
+            signals.end(sentence, code)
+
+    def _force(self, number: int, sentence: str) -> None:
+        if self._is_open:
+            signals.end_late(f"{signal.Signals(number).name} {sentence}", number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted is not None and number == signal.SIGINT:
@@ -75,6 +172,8 @@ class StopSignals:
     def due(self) -> bool:
         """True once a signal came; in several processes, at a call common to all."""
         self._calls += 1  # Not steps, of which a resumed run has passed the first.
+        now, before = time.monotonic(), self._called or math.inf
+        self._called, self._longest = now, max(self._longest, now - before)
         if self._several and multihost_utils.reached_preemption_sync_point(self._calls):
             self.received = self._noted or signal.SIGTERM
         return self.received is not None
@@ -86,6 +185,15 @@ class StopSignals:
             "command resumes it",
             signals.EXIT_CODES[self.received],
         )
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Context whose storage error is a warning, beside the error on its way."""
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("%s", error)
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:

@@ -102,7 +102,7 @@ class Checkpoints:
         return {*newest, *self.best_first(metrics)[: self._keep_best]}
 
     def __enter__(self) -> "Checkpoints":
-        self._stack.enter_context(failures.muted())
+        self._errors = self._stack.enter_context(failures.muted())
         return self
 
     def __exit__(self, _: object, first: BaseException | None, *__: object) -> None:
@@ -239,6 +239,7 @@ class Checkpoints:
     def _discard(self, error: StorageError) -> None:
         """Removes what is left of the save that failed, so that another can begin."""
         step, self._saving, self._failures.error = self._saving, None, error
+        self._errors.append(error)
         is_ready = False
         while not is_ready:  # Orbax has an error for each of its files.
             with contextlib.suppress(Exception):

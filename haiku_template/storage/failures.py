@@ -86,18 +86,22 @@ def cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def muted() -> Iterator[None]:
-    """Context in which Orbax's threads print nothing of a save that fails."""
+def muted() -> Iterator[list[StorageError]]:
+    """Context in which Orbax's threads print nothing of a save that fails.
+
+    Some do later: if there is an error in the list, the hook stays.
+    """
     # Why: docs/decisions/storage.md#failed-saves
     absl, hook = logging.getLogger("absl"), sys.unraisablehook
     absl.addFilter(_is_foreign)
     sys.unraisablehook = own = functools.partial(report_unabandoned, hook)
+    errors: list[StorageError] = []
     try:
-        yield
+        yield errors
     finally:
-        if sys.unraisablehook is own:  # Nothing was found damaged.
-            sys.unraisablehook = hook
         absl.removeFilter(_is_foreign)
+        if sys.unraisablehook is own and not errors:  # Nothing was found damaged.
+            sys.unraisablehook = hook
 
 
 def _is_foreign(record: logging.LogRecord) -> bool:
