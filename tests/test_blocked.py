@@ -101,12 +101,13 @@ def get_config():
 """
 
 
-def start(folder, name, where="", how=""):
+def start(folder, name, where="", how="", command="train", arguments=None):
+    train_flags = ["--config=blocked.py", f"--workdir={folder / name}"]
     env = {"PYTHONPATH": f"{folder}:{UNDRAWN}", "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "haiku_template.train", "--config=blocked.py"),
-            f"--workdir={folder / name}",
+            *(sys.executable, "-m", f"haiku_template.{command}"),
+            *(arguments or train_flags),
         ],
         text=True,
         cwd=folder,
@@ -238,3 +239,20 @@ def test_an_error_of_others_code_is_raised_once_the_last_state_is_saved(
     train(trainer(), workdir=tmp_path / "run", **options)
     assert digest(tmp_path / "run") == digest(tmp_path / "plain")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_other_commands_end_where_their_data_blocks_and_leave_no_half_file(
+    folder, command
+):
+    """C13: in C, where no handler of Python runs."""
+    (folder / "reached").unlink(missing_ok=True)
+    flags = ["--output=new.npz"] if command == "predict" else []
+    arguments = [f"--workdir={folder / 'plain'}", "--trust=.", *flags]
+    process = start(folder, "plain", "evaluation", "in C", command, arguments)
+    reach(folder, process)
+    process.terminate()
+    code, errors = ended(process, 40)
+    assert code == 75 and errors.count("error: SIGTERM received while") == 1, errors
+    assert not list(folder.glob("*new*"))

@@ -258,12 +258,16 @@ class _Run(NamedTuple):
             metrics = self._evaluate(step, state, last)
             early = metrics is not None and step < last and self._stops_early()
             stopping = self.signals.received is not None and step < last
-            if early or stopping or _due(step, self.every.save, last):
-                self._save(steps, state, scalars, metrics)
             if stopping:
                 with self.signals.lock:
+                    self._begin_save(steps, state, scalars, metrics)
                     self.checkpoints.wait()
+                    self.signals.save = None
+                self._tell("save", step, state, metrics)
                 raise self.signals.error(step)
+            if early or _due(step, self.every.save, last):
+                self._save(steps, state, scalars, metrics)
+        self.signals.restart()
         if self.report.due(step):
             self.report.profile(step)
         return early

@@ -19,9 +19,9 @@ from haiku_template.errors import Interrupted, StorageError
 logger = logging.getLogger(__name__)
 
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
-# Seconds from a signal to a forced end: so many, and those to write the state at so
-# many bytes a second, or this multiple of the longest call of the run so far.
-FORCE_SECONDS, WRITTEN_BYTES, LONGEST = 20.0, 20e6, 3.0
+# Seconds from a signal to a forced end: so many, or some of the longest calls so far,
+# and those to write the state at so many bytes a second.
+FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 LATE = (
     "received, and the run did not end within {:.0f} s: what was not saved by then is "
@@ -69,7 +69,8 @@ class StopSignals:
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
         self._timers, self._is_open = [], False
-        self._first = self._called = self._longest = 0.0  # Seconds.
+        # Seconds: of the first signal, the last call, and the longest one.
+        self._first, self._called, self._longest = 0.0, math.inf, 0.0
 
     def __enter__(self) -> "StopSignals":
         return self
@@ -126,9 +127,9 @@ class StopSignals:
             return  # A script's own handler, or Python's, is for the second one.
         now = time.monotonic()
         if not self._timers:
-            seconds = max(FORCE_SECONDS, LONGEST * self._longest)
-            seconds, self._first = seconds + self.bytes / WRITTEN_BYTES, now
-            self._start_timer(signals.PATIENCE, self._rescue, number)
+            calls, self._first = CALLS * self._longest, now
+            self._start_timer(max(signals.PATIENCE, calls), self._rescue, number)
+            seconds = max(FORCE_SECONDS, 2 * calls) + self.bytes / WRITTEN_BYTES
             self._start_timer(seconds, self._force, number, LATE.format(seconds))
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
             seconds = signals.SECOND_PATIENCE
@@ -172,11 +173,15 @@ class StopSignals:
     def due(self) -> bool:
         """True once a signal came; in several processes, at a call common to all."""
         self._calls += 1  # Not steps, of which a resumed run has passed the first.
-        now, before = time.monotonic(), self._called or math.inf
-        self._called, self._longest = now, max(self._longest, now - before)
+        now = time.monotonic()
+        self._longest, self._called = max(self._longest, now - self._called), now
         if self._several and multihost_utils.reached_preemption_sync_point(self._calls):
             self.received = self._noted or signal.SIGTERM
         return self.received is not None
+
+    def restart(self) -> None:
+        """Begins a call, which the evaluation and the save before it are no part of."""
+        self._called = time.monotonic()
 
     def error(self, step: int) -> Interrupted:
         """Makes the error to raise once `step` is saved."""

@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -225,6 +226,24 @@ def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path, first, steps):
     assert saved_steps(tmp_path / "checkpoints") == steps
     train(trainer(), workdir=tmp_path, **SAVES)
     assert saved_steps(tmp_path / "checkpoints")[-1] == 12
+
+
+def test_a_save_for_a_signal_that_fails_ends_the_run_with_an_error(tmp_path):
+    """C12: at once, and not after three."""
+    limit = within(lambda: small_files(10_000), 4, 13)
+
+    def hook(event):
+        limit(event)
+        if (event.what, event.step) == ("step", 5):
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        with pytest.raises(StorageError, match="step 5 could not be saved") as caught:
+            train(trainer(), workdir=tmp_path, hooks=[hook], **SAVES)
+    finally:
+        limit(Event("step", 13, None, None))
+    assert caught.value.exit_code == 74
+    assert saved_steps(tmp_path / "checkpoints") == [3]
 
 
 LIMITED = """
