@@ -29,6 +29,7 @@ NAMED = {
 # Keyword arguments of the loop.
 LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode", "max_failed_saves")
+LOOP_KEYS += ("max_consecutive_nonfinite",)
 # A resumed run may change these keys, which do not change its mathematics, but for a
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
@@ -71,6 +72,7 @@ def default_config() -> config_dict.ConfigDict:
     config.keep_best = 1  # Checkpoints, the best of those that were evaluated.
     config.best_metric = "eval/loss"  # Ranks checkpoints.
     config.best_mode = "min"  # Or max.
+    config.max_consecutive_nonfinite = 1  # Steps, which end the run; fewer are skipped.
     config.max_failed_saves = 3  # In a row, which end the run; fewer are warnings.
 
     config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
@@ -329,7 +331,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 RANGES = (
     (
         "num_steps batch_size accumulate_steps steps_per_call log_every eval_every "
-        "save_every keep_last max_failed_saves early_stop.patience",
+        "save_every keep_last max_failed_saves max_consecutive_nonfinite "
+        "early_stop.patience",
         lambda value: 1 <= value < 2**31,  # A step is an int32.
         "1 or more, up to 2**31 - 1",
     ),

@@ -1,15 +1,15 @@
 """Guards of a run's numbers: non-finite values, replicas that differ."""
 
+import contextlib
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_template.data import without_workers
 from haiku_template.devices import (
     DeviceManager,
     check_processes,
@@ -22,12 +22,16 @@ from haiku_template.errors import NonFiniteError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
 from haiku_template.runs.outliers import GradientNorms, blame
+from haiku_template.runs.scalars import LOSS, NORM, SCALE, StepScalars
+from haiku_template.storage import Checkpoints
+from haiku_template.training.state import SKIPPED
+from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 3  # Leaves in a message.
-SCALED = {"grad_norm", "loss", "loss_scale"}  # Scalars of float16's steps.
-UNCHECKED = 1000  # Steps whose scalars are kept until one of them is checked.
+SCALED = {NORM, LOSS, SCALE}  # Scalars of float16's steps.
+SUSPECTS = 100  # Steps that are remembered for their batches.
 EVALUATION = "the state is finite, so look at the data to evaluate on (its labels and "
 EVALUATION += "weights are 0 or more) and at the model"
 IGNORED = (
@@ -80,6 +84,15 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
     return ""
 
 
+def remade(trainer: Trainer, state: Any, step: int) -> Any:
+    """Makes a step again, without guards: gives its state. `state` is donated."""
+    if trainer.feed.staged is None:
+        batch = without_workers(trainer.experiment.data.train).batch(step - 1)
+        return trainer.step(state, trainer.devices.shard(batch))[0]
+    with trainer.batches(step - 1, step) as batches:
+        return trainer.step(state, next(batches))[0]
+
+
 def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteError:
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
@@ -95,39 +108,41 @@ def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteErro
 class Guards:
     """Watches over a run's numbers: no checkpoint gets a NaN or a new infinity.
 
-    Leaves that are infinite in the first state may stay so. `latest` tells the step of
-    the newest checkpoint, None without any.
+    `most` steps in a row whose loss is not finite are an error; where calls skip steps,
+    fewer are warnings, but for the first of the run. Leaves that are infinite in the
+    first state may stay so.
     """
 
     def __init__(
         self,
-        devices: DeviceManager,
-        train: Any,
+        trainer: Trainer,
         state: Any,
-        latest: Callable[[], int | None],
+        checkpoints: Checkpoints,
+        most: int = 1,
     ) -> None:
-        self._devices, self._train, self._latest = devices, train, latest
-        self._from_start = faulty_leaves(devices, state)
-        self._unchecked: deque[tuple[range, Scalars]] = deque()
-        self._norms = GradientNorms(devices, train)
-        self.collect = self._norms.collect
-        self._counted, self._skipped = 0, 0  # Last step that was; float16's.
+        self._trainer, self._devices = trainer, trainer.devices
+        self._train = trainer.experiment.data.train
+        self._checkpoints, self._most = checkpoints, most
+        self._from_start = faulty_leaves(self._devices, state)
+        self._norms = GradientNorms(self._devices, self._train)
+        self._scalars = StepScalars(self._devices, self._read)
+        self.collect = self._scalars.collect
+        self._skipped = 0  # Steps since this start.
+        self._streak: list[int] = []  # Of them in a row, but for float16's own.
+        self._suspects: list[int] = []  # Steps since a save that may be in the state.
         self._agreed = False
         # Errors after which nothing is saved: another process may be a step ahead.
-        self.unsaved = Exception if devices.processes.count > 1 else NonFiniteError
+        several = self._devices.processes.count > 1
+        self.unsaved = Exception if several else NonFiniteError
 
-    def note(self, steps: range, scalars: Scalars) -> None:
-        """Keeps the scalars of a call's steps on their devices, unchecked."""
-        self._unchecked.append((steps, scalars))
-        self._norms.note(steps, scalars)
-        if scalars.keys() >= SCALED and steps[-1] - self._counted >= UNCHECKED:
-            self._count_skipped(steps[-1])
-        while steps[-1] - self._unchecked[0][0][-1] >= UNCHECKED:
-            self._unchecked.popleft()
+    def note(self, steps: range, scalars: Scalars, state: Any) -> None:
+        """Keeps the scalars of a call's steps on their devices, unread."""
+        self._state = state
+        self._scalars.note(steps, scalars)
 
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
-        self._check_copies(state, (state, self._unchecked[-1][1].first()))
+        self._check_copies(state, (state, self._scalars.pending[-1][1].first()))
         self._agreed = True
         self.collect()  # Compiled before the throughput is measured.
 
@@ -137,97 +152,125 @@ class Guards:
             check_processes(self._devices.processes, common, agreed=self._agreed)
 
     def finite(self, steps: range, scalars: Scalars) -> dict[str, float]:
-        """Fetches a call's last scalars; raises `NonFiniteError` for an infinite loss.
+        """Fetches a call's last scalars; raises `NonFiniteError` as of any step before.
 
-        With a loss scale, of all steps so far: those that were skipped are counted, as
-        `skipped_steps`, and a scale of 1 is no cause to skip.
+        Steps that were skipped so far are counted, as `skipped_steps`.
         """
         columns = self._devices.fetch(scalars)
+        self._scalars.look(steps[-1])
         values = {k: float(x[len(steps) - 1]) for k, x in columns.items()}
-        if values.keys() >= SCALED:
-            self._count_skipped(steps[-1])
-            values["skipped_steps"] = float(self._skipped)
-        elif not np.isfinite(columns["loss"][: len(steps)]).all():
-            step = next(self._faulty_steps("loss"), steps[-1])
-            fault = f"the loss of step {step} is infinite or NaN"
-            raise non_finite(fault, self._latest(), self._blame())
-        self._norms.look(steps[-1])
+        values.pop(SKIPPED, None)
+        if self._skipped or values.keys() >= SCALED:
+            values[SKIPPED] = float(self._skipped)
         return values
 
     # Why: docs/decisions/training.md#skipped-steps
-    def _count_skipped(self, last: int) -> None:
-        uncounted = range(self._counted + 1, last + 1)
-        for step, values in self._each_step(*sorted(SCALED), within=uncounted):
-            norm, loss, scale = values
-            if math.isfinite(norm) and math.isfinite(loss):
-                continue
-            if math.isfinite(norm) or scale <= 1:
-                fault = f"the loss of step {step} is infinite or NaN"
-                fault += f" with a loss scale of {scale:g}"
-                raise non_finite(fault, self._latest(), self._blame())
+    def _read(self, step: int, values: dict[str, float]) -> None:
+        """Takes the scalars of the next step."""
+        norm, is_scaled = values.get(NORM, 0.0), values.keys() >= SCALED
+        if all(map(math.isfinite, values.values())) and not values.get(SKIPPED):
+            self._streak = []
+            self._norms.read(step, norm)
+        elif is_scaled and values[SCALE] > 1 and not math.isfinite(norm):
+            self._skipped += 1  # A smaller scale mends it.
+        elif math.isfinite(values[LOSS]) and not is_scaled and SKIPPED not in values:
+            self._norms.read(step, norm)  # The state is checked before a save.
+            self._suspects = [*self._suspects[: SUSPECTS - 1], step]
+        else:
+            self._streak.append(step)
+            if SKIPPED not in values or step == 1 or len(self._streak) >= self._most:
+                self._end(values)
             self._skipped += 1
-        self._counted = last
+            self._warn(step, values)
+
+    def _warn(self, step: int, values: dict[str, float]) -> None:
+        logger.warning(
+            "step %d is skipped, as its %s is infinite or NaN, and the state stays as "
+            "after step %d: %s; the run ends after %d in a row",
+            step,
+            _subject(values),
+            step - 1,
+            self._cause(step),
+            self._most,
+        )
+
+    def _cause(self, step: int) -> str:
+        if getattr(self._train, "once", False):
+            return "its batch cannot be read again"
+        process = self._devices.processes.name
+        return self._blame([step]) or f"no value of its batch{process} stands out"
+
+    def _end(self, values: dict[str, float]) -> None:
+        """Raises the error of steps in a row; `values` are those of the last."""
+        first, *further = self._streak
+        steps = f"{first} (and of the {len(further)} after it)" if further else first
+        fault = f"the {_subject(values)} of step {steps} is infinite or NaN"
+        if values.keys() >= SCALED:
+            fault += f" with a loss scale of {values[SCALE]:g}"
+        if SKIPPED in values:
+            self._check(self._streak[-1], self._state)
+            if math.isfinite(values[LOSS]) and (names := self._leaves_of(first)):
+                fault = f"the state after step {steps} is infinite or NaN in {names}"
+        raise non_finite(fault, self._checkpoints.latest, self._blame(self._streak))
+
+    def _leaves_of(self, step: int) -> str:
+        """Makes a skipped step again, in a copy of the state; names faulty leaves."""
+        if self._devices.processes.count > 1:  # One alone would wait for the others.
+            return ""
+        with contextlib.suppress(Exception), self._devices.implicit_transfers():
+            state = jax.tree.map(jnp.copy, self._state)
+            state = state._replace(step=jnp.full_like(state.step, step - 1))
+            return self._faults(remade(self._trainer, state, step))
+        return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
         """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state)
             fault = f"the evaluation's loss after step {step} is infinite or NaN"
-            raise non_finite(fault, self._latest(), EVALUATION)
+            raise non_finite(fault, self._checkpoints.latest, EVALUATION)
 
     # Why: docs/decisions/training.md#checked-state
     def before_save(self, steps: range, scalars: Scalars, state: Any) -> None:
-        """Asserts that scalars and the whole state are finite, and replicas equal.
+        """Asserts that the whole state is finite, and replicas equal.
 
         Raises:
-          NonFiniteError: a number is not finite.
+          NonFiniteError: a number is not finite, or of too many steps.
           ReplicaError: a leaf differs between devices.
         """
         self.finite(steps, scalars)
         self._check(steps[-1], state)
-        self._unchecked.clear()
+        self._suspects = []
 
     def _check(self, step: int, state: Any) -> None:
         self._check_copies(state, state)
-        faults = {
-            name: kind
+        if names := self._faults(state):
+            fault = f"the state after step {step} is infinite or NaN in {names}"
+            raise non_finite(fault, self._checkpoints.latest, self._blame([]))
+
+    def _faults(self, state: Any) -> str:
+        """Names leaves that are not finite, but for those infinite from the start."""
+        faults = [
+            f"{name} ({kind})"
             for name, kind in faulty_leaves(self._devices, state).items()
             if kind == "NaN" or self._from_start.get(name) != kind
-        }
-        if faults:
-            names = ", ".join(f"{k} ({v})" for k, v in list(faults.items())[:SHOWN])
-            names += f" and {len(faults) - SHOWN} more" * (len(faults) > SHOWN)
-            fault = f"the state after step {step} is infinite or NaN in {names}"
-            raise non_finite(fault, self._latest(), self._blame())
+        ]
+        more = f" and {len(faults) - SHOWN} more" * (len(faults) > SHOWN)
+        return ", ".join(faults[:SHOWN]) + more
 
-    def _faulty_steps(self, *names: str) -> Iterator[int]:
-        """Yields the unchecked steps at which a scalar of these is not finite."""
-        for step, values in self._each_step(*names):
-            if not all(map(math.isfinite, values)):
-                yield step
-
-    def _each_step(
-        self, *names: str, within: range | None = None
-    ) -> Iterator[tuple[int, list[float]]]:
-        """Yields the unchecked steps, and those of these scalars that there are.
-
-        Calls end where steps are looked at: `within` has all steps of a call, or none,
-        and of others nothing is fetched, as they may still run.
-        """
-        for steps, scalars in self._unchecked:
-            if within is not None and steps[-1] not in within:
-                continue
-            values = self._devices.fetch(scalars)
-            columns = [values[name] for name in names if name in values]
-            yield from zip(steps, zip(*columns, strict=True), strict=False)
-
-    def _blame(self) -> str:
-        """Searches the batches since the last save for the cause."""
-        steps = self._faulty_steps("loss", "grad_norm")
+    def _blame(self, steps: list[int]) -> str:
+        """Searches the batches of suspects and of these steps for the cause."""
         causes = (blame, below_zero)
         sentences = (
             cause(self._devices, self._train, step)
-            for step in steps
+            for step in [*self._suspects, *steps]
             for cause in causes
         )
         return next(filter(None, sentences), "")
+
+
+def _subject(values: dict[str, float]) -> str:
+    if not math.isfinite(values[LOSS]):
+        return LOSS
+    is_finite = math.isfinite(values.get(NORM, 0.0))
+    return "network state" if is_finite else "gradient's norm"

@@ -69,6 +69,7 @@ def train(
     best_metric: str = "eval/loss",
     best_mode: str = "min",
     max_failed_saves: int = 3,
+    max_consecutive_nonfinite: int = 1,
     config: dict[str, Any] | None = None,
     memory_limit: int | None = None,
     profile: tuple[int, int] | None = None,
@@ -101,6 +102,7 @@ def train(
       PlacementError: a part of the state is not averaged over devices.
       ReplicaError: a part of the state came to differ between devices.
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
+        Fewer than `max_consecutive_nonfinite` such steps in a row are skipped.
       Interrupted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 came; the state is saved.
     """
     directory, devices = workdirs.own(workdir), trainer.devices
@@ -108,6 +110,7 @@ def train(
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
+    trainer = trainer.with_skips(max_consecutive_nonfinite > 1)
     trainer = settle(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
@@ -134,8 +137,7 @@ def train(
             workdirs.update_config(directory, config)
         report.print(*first_lines(trainer, state, directory, start), budget.table())
         trainer.compile()
-        data = trainer.experiment.data
-        guards = Guards(devices, data.train, state, lambda: checkpoints.latest)
+        guards = Guards(trainer, state, checkpoints, max_consecutive_nonfinite)
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
         run = _Run(
@@ -217,7 +219,7 @@ class _Run(NamedTuple):
                 trace = jax.profiler.StepTraceAnnotation("train", step_num=step)
                 with self.signals.lock, trace:
                     state, scalars = self.trainer.advance(state, steps, arrays)
-                    self.guards.note(steps, scalars)
+                    self.guards.note(steps, scalars, state)
                     self.signals.latest = steps, state, scalars
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)

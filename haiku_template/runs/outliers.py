@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.devices import DeviceManager, device_name
-from haiku_template.devices.compiled import Scalars
-from haiku_template.devices.transfer import first_copy
 from haiku_template.params import leaves_by_path
 
 logger = logging.getLogger(__name__)
@@ -22,14 +18,7 @@ logger = logging.getLogger(__name__)
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))
 # Of a usual norm, or value. Why: docs/decisions/training.md#outliers
 FACTOR = 100.0
-NORM = "grad_norm"
 GROUP = 16  # Steps of which a median is taken.
-PENDING = 256  # Steps whose norms stay on their devices, unread.
-
-
-@jax.jit
-def _stacked(calls: list[Scalars]) -> jax.Array:
-    return jnp.stack([scalars[NORM] for scalars in calls])
 
 
 def blame(
@@ -76,7 +65,6 @@ def _median(norms: list[float]) -> float:
 class GradientNorms:
     """Watches over the norms of all steps' gradients, also between two logs.
 
-    They stay on their devices until `look`, or `PENDING` steps later: no step waits.
     The first that is more than `FACTOR` times a usual norm is a warning, the only one.
     Usual is the largest median of `GROUP` steps before, so that a model which has
     learned its data may still meet a hard example.
@@ -84,68 +72,26 @@ class GradientNorms:
 
     def __init__(self, devices: DeviceManager, train: Any) -> None:
         self._devices, self._train = devices, train
-        self.pending: list[tuple[range, Scalars]] = []
-        self._stacks: list[tuple[list[range], jax.Array]] = []
         self._usual, self._warned = 0.0, False
         self._group: list[tuple[int, float]] = []
-        self._scaled = False  # Then steps of infinite gradients are skipped.
 
-    def note(self, steps: range, scalars: Scalars) -> None:
-        """Keeps the scalars of a call's steps, unread."""
-        if NORM in scalars and not self._warned:
-            self.pending.append((steps, scalars))
-            self._scaled = "loss_scale" in scalars
-            if steps[-1] - self.pending[0][0][0] >= PENDING:
-                for stack in self._stacks:
-                    self._read(*stack)
-                self._stacks = []
-                self.collect()
-
-    def collect(self) -> None:
-        """Stacks the norms so far on their devices, in front of the steps to come.
-
-        A copy to the host for each would take longer than a small step.
-        """
-        if not self.pending:
+    def read(self, step: int, norm: float) -> None:
+        """Takes the norm of the next step; warns of an outlier."""
+        if self._warned:
             return
-        calls, scalars = zip(*self.pending, strict=True)
-        tables = jax.tree.map(first_copy, list(scalars))
-        tables += tables[-1:] * (-len(tables) % GROUP)  # Few shapes, few programs.
-        self._stacks.append((list(calls), _stacked(tables)))
-        self.pending = []
-
-    def look(self, last: int) -> None:
-        """Reads the norms of calls up to that of step `last`; warns of an outlier."""
-        if self.pending and self.pending[0][0][-1] <= last:
-            self.collect()
-        while self._stacks and self._stacks[0][0][-1][-1] <= last:
-            self._read(*self._stacks.pop(0))
-
-    def _read(self, calls: list[range], stack: jax.Array) -> None:
-        norms = self._devices.fetch(stack).tolist()
-        each_step = (
-            pair
-            for steps, row in zip(calls, norms, strict=False)
-            for pair in zip(steps, np.reshape(row, -1).tolist(), strict=False)
-        )
-        for step, norm in each_step:
-            self._group.append((step, norm))
-            new, full = self._group[-1:], len(self._group) == GROUP
-            median = _median([x for _, x in self._group]) if full else 0.0
-            if not self._usual:  # The first group is measured by itself.
-                self._usual, new = median, self._group
-            self._check(new)
-            if full:
-                self._usual, self._group = max(self._usual, median), []
-
-    def _check(self, norms: list[tuple[int, float]]) -> None:
-        for step, norm in norms:
-            skipped = self._scaled and math.isinf(norm)
-            if norm > FACTOR * self._usual > 0 and not (skipped or self._warned):
+        self._group.append((step, norm))
+        new, full = self._group[-1:], len(self._group) == GROUP
+        median = _median([x for _, x in self._group]) if full else 0.0
+        if not self._usual:  # The first group is measured by itself.
+            self._usual, new = median, self._group
+        for step, norm in new:
+            if norm > FACTOR * self._usual > 0 and not self._warned:
                 self._warn(step, norm)
+        if full:
+            self._usual, self._group = max(self._usual, median), []
 
     def _warn(self, step: int, norm: float) -> None:
-        self._warned, self.pending, self._stacks = True, [], []
+        self._warned = True
         logger.warning(
             "the gradient of step %d has norm %.3g, and %.3g is usual: %s; such a step "
             "may spoil a model, and clip_norm bounds what it does. Further ones are "

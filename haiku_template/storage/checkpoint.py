@@ -336,10 +336,9 @@ class Checkpoints:
             listing = self._reader.metadata(folder)
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
-            metadata, manifest = listing.custom_metadata or {}, manifests.read(folder)
-            _check_listed(metadata, manifest, state.tree)
-        # Why: docs/decisions/storage.md#ids
-        ids = manifest or metadata
+            ids, manifest = listing.custom_metadata or {}, manifests.read(folder)
+            _check_listed(ids, manifest, state.tree)
+        # Why: docs/decisions/storage.md#run-id
         is_of_run = self._run in (None, ids.get("run"))
         if not is_of_run or ids.get("step") != step:
             raise StorageError(
@@ -638,17 +637,17 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_listed(
-    metadata: dict[str, Any], manifest: dict[str, Any] | None, saved: Any
+    ids: dict[str, Any], manifest: dict[str, Any] | None, saved: Any
 ) -> None:
     """Raises `ValueError` unless a checkpoint's lists are those of one save."""
     if manifest is None:
-        if manifests.MANIFEST in metadata:
+        if manifests.MANIFEST in ids:
             raise ValueError(f"its {manifests.MANIFEST} is missing")
         return  # Of an earlier version.
-    for name in metadata.keys() & {"run", "step"}:
-        if manifest[name] != metadata[name]:
+    for name in ("run", "step"):
+        if manifest[name] != ids.get(name):
             raise ValueError(
-                f"its metadata are of {name} {metadata[name]}, and its "
+                f"its metadata are of {name} {ids.get(name)}, and its "
                 f"{manifests.MANIFEST} is of {name} {manifest[name]}"
             )
     lines = differences(manifests.forms(manifest), flatten(_forms(saved)))

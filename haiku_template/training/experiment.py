@@ -31,7 +31,14 @@ from haiku_template.trust import check_definition
 
 PLACEMENTS = ("host", "device", "auto")
 # Fields that do not change what an experiment computes.
-PLACED = {"placement", "why_on_host", "described", "sharding", "steps_per_call"}
+PLACED = {
+    "placement",
+    "why_on_host",
+    "described",
+    "sharding",
+    "steps_per_call",
+    "skips",
+}
 STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 
@@ -49,6 +56,8 @@ class Experiment:
       reduce_dtype: dtype of the gradients' all-reduce; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
       steps_per_call: steps in one call of the devices; None for `train` to choose.
+      skips: calls of several steps leave the state as it was in each step whose loss,
+        gradient norm or network state is not finite; `train` sets it.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
       sharding: rules of the train state's `Layout`; () for replicated.
@@ -77,6 +86,7 @@ class Experiment:
     reduce_dtype: str | None = None
     accumulate_steps: int = 1
     steps_per_call: int | None = None
+    skips: bool = False
     ema_decay: float | None = None
     seed: int = 0
     sharding: tuple[tuple[str, str], ...] = ()
@@ -158,6 +168,7 @@ class Experiment:
             schedule=schedule,
             sharding=sharding_rules(config),
             placement=config.data.get("placement", "host"),
+            skips=config.max_consecutive_nonfinite > 1,
             **{key: config[key] for key in same},
             family=family,
             flops_per_token=flops,

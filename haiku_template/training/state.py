@@ -16,6 +16,7 @@ from haiku_template.training.optimizers import Schedule
 from haiku_template.training.optimizers import own_averages as own_averages
 from haiku_template.training.tasks import Task
 
+SKIPPED = "skipped_steps"  # Scalar of a step: 1 if it left the state as it was, or 0.
 Variables = tuple[hk.Params, hk.State, jax.Array]  # Params, net_state, step.
 
 

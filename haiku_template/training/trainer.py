@@ -104,7 +104,7 @@ class Trainer:
         )
         self._call = devices.compile_call(
             self.feed.indexing(functions.gradients),
-            functions.update,
+            self._skipping(functions.update),
             shardings,
             self.feed.steps_per_call,
         )
@@ -119,6 +119,20 @@ class Trainer:
             experiment = dataclasses.replace(self.experiment, steps_per_call=count)
             self._of_several[count] = experiment.trainer(self.devices)
         return self._of_several[count]
+
+    def with_skips(self, skips: bool) -> "Trainer":
+        """Makes the trainer whose calls skip steps that are not finite, or do not."""
+        if skips == self.experiment.skips:
+            return self
+        experiment = dataclasses.replace(self.experiment, skips=skips)
+        return experiment.trainer(self.devices)
+
+    def _skipping(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.experiment.skips:
+            return update
+        from haiku_template.training.skipping import skipping
+
+        return skipping(update)
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""

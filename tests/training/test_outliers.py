@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 
 import haiku as hk
 import numpy as np
@@ -13,7 +14,8 @@ from haiku_template.devices import DeviceManager
 from haiku_template.devices.compiled import Scalars, pack
 from haiku_template.errors import NonFiniteError
 from haiku_template.runs import train
-from haiku_template.runs.outliers import PENDING, GradientNorms
+from haiku_template.runs.guards import Guards
+from haiku_template.runs.scalars import PENDING
 from haiku_template.training import Experiment
 
 INPUTS = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -127,14 +129,22 @@ def test_the_batch_of_a_nan_is_found_in_data_that_go_only_forward(tmp_path):
             )
 
 
+def guards(devices):
+    """Guards of a run without parameters, the scalars of whose steps are made up."""
+    experiment = SimpleNamespace(data=Data(Set({}), None, 2))
+    made_up = SimpleNamespace(devices=devices, experiment=experiment)
+    return Guards(made_up, {}, SimpleNamespace(latest=None))
+
+
 def said(norms, caplog, look_every=50, scaled=False):
     """Steps that are warned of when these norms are those of steps 1, 2, ..."""
     caplog.clear()
-    devices = DeviceManager.create("cpu", num_devices=1)
-    watch = GradientNorms(devices, Set({}))
+    run = guards(DeviceManager.create("cpu", num_devices=1))
+    watch = run._scalars
     with caplog.at_level(logging.WARNING):
         for step, norm in enumerate(norms, 1):
             scalars = {"grad_norm": np.float32(norm), "loss_scale": np.float32(2)}
+            scalars["loss"] = np.float32(1)
             if not scaled:
                 del scalars["loss_scale"]
             watch.note(range(step, step + 1), pack(scalars))
@@ -169,20 +179,21 @@ def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_
 
 def test_tables_of_long_calls_do_not_pile_up(caplog):
     """Of `PENDING` steps they may, and not of as many calls."""
-    watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
+    watch = guards(DeviceManager.create("cpu", num_devices=1))._scalars
     for first in range(1, 20_001, 1000):
         norms = np.ones((1000, 64), np.float32)
         norms[700] = 1e6 if first == 15_001 else 1
-        scalars = Scalars((norms,), (("grad_norm",),))
+        ones = np.ones_like(norms)
+        scalars = Scalars((norms, ones), (("grad_norm",), ("loss",)))
         watch.note(range(first, first + 1000), scalars)
-        assert not watch.pending and len(watch._stacks) <= 1
+        assert not watch.pending and len(watch.stacks) <= 1
     watch.look(20_000)
     (message,) = warnings(caplog)
     assert "step 15701 has norm 1e+06" in message
 
 
 def test_a_step_of_ones_own_may_report_no_norm(caplog):
-    watch = GradientNorms(DeviceManager.create("cpu", num_devices=1), Set({}))
+    watch = guards(DeviceManager.create("cpu", num_devices=1))._scalars
     for step in range(100):
         watch.note(range(step, step + 1), pack({"loss": np.float32(1)}))
     watch.look(100)
