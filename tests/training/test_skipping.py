@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.data import Data
+from haiku_template.config import check, default_config
+from haiku_template.data import ArrayDataset, BatchSpec, Data, from_iterator
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, NonFiniteError, ReplicaError
 from haiku_template.params import leaves_by_path
@@ -288,7 +289,6 @@ def test_a_step_of_ones_own_is_skipped_by_its_loss(tmp_path, caplog):
 
 
 def test_data_that_go_only_forward_are_not_read_again(tmp_path, caplog):
-    from haiku_template.data import from_iterator
 
     def make():
         for step in range(60):
@@ -310,7 +310,6 @@ def test_a_run_that_ended_resumes_with_another_number(tmp_path):
 
 
 def test_the_number_is_checked():
-    from haiku_template.config import check, default_config
 
     config = default_config()
     config.max_consecutive_nonfinite = 0
@@ -318,3 +317,38 @@ def test_the_number_is_checked():
         ConfigError, match="max_consecutive_nonfinite=0; possible is 1 or"
     ):
         check(config)
+
+
+@pytest.mark.parametrize("rule", ["*", "opt_state/*"])
+def test_a_sharded_state_is_left_alone_too(rule):
+    made = trainer({4: np.nan}, 4, sharding=((rule, "data"),), skips=True)
+    before, _ = after(made, 3)
+    before = leaves(before)
+    skipped, scalars = after(made, 4)
+    assert scalars["skipped_steps"] == 1 and same(before, leaves(skipped))
+
+
+@pytest.mark.parametrize("log_every", [1, 4, None])
+def test_overflows_of_float16_are_none_of_them(tmp_path, caplog, log_every):
+    """Four in a row end no run whose limit is two: a smaller scale mends them."""
+    model = hk.transform(lambda x: hk.Linear(2)(jnp.square(x)))
+    made = trainer(
+        dict.fromkeys((3, 4, 5, 6), 250.0),
+        model=model,
+        precision="float16",
+        ema_decay=None,
+    )
+    run = {"num_steps": 9, "workdir": tmp_path, "log_every": log_every}
+    result = train(made, **run, max_consecutive_nonfinite=2)
+    assert not warnings(caplog)
+    assert read(tmp_path / "metrics.jsonl")[-1]["train/skipped_steps"] >= 3
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.state.params))
+
+
+def test_a_leaf_is_named_with_data_on_the_device(tmp_path):
+    """The step is made again from the staged set."""
+    data = ArrayDataset(INPUTS[0], LABELS[0], BatchSpec(8))
+    model = hk.transform(lambda x: jnp.sqrt(hk.Linear(2, w_init=jnp.zeros)(x)))
+    made = trainer(Data(data, None, 2), placement="device", model=model, ema_decay=None)
+    with pytest.raises(NonFiniteError, match=r"after step 1 is .* in \.params\["):
+        train(made, num_steps=2, workdir=tmp_path, max_consecutive_nonfinite=2)
