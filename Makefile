@@ -19,6 +19,7 @@
 # make bench-processes  the same of two processes, next to jit(shard_map)
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make bench-workers    2,000 PNGs, decoded by a thread and by two processes
+# make bench-faults     file operations of a run that fail, and kills at them (a C compiler)
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
 # make gpu-levers       options of XLA, off and on in turns, on a GPU
@@ -44,7 +45,8 @@ HERE := not long and not pretrained and not published and not cluster and not cu
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
 .PHONY: published test-published test-cluster bench bench-peers bench-against
-.PHONY: bench-processes bench-tokens bench-workers gpu-check gpu-levers new clean
+.PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
+.PHONY: gpu-levers new clean
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -133,6 +135,9 @@ bench-tokens: $(TRAINS)
 
 bench-workers: $(TRAINS)
 	$(BIN)/python -m benchmarks.workers
+
+bench-faults: $(TRAINS)
+	$(BIN)/python -m benchmarks.faults
 
 gpu-check: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check

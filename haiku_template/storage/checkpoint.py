@@ -336,9 +336,10 @@ class Checkpoints:
             listing = self._reader.metadata(folder)
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
-            ids, manifest = listing.custom_metadata or {}, manifests.read(folder)
-            _check_listed(ids, manifest, state.tree)
-        # Why: docs/decisions/storage.md#run-id
+            metadata, manifest = listing.custom_metadata or {}, manifests.read(folder)
+            _check_listed(metadata, manifest, state.tree)
+        # Why: docs/decisions/storage.md#ids
+        ids = manifest or metadata
         is_of_run = self._run in (None, ids.get("run"))
         if not is_of_run or ids.get("step") != step:
             raise StorageError(
@@ -637,17 +638,17 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_listed(
-    ids: dict[str, Any], manifest: dict[str, Any] | None, saved: Any
+    metadata: dict[str, Any], manifest: dict[str, Any] | None, saved: Any
 ) -> None:
     """Raises `ValueError` unless a checkpoint's lists are those of one save."""
     if manifest is None:
-        if manifests.MANIFEST in ids:
+        if manifests.MANIFEST in metadata:
             raise ValueError(f"its {manifests.MANIFEST} is missing")
         return  # Of an earlier version.
-    for name in ("run", "step"):
-        if manifest[name] != ids.get(name):
+    for name in metadata.keys() & {"run", "step"}:
+        if manifest[name] != metadata[name]:
             raise ValueError(
-                f"its metadata are of {name} {ids.get(name)}, and its "
+                f"its metadata are of {name} {metadata[name]}, and its "
                 f"{manifests.MANIFEST} is of {name} {manifest[name]}"
             )
     lines = differences(manifests.forms(manifest), flatten(_forms(saved)))

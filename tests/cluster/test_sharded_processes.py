@@ -108,6 +108,21 @@ def test_a_full_disk_of_one_ends_both_with_its_code(tmp_path, address, index):
         assert "step 20 could not be saved in" in words and "No space left" in words
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_damaged_share_of_one_process_is_passed_by_in_both(tmp_path, alone, process):
+    workdir = tmp_path / "run"
+    train(2, workdir, 1, **ALL)
+    step = workdir / "checkpoints/20"
+    files = step.glob(f"state/ocdbt.process_{process}/d/*")
+    file = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    train(2, workdir, 1, **ALL)
+    assert step.with_name("20.damaged").is_dir()
+    assert_same(workdir, alone)
+
+
 READS = """
 import sys
 from pathlib import Path

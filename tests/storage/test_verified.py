@@ -121,7 +121,7 @@ DAMAGE = {
     "another digest": replace_in("manifest/manifest", '"digest": "', '"digest": "0'),
     "another form": replace_in("manifest/manifest", "float32", "float16"),
     "no leaves": replace_in("manifest/manifest", "leaves", "leavez"),
-    "another id": replace_in("_CHECKPOINT_METADATA", '"run": "', '"run": "0'),
+    "another id": replace_in("manifest/manifest", '"run": "', '"run": "0'),
     "arrays of step 2": copy_state,
     "arrays and manifest of step 2": copy_state_and_manifest,
 }
@@ -145,6 +145,20 @@ def test_a_run_names_a_damaged_step_and_goes_on_from_the_one_before(
     assert {p.name for p in (folder / "4.damaged").rglob("*")} == altered
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.steps == [4, 6]
+
+
+def test_ids_that_orbax_lost_are_those_of_the_manifest(tmp_path):
+    with Checkpoints(tmp_path, run="a") as checkpoints:
+        checkpoints.save(0, TREE, None)
+    file = tmp_path / "0/_CHECKPOINT_METADATA"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"custom_metadata": {}}))
+    with Checkpoints(tmp_path, run="a") as checkpoints:
+        assert bits(checkpoints.restore(0, TREE)) == bits(TREE)
+    with (
+        Checkpoints(tmp_path, run="b") as checkpoints,
+        pytest.raises(StorageError, match="of another run"),
+    ):
+        checkpoints.restore(0, TREE)
 
 
 def test_the_leaf_is_named(tmp_path):

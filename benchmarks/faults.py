@@ -1,0 +1,265 @@
+"""What becomes of a run whose file operations fail, or that is killed at one.
+
+    python -m benchmarks.faults [--every=1] [--kills=40]
+
+A run of six steps saves three times and removes what each save replaces. A preloaded
+library (faults.c) lets its file operations in `checkpoints/` fail, one after another:
+once, five in a row, and for good; reads, too, as it resumes; or kills it at one of any
+file of its workdir. A run that ended is started again, without faults. It survived if
+it ends with the state of an undisturbed run, bit for bit, and each checkpoint that is
+left is verified. With --every=N only each Nth operation is tried. Needs a C compiler.
+Exit code 1 if a run was lost.
+"""
+
+import argparse
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import StorageError
+from haiku_template.models import mlp
+from haiku_template.runs import train
+from haiku_template.storage import Checkpoints
+from haiku_template.storage import workdir as workdirs
+from haiku_template.training import Experiment, Trainer, classification
+
+SOURCE = Path(__file__).with_suffix(".c")
+STEPS, SAVE_EVERY, SECONDS, FOR_GOOD = 6, 2, 120, 10**9
+# Faults: changes (False) or reads (True) of files, errno, operations in a row.
+FAULTS = {
+    "write: EIO once": (False, errno.EIO, 1),
+    "write: ENOSPC, 5 in a row": (False, errno.ENOSPC, 5),
+    "write: EIO for good": (False, errno.EIO, FOR_GOOD),
+    "read: EIO once": (True, errno.EIO, 1),
+    "read: EIO, 5 in a row": (True, errno.EIO, 5),
+    "read: EIO for good": (True, errno.EIO, FOR_GOOD),
+}
+KILL = "kill -9"
+WENT_ON, STARTED_AGAIN, LOST = "went on", "started again", "lost"
+
+
+def make_trainer() -> Trainer:
+    """Trainer of an MLP on random rows, with moments."""
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(32, 5)).astype(np.float32)
+    labels = (np.arange(32) % 3).astype(np.int32)
+    return Experiment(
+        model=mlp(3, width=64),
+        task=classification,
+        data=Data(ArrayDataset(inputs, labels, BatchSpec(8)), None, 3),
+        optimizer=optax.adam(1e-3),
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+
+
+def run(trainer: Trainer, workdir: Path, num_steps: int = STEPS) -> str:
+    """Trains, or resumes; returns the digest of the state."""
+    every = {"log_every": 1, "save_every": SAVE_EVERY, "keep_last": 1, "keep_best": 0}
+    state = train(trainer, num_steps=num_steps, workdir=workdir, **every).state
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        digest.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def arm(workdir: Path, reads: bool, first: int, length: int, code: int) -> None:
+    """Lets file operations below `workdir` fail from now on; see faults.c."""
+    library = ctypes.CDLL(None)
+    library.faults_arm.argtypes = [ctypes.c_char_p, *[ctypes.c_long] * 4]
+    library.faults_arm(os.fsencode(workdir), reads, first, length, code)
+
+
+def disarm() -> int:
+    """Ends the faults; returns the number of operations since they were armed."""
+    return ctypes.CDLL(None).faults_disarm()
+
+
+def outcome(trainer: Trainer, workdir: Path, expected: str) -> tuple[str, str]:
+    """Runs with the faults that are armed, and without if it ends: outcome, error."""
+    result, sentence = WENT_ON, ""
+    try:
+        digest = run(trainer, workdir)
+        disarm()
+    except StorageError as error:
+        disarm()
+        result, sentence = STARTED_AGAIN, str(error)
+        digest = run(trainer, workdir)
+    if digest != expected:
+        return LOST, f"another state; {sentence}"
+    folder = workdir / workdirs.CHECKPOINTS
+    with Checkpoints(folder, run=workdirs.run_id(workdir)) as checkpoints:
+        if checkpoints.latest != STEPS:
+            return LOST, f"steps {checkpoints.steps}; {sentence}"
+        for step in checkpoints.steps:
+            checkpoints.verify(step)
+    return result, sentence
+
+
+def cases(fault: str, numbers: range, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what came of the fault at each of these operations."""
+    reads, code, length = FAULTS[fault]
+    trainer = make_trainer()
+    expected = run(trainer, folder / "expected")
+    begun = folder / "begun"
+    if reads:  # Two checkpoints to resume from.
+        run(trainer, begun, SAVE_EVERY)
+        shutil.copytree(begun, folder / "earlier")
+        run(trainer, begun, 2 * SAVE_EVERY)
+        step = f"{workdirs.CHECKPOINTS}/{SAVE_EVERY}"
+        shutil.copytree(folder / "earlier" / step, begun / step)
+    for number in numbers:
+        workdir = folder / "run"
+        shutil.rmtree(workdir, ignore_errors=True)
+        if reads:
+            shutil.copytree(begun, workdir)
+        arm(workdir / workdirs.CHECKPOINTS, reads, number, length, code)
+        try:
+            result, sentence = outcome(trainer, workdir, expected)
+        except Exception as error:
+            disarm()
+            result, sentence = LOST, f"{type(error).__name__}: {error}"
+        yield {"number": number, "result": result, "sentence": sentence[:300]}
+
+
+def count(reads: bool, folder: Path) -> int:
+    """Number of operations of a run, or of reads as it resumes."""
+    trainer, workdir = make_trainer(), folder / "counted"
+    if reads:
+        run(trainer, workdir, 2 * SAVE_EVERY)
+    arm(workdir / workdirs.CHECKPOINTS, reads, FOR_GOOD, 1, errno.EIO)
+    run(trainer, workdir)
+    return disarm()
+
+
+def forked(work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Yields what a forked process does; returns when it ends, or hangs."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(source)
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            for value in work():
+                os.write(sink, json.dumps(value).encode() + b"\n")
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with os.fdopen(source) as lines:
+        while select.select([lines], [], [], SECONDS)[0] and (line := lines.readline()):
+            yield json.loads(line)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def tried(fault: str, every: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what came of a fault at each operation, in processes that may end."""
+    total = next(forked(lambda: iter([count(FAULTS[fault][0], folder)])))
+    number = 0
+    while number < total:
+        place = folder / f"from-{number}"
+        numbers = range(number, total, every)
+        for case in forked(lambda place=place, n=numbers: cases(fault, n, place)):
+            number = case["number"] + every
+            yield case
+        if number < total:
+            yield {"number": number, "result": LOST, "sentence": "hung, or crashed"}
+            number += every
+
+
+def killed(number: int, folder: Path) -> dict[str, Any]:
+    """Kills a run at an operation in its workdir, and starts it again."""
+
+    def die() -> Iterator[str]:
+        arm(folder, False, number, 1, -signal.SIGKILL)
+        yield run(make_trainer(), folder)
+
+    def resume() -> Iterator[str]:
+        yield run(make_trainer(), folder)
+
+    ended = [*forked(die)]
+    digests = ended or [*forked(resume)]
+    result = WENT_ON if ended else STARTED_AGAIN
+    expected = next(forked(lambda: iter([run(make_trainer(), folder / "expected")])))
+    if digests != [expected]:
+        result = LOST
+    return {"number": number, "result": result, "sentence": ""}
+
+
+def kills(number: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what came of kills at operations in a workdir, drawn from all."""
+
+    def total() -> Iterator[int]:
+        arm(folder / "counted", False, FOR_GOOD, 1, errno.EIO)
+        run(make_trainer(), folder / "counted")
+        yield disarm()
+
+    operations = range(next(forked(total)))
+    drawn = random.Random(0).sample(operations, min(number, len(operations)))
+    for operation in sorted(drawn):
+        yield killed(operation, folder / f"run-{operation}")
+
+
+def table(every: int, num_kills: int) -> bool:
+    """Prints a line for each fault, and each that lost a run; True if none did."""
+    print(f"{'fault':<28}{'tried':>7}{WENT_ON:>10}{STARTED_AGAIN:>16}{LOST:>7}")
+    lost = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for row, name in enumerate([*FAULTS, KILL]):
+            folder = Path(scratch) / str(row)
+            folder.mkdir()
+            is_kill = name == KILL
+            outcomes = (
+                kills(num_kills, folder) if is_kill else tried(name, every, folder)
+            )
+            counts = Counter()
+            for case in outcomes:
+                counts[case["result"]] += 1
+                if case["result"] == LOST:
+                    print(f"  {name} at {case['number']}: {case['sentence']}")
+            print(
+                f"{name:<28}{counts.total():>7}{counts[WENT_ON]:>10}"
+                f"{counts[STARTED_AGAIN]:>16}{counts[LOST]:>7}",
+                flush=True,
+            )
+            lost += counts[LOST]
+    return not lost
+
+
+def main() -> None:
+    """Starts itself again with the library preloaded, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=40)
+    options = parser.parse_args()
+    if not hasattr(ctypes.CDLL(None), "faults_arm"):
+        with tempfile.TemporaryDirectory() as folder:
+            library = f"{folder}/faults.so"
+            flags = ["-shared", "-fPIC", "-O1", f"-o{library}", str(SOURCE), "-ldl"]
+            subprocess.run(["cc", *flags], check=True)
+            command = [sys.executable, "-m", "benchmarks.faults", *sys.argv[1:]]
+            env = os.environ | {"LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
+            sys.exit(subprocess.run(command, env=env, check=False).returncode)
+    sys.exit(0 if table(options.every, options.kills) else 1)
+
+
+if __name__ == "__main__":
+    main()
