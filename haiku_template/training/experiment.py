@@ -56,8 +56,8 @@ class Experiment:
       reduce_dtype: dtype of the gradients' all-reduce; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
       steps_per_call: steps in one call of the devices; None for `train` to choose.
-      skips: calls of several steps leave the state as it was in each step whose loss,
-        gradient norm or network state is not finite; `train` sets it.
+      skips: a step of a run whose loss, gradient norm or network state is not finite
+        leaves the state as it was; `train` sets it.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
       seed: of the initial parameters and of dropout.
       sharding: rules of the train state's `Layout`; () for replicated.

@@ -308,6 +308,22 @@ def test_an_error_of_one_process_that_would_come_again_ends_both_with_its_code(
 
 
 @pytest.mark.cluster
+def test_processes_skip_the_same_steps(tmp_path):
+    """C21 and C22, of a NaN in the rows of process 1 alone."""
+    changes = {"data.name": "tests.cluster.unequal:spoiled", "data.placement": "host"}
+    limit = "max_consecutive_nonfinite"
+    printed = train(2, tmp_path / "a", 1, **changes, **{limit: 3})
+    assert "step 4 is skipped, as its loss is infinite or NaN" in printed
+    assert "no value of its batch in process 0 of 2 stands out" in printed
+    counts = [x.get("train/skipped_steps") for x in metrics(tmp_path / "a")]
+    assert max(filter(None, counts)) == 3
+    run = start(2, tmp_path / "b", 1, **changes, **{limit: 2})
+    code, printed = finish(run, tmp_path / "b")
+    assert code == 70, printed
+    assert "the loss of step 12 (and of the 1 after it) is infinite or NaN" in printed
+
+
+@pytest.mark.cluster
 def test_a_process_that_does_not_see_the_checkpoints_is_named(tmp_path, address):
     """As one of another machine, with a workdir that is not shared."""
     train(1, tmp_path / "run", 2, num_steps=10)

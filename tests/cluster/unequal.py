@@ -72,3 +72,20 @@ def unreadable(spec):
     found = digits(spec)
     train = Unreadable(found.train.inputs, found.train.labels, spec)
     return found._replace(train=train)
+
+
+class Spoiled(ArrayDataset):
+    """A set that is NaN in process 1 at a few steps, counted from 0."""
+
+    def batch(self, step):
+        batch = super().batch(step)
+        if step in (3, 11, 12) and jax.process_index() == 1:
+            batch["inputs"] = np.full_like(batch["inputs"], np.nan)
+        return batch
+
+
+def spoiled(spec):
+    """Such a training set."""
+    found = digits(spec)
+    train = Spoiled(found.train.inputs, found.train.labels, spec)
+    return found._replace(train=train)
