@@ -211,7 +211,7 @@ class DeviceManager(NamedTuple):
         compiled.check_alive(tree)
         replicas = self.gather(tree) if self.processes.count > 1 else tree
         copies = jax.tree.map(transfer.first_copy, replicas)
-        self.wait(copies)
+        self.wait((copies, tree))  # Why: docs/decisions/cluster.md#all-devices
         if self.num_devices > 1:
             check_replicas(tree)
         with self.ledger.timed("from_devices"):

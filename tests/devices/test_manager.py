@@ -293,3 +293,21 @@ def test_what_is_on_several_sets_of_devices_is_fetched(four_devices):
     tree = {"a": four_devices.replicate(np.ones(3)), "b": others.shard(np.arange(4))}
     fetched = four_devices.fetch(tree)
     np.testing.assert_array_equal(fetched["b"].reshape(-1), np.arange(4))
+
+
+def test_a_fetch_waits_for_all_devices_before_it_reads_any(four_devices, monkeypatch):
+    """A device that waits for a lost process is then noticed by the watchdog."""
+    waited, read = [], []
+    arrays = four_devices.init(lambda: {"x": jnp.ones(3), "y": jnp.zeros(())})
+    block, get = jax.block_until_ready, jax.device_get
+    monkeypatch.setattr(
+        jax,
+        "block_until_ready",
+        lambda x: waited.extend(jax.tree.leaves(x)) or block(x),
+    )
+    monkeypatch.setattr(
+        jax, "device_get", lambda x: read.append(len(waited)) or get(x), raising=True
+    )
+    four_devices.fetch(arrays)
+    assert {id(x) for x in arrays.values()} <= {id(x) for x in waited}
+    assert read and min(read) == len(waited)
