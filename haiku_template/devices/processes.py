@@ -27,13 +27,16 @@ _SINCE: dict[int, float] = {}  # When each thread that waits began to.
 
 
 @contextlib.contextmanager
-def _waiting() -> Iterator[None]:
+def waiting() -> Iterator[None]:  # Why: docs/decisions/cluster.md#all-devices
+    """Context in which this thread may wait for other processes; `waited` times it."""
     thread = threading.get_ident()
-    _SINCE[thread] = time.monotonic()
+    is_outermost = thread not in _SINCE
+    _SINCE.setdefault(thread, time.monotonic())
     try:
         yield
     finally:
-        _SINCE.pop(thread, None)
+        if is_outermost:
+            _SINCE.pop(thread, None)
 
 
 def waited() -> float:
@@ -56,7 +59,7 @@ class Processes(NamedTuple):
 
     def waiting(self) -> contextlib.AbstractContextManager:
         """Context in which this process may wait for all others; `waited` times it."""
-        return _waiting() if self.count > 1 else contextlib.nullcontext()
+        return waiting() if self.count > 1 else contextlib.nullcontext()
 
     def first(self, value: Any) -> Any:
         """Value of process 0, in each of them."""
@@ -143,7 +146,7 @@ def gather(value: Any) -> list[Any]:
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    with jax.transfer_guard("allow"), _waiting():
+    with jax.transfer_guard("allow"), waiting():
         # Not an int64, which others may not have.
         sizes = multihost_utils.process_allgather(np.array(len(data), np.int32))
         padded = np.zeros(sizes.max(), np.uint8)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from haiku_template.devices.checks import describe, device_name
 from haiku_template.devices.compiled import check_alive
 from haiku_template.devices.layout import in_device_memory
-from haiku_template.devices.processes import Processes
+from haiku_template.devices.processes import Processes, waiting
 from haiku_template.devices.transfer import first_copy, own_part
 from haiku_template.errors import PlacementError, ReplicaError
 from haiku_template.params import leaves_by_path
@@ -41,7 +41,8 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
     for where, leaves in groups.items():
         if len(where) > 1:
             devices = tuple(sorted(where, key=lambda device: device.id))
-            sums = jax.device_get(_fingerprints(devices)(list(leaves.values())))
+            with waiting():
+                sums = jax.device_get(_fingerprints(devices)(list(leaves.values())))
             total += len(leaves)
             for (path, leaf), values in zip(leaves.items(), sums, strict=True):
                 if len(set(values.tolist())) > 1:
@@ -77,7 +78,8 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
     if processes.count == 1:
         return
     leaves = {k: x for k, x in leaves_by_path(tree).items() if x.is_fully_replicated}
-    sums = jax.device_get(_all_fingerprints(list(map(first_copy, leaves.values()))))
+    with waiting():
+        sums = jax.device_get(_all_fingerprints(list(map(first_copy, leaves.values()))))
     hashes = dict(zip(leaves, map(int, sums), strict=True))
     kind, advice = (
         (ReplicaError, "nothing of it was saved: run the same command again")

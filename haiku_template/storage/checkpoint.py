@@ -78,7 +78,7 @@ class Checkpoints:
         self._saving: int | None = None  # Step whose save may not be on disk.
         self._is_trusted = False  # Until a save was read back.
         self._failures = failures.FailedSaves(max_failed_saves)
-        self._stack = contextlib.ExitStack()
+        self._stack, self._errors = contextlib.ExitStack(), []
         with failures.faults(f"{self.directory} cannot be used"):
             if cleanup and self._is_first:
                 _remove_unfinished(self.directory)

@@ -94,13 +94,13 @@ def muted() -> Iterator[list[StorageError]]:
     # Why: docs/decisions/storage.md#failed-saves
     absl, hook = logging.getLogger("absl"), sys.unraisablehook
     absl.addFilter(_is_foreign)
-    sys.unraisablehook = own = functools.partial(report_unabandoned, hook)
+    sys.unraisablehook = filtered = functools.partial(report_unabandoned, hook)
     errors: list[StorageError] = []
     try:
         yield errors
     finally:
         absl.removeFilter(_is_foreign)
-        if sys.unraisablehook is own and not errors:  # Nothing was found damaged.
+        if sys.unraisablehook is filtered and not errors:  # Nothing was damaged.
             sys.unraisablehook = hook
 
 

@@ -1,6 +1,8 @@
+import ast
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,3 +67,49 @@ def test_processes_decide_by_the_device_that_has_least_memory(
         processes=Processes(0, 2),
     )
     assert devices.memory_limit() == least
+
+
+# Calls that return once devices have computed, or other processes have answered.
+BLOCKING = {"block_until_ready", "device_get", "process_allgather"}
+# Those where no other process can be in the way, and why.
+ALONE = {
+    ("devices/manager.py", "replicate"): "copies from the host",
+    ("devices/manager.py", "shard"): "copies from the host",
+    ("devices/manager.py", "fetch"): "waited for, just before",
+    ("pretrained/reading.py", "_load"): "copies from the host",
+    ("reporting/perf.py", "_matmul_seconds"): "a product of this process's devices",
+}
+
+
+def blocking_calls(function, is_timed=False):
+    """Blocking calls of a function that are not within `waiting()`."""
+    for node in ast.iter_child_nodes(function):
+        names = {
+            getattr(item.context_expr.func, "attr", None)
+            or getattr(item.context_expr.func, "id", None)
+            for item in getattr(node, "items", ())
+            if isinstance(node, ast.With) and isinstance(item.context_expr, ast.Call)
+        }
+        if isinstance(node, ast.Attribute) and node.attr in BLOCKING and not is_timed:
+            yield node.attr
+        if not isinstance(node, ast.FunctionDef):
+            yield from blocking_calls(node, is_timed or "waiting" in names)
+
+
+def test_each_wait_for_devices_is_one_that_the_watchdog_times():
+    package = Path(processes.__file__).parents[1]
+    untimed = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and [*blocking_calls(node)]:
+                untimed.add((str(path.relative_to(package)), node.name))
+    assert untimed == ALONE.keys()
+
+
+def test_a_wait_within_a_wait_does_not_end_it():
+    with processes.waiting():
+        time.sleep(0.02)
+        with processes.waiting():
+            pass
+        assert waited() >= 0.02
+    assert waited() == 0
