@@ -4,9 +4,13 @@ Commands use it unless JAX was told otherwise: by JAX_COMPILATION_CACHE_DIR, whi
 another folder, or by JAX_ENABLE_COMPILATION_CACHE=0.
 """
 
+import copy
+import functools
 import os
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 LARGEST = 2**30  # Bytes of all files.
 MOST = 2000  # Files: each start looks at all of them.
@@ -17,6 +21,7 @@ def use() -> None:
     """Keeps the programs of this process, if it can; before the first is compiled."""
     import jax
 
+    _write_at_once()
     has_folder = jax.config.jax_compilation_cache_dir is not None
     if has_folder or not jax.config.jax_enable_compilation_cache:
         return
@@ -29,6 +34,31 @@ def use() -> None:
     if SECONDS.upper() not in os.environ:
         # A start has a dozen programs, most of them faster than JAX's one second.
         jax.config.update(SECONDS, 0.0)
+
+
+def _write_at_once() -> None:  # Why: docs/decisions/patches.md#cache-entries
+    """Lets JAX rename entries into its cache: a killed process leaves none in part."""
+    try:
+        from jax._src.lru_cache import LRUCache
+
+        put = LRUCache.put
+    except (ImportError, AttributeError):
+        return  # A JAX without the name writes as it does.
+    if hasattr(put, "__wrapped__"):
+        return
+
+    @functools.wraps(put)
+    def put_at_once(cache: Any, key: str, value: bytes) -> None:
+        if cache.eviction_enabled or not os.path.isdir(cache.path):
+            return put(cache, key, value)  # Under a lock, or not of this machine.
+        with tempfile.TemporaryDirectory(prefix="new-", dir=cache.path) as folder:
+            beside = copy.copy(cache)
+            beside.path = type(cache.path)(folder)
+            put(beside, key, value)
+            for name in os.listdir(folder):
+                os.replace(os.path.join(folder, name), os.path.join(cache.path, name))
+
+    LRUCache.put = put_at_once
 
 
 def _folder() -> Path | None:  # Why: docs/decisions/devices.md#program-cache

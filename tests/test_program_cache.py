@@ -164,6 +164,41 @@ def results(workdir):
     return {name: np.asarray(x).tobytes() for name, x in state.items()}, rows
 
 
+KILLED = """
+import os, sys
+import jax, jax.numpy as jnp
+from haiku_template import program_cache
+program_cache.use()
+from jax._src.lru_cache import LRUCache
+cache = type(LRUCache(sys.argv[1], max_size=-1).path)
+write = cache.write_bytes
+def write_half(path, data):
+    write(path, data[: len(data) // 2])
+    os._exit(9)
+if sys.argv[2] == "killed":
+    cache.write_bytes = write_half
+print(jax.jit(lambda x: x + 1)(jnp.zeros(3)))
+"""
+
+
+def test_a_process_that_is_killed_as_it_writes_leaves_no_half_program(caches):
+    """JAX writes no entry again, and would warn of it for ever."""
+    folder = caches / "haiku_template/programs"
+    for when, code in (("killed", 9), ("then", 0), ("later", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(folder), when],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert "Error reading" not in done.stderr
+        entries = [path.name for path in folder.glob("jit*-cache")]
+        assert bool(entries) is (when != "killed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4], ids=["one device", "four devices"])
 def test_programs_read_from_it_have_the_same_bits(tmp_path, devices):
