@@ -1,14 +1,14 @@
 """What becomes of a run whose file operations fail, or that is killed at one.
 
-    python -m benchmarks.faults [--every=1] [--kills=40]
+    python -m benchmarks.faults [--every=3] [--kills=40]
 
 A run of six steps saves three times and removes what each save replaces. A preloaded
 library (faults.c) lets its file operations in `checkpoints/` fail, one after another:
 once, five in a row, and for good; reads, too, as it resumes; or kills it at one of any
 file of its workdir. A run that ended is started again, without faults. It survived if
 it ends with the state of an undisturbed run, bit for bit, and each checkpoint that is
-left is verified. With --every=N only each Nth operation is tried. Needs a C compiler.
-Exit code 1 if a run was lost.
+left is verified. Each third operation is tried, or each Nth by --every=N. Needs a C
+compiler. Exit code 1 if a run was lost.
 """
 
 import argparse
@@ -247,7 +247,7 @@ def table(every: int, num_kills: int) -> bool:
 def main() -> None:
     """Starts itself again with the library preloaded, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--kills", type=int, default=40)
     options = parser.parse_args()
     if not hasattr(ctypes.CDLL(None), "faults_arm"):
