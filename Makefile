@@ -10,6 +10,8 @@
 #                       and in network namespaces (as root)
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
+# make test-trackers    metrics in Weights & Biases, offline, and MLflow, as installed in
+#                       TRACKERS_VENV
 # make lint             ruff
 # make bench            what the loop costs next to a bare one, a start next to a bare
 #                       script's, replicas, packing, two processes, workers
@@ -31,6 +33,7 @@ VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
 TARGET_VENV ?= .venv-target
 PEERS_VENV ?= .venv-peers
+TRACKERS_VENV ?= .venv-trackers
 COMMIT ?= HEAD~1
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
@@ -44,6 +47,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
+.PHONY: test-trackers
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
 .PHONY: gpu-levers new clean
@@ -109,6 +113,9 @@ test-cuda-wheels: $(CUDA_VENV)/.cuda
 test-target: $(TARGET_VENV)/.target
 	$(TARGET_VENV)/bin/python -m pytest tests/target --timeout=900
 
+test-trackers: $(TRACKERS_VENV)/.trackers
+	$(TRACKERS_VENV)/bin/python -m pytest tests/reporting/test_trackers.py -rs
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -153,6 +160,9 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: \
+	Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) -V 2>&1`; name another: \
+	make train PYTHON=python3.12" | tr -d '\t' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # An editable install: what runs is this tree. Each stamp is one set of extras.
@@ -172,6 +182,12 @@ $(TARGET_VENV)/.target: setup.cfg pyproject.toml
 	test -x $(TARGET_VENV)/bin/python || $(PYTHON) -m venv $(TARGET_VENV)
 	$(TARGET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[test,target]"
+	touch $@
+
+$(TRACKERS_VENV)/.trackers: setup.cfg pyproject.toml
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[test,trackers]"
 	touch $@
 
 $(PEERS_VENV)/.peers: benchmarks/peers.txt

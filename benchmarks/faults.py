@@ -38,7 +38,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
 from haiku_template.runs import train
-from haiku_template.storage import Checkpoints
+from haiku_template.storage import Checkpoints, checkpoint
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import Experiment, Trainer, classification
 
@@ -258,6 +258,7 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.faults", *sys.argv[1:]]
             env = os.environ | {"LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
             sys.exit(subprocess.run(command, env=env, check=False).returncode)
+    checkpoint.RETRY_SECONDS = (0.0, 0.0, 0.0)  # Else "for good" takes 7 s each.
     sys.exit(0 if table(options.every, options.kills) else 1)
 
 

@@ -18,7 +18,14 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 import jax_doctor
-from haiku_template import cluster, config, program_cache, registry, signals
+from haiku_template import (
+    cluster,
+    config,
+    program_cache,
+    registry,
+    shipped,
+    signals,
+)
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -35,6 +42,18 @@ if TYPE_CHECKING:
 # refuses both. Why: docs/decisions/training.md#none
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
+# What others call flags; keys of a config are in `config.ALIASES`.
+OTHER_FLAGS = {
+    **dict.fromkeys(("gpus", "devices"), "--num_devices=2, or --device=gpu:0,1"),
+    **dict.fromkeys(("cuda", "accelerator"), "--device=gpu"),
+    **dict.fromkeys(("output_dir", "outdir", "save_dir"), "--workdir=DIR"),
+    **dict.fromkeys(("logdir", "default_root_dir", "ckpt_dir"), "--workdir=DIR"),
+    **dict.fromkeys(("ckpt", "ckpt_path"), "--checkpoint=best"),
+    **dict.fromkeys(("debug", "fast_dev_run", "sanity_check"), "--check"),
+    "gpu": "--device=gpu:0",
+    "resume": "the same command again, which resumes the run in its --workdir",
+    "input": "--inputs",
+}
 
 flags.DEFINE_string(
     "device", "auto", "auto, cpu, gpu, tpu, or chosen devices: gpu:1, or gpu:0,2."
@@ -79,13 +98,12 @@ signals.when_ended(lambda *_: jax_doctor.end_children())
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
     """Imports JAX and picks the devices that the flags ask for, or says why not.
 
-    The doctor looks first, without JAX, whose own messages mostly name the wrong cause.
     `num_devices` counts where no flag does; None means all. Raises `DeviceError`.
     """
     if "target" in FLAGS and FLAGS.target is not None:
         return _target_devices()
     device = "cpu" if FLAGS.simulate_devices else FLAGS.device
-    for finding in jax_doctor.check_environment(device):
+    for finding in jax_doctor.check_environment(device):  # JAX's errors mislead.
         if finding.severity == "error" and FLAGS.fallback != "cpu":
             raise DeviceError(f"--device={device} cannot be used: {finding}")
         logging.warning("%s", finding)
@@ -227,18 +245,18 @@ def open_run(num_devices: int | None = None) -> "Run":
     return Run.open(FLAGS.workdir, devices, FLAGS.checkpoint, experiment, trust)
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[..., None], arguments: bool = False) -> None:
     """Parses the flags, calls `main` and exits; users' mistakes show no traceback.
 
-    An exception with an `exit_code` is a sentence for the user; any other is a defect
-    and shows its traceback.
+    An exception with an `exit_code` is a sentence for the user, another is a defect.
+    With `arguments`, `main` gets the words that are no flags.
     """
 
-    def guarded(_: list[str]) -> None:
+    def guarded(argv: list[str]) -> None:
         # JAX reports each backend that it tries at this level, Orbax each save.
         logging.set_verbosity(logging.WARNING)
         try:
-            main()
+            main(*[argv[1:]] * arguments)
         except SystemExit as error:
             cluster.ended(error)  # Why: docs/decisions/cluster.md#ends
             raise
@@ -248,7 +266,7 @@ def run(main: Callable[[], None]) -> None:
             cluster.leave()
 
     try:
-        app.run(guarded, flags_parser=_parse)
+        app.run(guarded, flags_parser=lambda argv: _parse(argv, arguments))
     except SystemExit:
         raise
     except BaseException as error:
@@ -278,15 +296,17 @@ def _end(error: BaseException) -> None:
     sys.exit(code)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
     try:
         file = _config_file(argv)
         if file and not file.is_file():
-            raise ValueError(_missing(file))
+            argv, file = _shipped(argv, file)
+        if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
+            argv = _print_keys(argv)
         literals = {word: LITERAL.fullmatch(word) for word in argv}
         arguments = FLAGS([word for word in argv if not literals[word]])
-        if len(arguments) > 1:
+        if len(arguments) > 1 and not has_arguments:
             raise ValueError(
                 f"unexpected argument {arguments[1]!r}; flags begin with --"
             )
@@ -297,11 +317,50 @@ def _parse(argv: list[str]) -> list[str]:
         raise ConfigError(_sentence(error, argv)) from error
 
 
+def _print_keys(argv: list[str]) -> list[str]:
+    """Prints the keys of the config that was given; returns words that ask for help."""
+    FLAGS([word for word in argv if not word.startswith(("--help", "-h"))])
+    values = FLAGS["config"].value
+    print(f"keys of {_config_file(argv)}, and their values:\n")
+    for key, value in config.flatten(values.to_dict(), "config.").items():
+        print(f"  --{key}={value}")
+    print()
+    return [argv[0], "--help"]  # absl prints the flags, and ends.
+
+
+def _meant(name: str, text: str) -> str:
+    """Says the flag or key that an unknown flag may mean; by default absl's guess."""
+    if (flag := OTHER_FLAGS.get(name)) is not None:
+        return MEANT.format(flag)
+    guess = text.partition(". Did you mean")
+    if "config" not in FLAGS:
+        return "".join(guess[1:])
+    keys = config.flatten(config.default_config().to_dict(), "config.")
+    similar = [key for key in keys if key.endswith(f".{name}")]
+    if name in config.ALIASES:
+        similar = [f"config.{config.ALIASES[name]}"]
+    if not similar:
+        return "".join(guess[1:])
+    return MEANT.format(f"--{' or --'.join(similar)}")
+
+
+def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
+    """Names a config that is shipped; raises `ValueError` if none has this name."""
+    words = shipped.with_shipped(argv, file)
+    if words is None:
+        raise ValueError(_missing(file))
+    return words, _config_file(words)
+
+
 def _missing(file: Path) -> str:
     near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
+    home = shipped.folder("configs")
+    names = sorted(x.stem for x in home.glob("*.py")) if home else []
     return (
         f"the config file {file} does not exist; {file.parent} holds "
         f"{', '.join(near) or 'no .py files'}"
+        + f"; by name there are {', '.join(names)}"
+        * bool(names)
     )
 
 
@@ -367,10 +426,8 @@ def _sentence(error: Exception, argv: list[str]) -> str:
         return _returned(file, None)
     if not isinstance(error, flags.Error):
         return "the config has no key " * isinstance(error, KeyError) + last
-    if isinstance(error, flags.UnrecognizedFlagError) and "config" in FLAGS:
-        keys = config.flatten(config.default_config().to_dict(), "config.")
-        similar = [key for key in keys if key.endswith(f".{error.flagname}")]
-        text += MEANT.format(f"--{' or --'.join(similar)}") if similar else ""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        text = text.partition(". Did you mean")[0] + _meant(error.flagname, text)
     numbers = ("literal for int", "a whole number"), ("to float", "a number")
     for fault, kind in (*numbers, ("Non-boolean argument", "true or false")):
         sentence = rf"\1 has the wrong type: {kind} is needed here"

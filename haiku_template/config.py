@@ -2,10 +2,17 @@
 
 A config file is Python and returns `default_config()` with changes; a workdir keeps the
 resolved values as JSON, and only that is read again. Imports no JAX.
+
+Intervals count steps; None means at the last step alone. `model`, `data` and `task`
+name an entry of the tables in `models`, `data` and `training.tasks`, or a function of
+yours as `module:function`; their other keys are its keyword arguments. Any model has
+two more: `per_example`, and `remat`, a tuple of patterns such as `*/block_*` of its
+modules, which are then computed again in the backward pass and not kept.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,59 +36,81 @@ NAMED = {
 # Keyword arguments of the loop.
 LOOP_KEYS = ("num_steps", "log_every", "eval_every", "save_every", "keep_last")
 LOOP_KEYS += ("keep_best", "best_metric", "best_mode", "max_failed_saves")
-LOOP_KEYS += ("max_consecutive_nonfinite",)
+LOOP_KEYS += ("max_consecutive_nonfinite", "watchdog_minutes", "sdc_replay")
+LOOP_KEYS += ("save_minutes", "mirror")
 # A resumed run may change these keys, which do not change its mathematics, but for a
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
+MAY_CHANGE |= {"num_epochs", "eval_batches", "max_minutes"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
+REPLAYED = re.compile(r"first:[1-9]\d{0,8}(,every:[1-9]\d{0,8})?|every:[1-9]\d{0,8}")
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
 TYPES |= {bool: "True or False"}
+# What others call keys of a config, and flags.
+ALIASES = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),
+    **dict.fromkeys(("steps", "max_steps", "iterations"), "num_steps"),
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.learning_rate"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "optimizer.warmup_steps"),
+    **dict.fromkeys(("grad_clip", "gradient_clip_val"), "optimizer.clip_norm"),
+    **dict.fromkeys(("max_grad_norm", "clip"), "optimizer.clip_norm"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(("bs", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype"), "precision"),
+    **dict.fromkeys(("eval_interval", "eval_steps"), "eval_every"),
+    **dict.fromkeys(("save_interval", "save_steps"), "save_every"),
+    **dict.fromkeys(("wandb", "logger"), "writers"),
+    "weight_decay": "optimizer.weight_decay",
+    "momentum": "optimizer.momentum",
+    "gradient_accumulation_steps": "accumulate_steps",
+    "accumulate_grad_batches": "accumulate_steps",
+    "patience": "early_stop.patience",
+    "num_workers": "data.workers",
+    "dataset": "data.name",
+    "ema": "ema_decay",
+    "pretrained": "init_from",
+    "log_interval": "log_every",
+    "save_total_limit": "keep_last",
+    "max_time": "max_minutes",
+    "limit_val_batches": "eval_batches",
+}
 # Keys that earlier versions had: they changed no number.
 RETIRED = {"config.finetuning.features", "config.finetuning.features_dir"}
 
 
 def default_config() -> config_dict.ConfigDict:
-    """Makes the complete config with all default values; config files change some.
-
-    Intervals count steps; None means at the last step alone. `model`, `data` and `task`
-    name an entry of the tables in `models`, `data` and `training.tasks`, or a function
-    of yours as `module:function`; their other keys are its keyword arguments. Any model
-    has two more: `per_example`, and `remat`, a tuple of patterns such as `*/block_*` of
-    its modules, which are then computed again in the backward pass and not kept.
-    """
+    """Makes the complete config with all default values; config files change some."""
     config = config_dict.ConfigDict()
     config.seed = 0  # Initial parameters, order of the data, dropout.
     config.num_steps = 1000  # Optimizer updates in all.
+    config.num_epochs = config_dict.placeholder(float)  # Of a command, in their place.
+    config.max_minutes = config_dict.placeholder(float)  # Of a start: saved, and ended.
     config.batch_size = 128  # Examples in each update, over all devices.
     config.accumulate_steps = 1  # Gradient accumulation: micro-batches.
-    # Steps in one call of the devices: with several, small models do not wait for the
-    # host at each step. None: several if a step has few operations.
+    # Steps in one call of the devices; None: several if a step has few operations.
     config.steps_per_call = config_dict.placeholder(int)
+    config.exact_elastic = config_dict.placeholder(int)  # Logical shares, or None.
     config.precision = "float32"  # Or bfloat16, or float16 with loss scaling.
     # Layout of the train state, (pattern of paths, mesh axis or None) each, the first
     # that fits: (("opt_state/*", "data"),) shards the moments, (("*", "data"),) all.
     config.sharding = ()
-    # Of the gradients' all-reduce: None is their own dtype; or bfloat16.
-    config.reduce_dtype = config_dict.placeholder(str)
+    config.reduce_dtype = config_dict.placeholder(str)  # Of all-reduces: bfloat16.
     config.ema_decay = config_dict.placeholder(float)  # Evaluate averages; e.g. 0.999.
 
     config.log_every = 50  # Steps between lines of training metrics.
     config.eval_every = config_dict.placeholder(int)  # And once at the end.
-    config.save_every = config_dict.placeholder(int)  # And once at the end.
-    config.keep_last = 2  # Checkpoints, the newest.
-    config.keep_best = 1  # Checkpoints, the best of those that were evaluated.
-    config.best_metric = "eval/loss"  # Ranks checkpoints.
-    config.best_mode = "min"  # Or max.
+    config.eval_batches = config_dict.placeholder(int)  # The first ones; None for all.
+    _add_saving(config)
     config.max_consecutive_nonfinite = 1  # Steps, which end the run; fewer are skipped.
-    config.max_failed_saves = 3  # In a row, which end the run; fewer are warnings.
+    config.watchdog_minutes = config_dict.placeholder(float)  # Without progress: ends.
+    config.sdc_replay = config_dict.placeholder(str)  # Made twice: first:8,every:1000.
 
-    config.writers = ()  # Of metrics, as module:function, beside those of the workdir.
-    # Metric to improve; mode is min or max.
-    config.early_stop = {"metric": "eval/loss", "mode": "min"}
+    config.writers = ()  # Of metrics: csv, mlflow, wandb; or yours as module:function.
+    # Metric to improve, by more than min_delta; mode is min or max.
+    config.early_stop = {"metric": "eval/loss", "mode": "min", "min_delta": 0.0}
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.
 
-    # Modules of yours in place of runs/loop.py and training/step.py, of which
-    # `make new EJECT=loop` gives copies to change.
+    # Modules of yours for runs/loop.py and training/step.py: `make new EJECT=loop`.
     config.loop = config_dict.placeholder(str)
     config.step = config_dict.placeholder(str)
     config.compat = False  # Put back what JAX removed, as compat.py; or True.
@@ -92,12 +121,24 @@ def default_config() -> config_dict.ConfigDict:
     config.data = {"name": "digits", "placement": "host", "workers": 0}
     config.model = {"name": "mlp"}  # per_example=True: of one example, mapped by vmap.
 
-    # What to start from; or None: a workdir, a Hugging Face folder, an Orbax tree, a
-    # safetensors or .npz file. `python -m haiku_template.convert` makes one of pickles.
+    # To start from: a workdir, Hugging Face folder, Orbax tree, safetensors or .npz.
     config.init_from = config_dict.placeholder(str)
     config.finetuning = _default_finetuning()
     config.optimizer = _default_optimizer()
     return config
+
+
+def _add_saving(config: config_dict.ConfigDict) -> None:
+    config.save_every = config_dict.placeholder(int)  # And once at the end.
+    # And so many minutes after the last save began; 0: once the last is on disk.
+    config.save_minutes = config_dict.placeholder(float)
+    # A folder on another disk, for copies of the checkpoints and what resumes them.
+    config.mirror = config_dict.placeholder(str)
+    config.keep_last = 2  # Checkpoints, the newest.
+    config.keep_best = 1  # Checkpoints, the best of those that were evaluated.
+    config.best_metric = "eval/loss"  # Ranks checkpoints.
+    config.best_mode = "min"  # Or max.
+    config.max_failed_saves = 3  # In a row, which end the run; fewer are warnings.
 
 
 def _default_finetuning() -> config_dict.ConfigDict:
@@ -108,7 +149,9 @@ def _default_finetuning() -> config_dict.ConfigDict:
     tuning.ignore = ()  # Patterns of what may be left over in init_from.
     # Names in init_from and in the model, such as ("old/*", "new/*"); the first fits.
     tuning.rename = ()
-    tuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16.
+    tuning.base_dtype = "float32"  # Of frozen parameters; or bfloat16, int8, nf4.
+    # Patterns of those that then stay bfloat16; so do all vectors.
+    tuning.unquantized = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
     tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
     # A folder or file of exported adapters to start from; or None.
     tuning.adapters = config_dict.placeholder(str)
@@ -228,10 +271,7 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
 
 
 def check(config: config_dict.ConfigDict) -> None:
-    """Checks keys, types, ranges and names, without importing JAX.
-
-    `ConfigError` names a key and what is possible.
-    """
+    """Checks keys, types, ranges and names without JAX; raises `ConfigError`."""
     expected = default_config()
     _check_keys(config, expected, "")
     for key, names in NAMED.items():
@@ -255,7 +295,7 @@ def _check_keys(
     for key, default in expected.items():
         name = f"{prefix}{key}"
         if key not in config:
-            if free:
+            if free or name == "early_stop.min_delta":  # It came later.
                 continue
             raise ConfigError(
                 f"the config has no key {name}; start from default_config()"
@@ -273,6 +313,8 @@ def _check_keys(
 def _check_unknown(prefix: str, key: str, keys: Iterable[str], free: bool) -> None:
     """Raises `ConfigError` for an unknown key; for a `free` one if it is misspelled."""
     guess = near(key, keys, MEANT, 0.8 if free else 0.6)
+    if not prefix and key in ALIASES:
+        guess = MEANT.format(f"--config.{ALIASES[key]}")
     if guess or not free:
         raise ConfigError(
             f"the config has an unknown key {prefix}{key}{guess}; possible are "
@@ -299,6 +341,18 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
         f"--profile={text} is no interval; possible is START:STOP with 0 <= START < "
         f"STOP <= {num_steps}, such as 10:20 for the ten steps after the tenth"
     )
+
+
+def replayed_steps(text: str) -> Callable[[int], bool]:
+    """Reads `first:8,every:1000`, or raises `ConfigError`: tests a step, from 1."""
+    if not REPLAYED.fullmatch(text):
+        raise ConfigError(
+            f"sdc_replay={text!r}; possible are first:8 for the first eight steps, "
+            "every:1000 for each thousandth, and both: first:8,every:1000"
+        )
+    numbers = {k: int(n) for k, n in (x.split(":") for x in text.split(","))}
+    first, every = numbers.get("first", 0), numbers.get("every")
+    return lambda step: step <= first or (every is not None and step % every == 0)
 
 
 def fixed(values: dict[str, Any]) -> dict[str, Any]:
@@ -330,15 +384,16 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # Keys, what each may be, and the same in words. None is checked against the type alone.
 RANGES = (
     (
-        "num_steps batch_size accumulate_steps steps_per_call log_every eval_every "
-        "save_every keep_last max_failed_saves max_consecutive_nonfinite "
-        "early_stop.patience",
+        "num_steps batch_size accumulate_steps steps_per_call exact_elastic log_every "
+        "eval_every save_every keep_last max_failed_saves max_consecutive_nonfinite "
+        "early_stop.patience eval_batches",
         lambda value: 1 <= value < 2**31,  # A step is an int32.
         "1 or more, up to 2**31 - 1",
     ),
     (
-        "keep_best optimizer.learning_rate optimizer.warmup_steps "
-        "optimizer.final_fraction optimizer.weight_decay finetuning.lora.rank",
+        "keep_best save_minutes optimizer.learning_rate optimizer.warmup_steps "
+        "optimizer.final_fraction optimizer.weight_decay finetuning.lora.rank "
+        "early_stop.min_delta",
         lambda value: value >= 0,
         "0 or more",
     ),
@@ -348,7 +403,8 @@ RANGES = (
         "from 0 to below 1",
     ),
     (
-        "optimizer.clip_norm finetuning.lora.alpha",
+        "optimizer.clip_norm finetuning.lora.alpha watchdog_minutes num_epochs "
+        "max_minutes",
         lambda value: value > 0,
         "more than 0",
     ),
@@ -358,9 +414,15 @@ RANGES = (
         ("bfloat16", "float32").__contains__,
         "bfloat16 or float32",
     ),
+    (
+        "sdc_replay",
+        REPLAYED.fullmatch,
+        "text such as 'first:8,every:1000', 'first:8' or 'every:1000', of steps",
+    ),
     ("best_mode early_stop.mode", ("min", "max").__contains__, "min or max"),
     (
-        "finetuning.train finetuning.fresh finetuning.ignore finetuning.lora.patterns",
+        "finetuning.train finetuning.fresh finetuning.ignore finetuning.lora.patterns "
+        "finetuning.unquantized",
         lambda value: all(isinstance(item, str) for item in value),
         "a tuple of patterns, such as ('*/head/*',)",
     ),

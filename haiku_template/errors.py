@@ -9,6 +9,10 @@ import itertools
 from collections.abc import Iterable
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
+# Exit codes of a run, and whether the same command may end otherwise the next time.
+# What is in launch/ and docs/running.md goes by this table, as tests see to.
+MAY_RESTART = {0: False, 1: True, 64: False, 69: True, 70: False, 71: True, 74: False}
+MAY_RESTART |= {72: False, 75: True, 76: True, 130: False, 137: True}
 
 
 class ConfigError(ValueError):
@@ -39,6 +43,12 @@ class NonFiniteError(RuntimeError):
     """A loss or a part of the train state that is infinite or NaN."""
 
     exit_code = 70
+
+
+class ReplayError(RuntimeError):
+    """A step that gave other bits when it was made again."""
+
+    exit_code = 72
 
 
 class StorageError(RuntimeError):

@@ -1,9 +1,11 @@
 """Evaluates a checkpoint of a run, exactly, on any devices.
 
-    python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best]
+    python -m haiku_template.evaluate --workdir=runs/digits [--checkpoint=best] \\
+        [--inputs=new.npz]
 
 Prints one JSON object with `step` and the metrics; for classes also draws the confusion
-matrix, confusion.png in the workdir. Exit codes: 0 done, 64 bad configuration or data,
+matrix, confusion.png in the workdir. `--inputs` are other examples with labels, as
+`predict` reads them. Exit codes: 0 done, 64 bad configuration or data,
 69 device not available, 74 checkpoint storage.
 """
 
@@ -18,14 +20,21 @@ from absl import flags
 
 from haiku_template import cli
 
+flags.DEFINE_string(
+    "inputs", None, "Labelled examples instead: as those of predict, such as a .npz."
+)
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
     """Restores the checkpoint, evaluates it and prints the metrics."""
-    run = cli.open_run()
-    print(json.dumps({"step": run.step, **run.evaluate()}))
+    run, dataset = cli.open_run(), None
+    if (name := flags.FLAGS.inputs) is not None:
+        from haiku_template.runs import predictions
+
+        dataset = predictions.read_labelled(run, name)
+    print(json.dumps({"step": run.step, **run.evaluate(dataset)}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name."""
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import haiku as hk
 import jax
 
 
-def flatten(tree: Any) -> dict[str, Any]:  # Why: docs/decisions/house.md#paths
+# Why: docs/decisions/house.md#paths
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Leaves of any tree by path, in simple form: `mlp/w`."""
-    return leaves_by_path(tree, simple=True, separator="/")
+    return leaves_by_path(tree, is_leaf, simple=True, separator="/")
 
 
 def unflatten(leaves: dict[str, Any]) -> hk.Params:
@@ -22,9 +23,11 @@ def unflatten(leaves: dict[str, Any]) -> hk.Params:
     return params
 
 
-def leaves_by_path(tree: Any, **form: Any) -> dict[str, Any]:
+def leaves_by_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, **form: Any
+) -> dict[str, Any]:
     """Leaves of any tree by path, `['mlp']['w']` as `jax.tree_util.keystr` has it."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     return {jax.tree_util.keystr(path, **form): leaf for path, leaf in leaves}
 
 

@@ -1,12 +1,15 @@
-"""Writes the outputs of a checkpoint for each example, on any devices.
+"""Predicts examples with a checkpoint of a run, on any devices.
 
-    python -m haiku_template.predict --workdir=runs/digits --output=digits.npz \\
-        [--checkpoint=best]
+    python -m haiku_template.predict --workdir=runs/digits --inputs=new.npy \\
+        [--checkpoint=best] [--output=digits.npz]
 
-The examples are the run's evaluation set, each once, in its order. `.npz` holds arrays
-`outputs` and `labels`, one row an example; `.jsonl` an object with both on each line.
-Nothing is overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not
-available, 74 the checkpoint or the file cannot be read or written.
+`--inputs` are .npy, .npz or .csv files, a folder of pictures, the .jsonl of a data set
+of texts, or MODULE:FUNCTION, which returns arrays; by default the run's evaluation set,
+each example once, in its order. Prints a JSON object for each: class and probability,
+or the outputs. `--output` writes them instead: `.npz` holds arrays `outputs`, `labels`
+and `class`, one row an example; `.jsonl` an object on each line. Nothing is
+overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not available,
+74 the checkpoint or the file cannot be read or written.
 """
 
 if __name__ == "__main__":  # Before imports, which take a second.
@@ -20,20 +23,28 @@ from absl import flags
 
 from haiku_template import cli
 
+FLAGS = flags.FLAGS
+flags.DEFINE_string("output", None, "The new file to write, .npz or .jsonl.")
 flags.DEFINE_string(
-    "output", None, "The new file to write, .npz or .jsonl.", required=True
+    "inputs",
+    None,
+    "New examples: .npy, .npz, .csv, .jsonl, a folder of pictures, MODULE:FUNCTION.",
 )
 cli.run_flags()
 flags.adopt_module_key_flags(cli)
 
 
 def main() -> None:
-    """Restores the checkpoint and writes its outputs."""
-    run, output = cli.open_run(), Path(flags.FLAGS.output)
-    from haiku_template.runs import write_predictions
+    """Restores the checkpoint and writes or prints its outputs."""
+    run = cli.open_run()
+    from haiku_template.runs import predictions
 
-    examples = write_predictions(run, output)
-    print(f"{output}: {examples} examples, step {run.step} of {run.workdir}")
+    examples = FLAGS.inputs and predictions.read_examples(run, FLAGS.inputs)
+    if FLAGS.output is None:
+        return predictions.print_predictions(run, examples)
+    output = Path(FLAGS.output)
+    count = predictions.write_predictions(run, output, examples)
+    print(f"{output}: {count} examples, step {run.step} of {run.workdir}")
 
 
 if __name__ == "__main__":

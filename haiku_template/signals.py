@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-PREEMPTED, INTERRUPTED = 75, 130
+PREEMPTED, STALLED, INTERRUPTED = 75, 76, 130
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 # The second is Slurm's custom for a time limit that is near.
 EXIT_CODES |= {signal.SIGHUP: PREEMPTED, signal.SIGUSR1: PREEMPTED}
@@ -33,6 +33,9 @@ _CALLED: list[Callable[[str, int], object]] = []
 _ENDING: list[str] = []  # Sentences with which this process ends.
 # Each is called with the number of a signal, in the thread that `watch` starts.
 HEARERS: list[Callable[[int], object]] = []
+# And each of these once in so many seconds, in the same thread.
+LOOKERS: list[Callable[[], object]] = []
+LOOK_SECONDS = 1.0
 _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -85,9 +88,15 @@ def watch() -> None:
 
 
 def _hear(source: int) -> None:
-    while numbers := os.read(source, 1):
-        for call in [*HEARERS]:
-            call(numbers[0])
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    while True:
+        numbers = os.read(source, 1) if poll.poll(1000 * LOOK_SECONDS) else ()
+        for number in numbers:
+            for call in [*HEARERS]:
+                call(number)
+        for look in [*LOOKERS]:
+            look()
 
 
 def _end_late(number: int) -> None:
@@ -95,13 +104,14 @@ def _end_late(number: int) -> None:
     if signal.getsignal(number) is leave:
         time.sleep(PATIENCE)
         if signal.getsignal(number) is leave:
-            end_late(f"{signal.Signals(number).name} {NOTHING_SAVED}", number)
+            sentence = f"{signal.Signals(number).name} {NOTHING_SAVED}"
+            end_late(sentence, EXIT_CODES[number])
 
 
-def end_late(sentence: str, number: int) -> None:
-    """Ends this process for a signal, unless another thread does."""
+def end_late(sentence: str, code: int) -> None:
+    """Ends this process, unless another thread does."""
     if not _ENDING:
-        end(sentence, EXIT_CODES[number])
+        end(sentence, code)
 
 
 def be_quiet() -> None:

@@ -4,8 +4,9 @@
 
 The same command resumes a stopped run. Keys of the config are changed after it:
 --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad configuration or data,
-69 device not available, 70 loss not finite, 71 replicas differ, 74 checkpoint storage,
-75 SIGTERM, SIGHUP or SIGUSR1, 130 Ctrl-C: the message says what was saved.
+69 device not available, 70 loss not finite, 71 replicas differ, 72 wrong bits, 74
+storage, 75 SIGTERM, SIGHUP or SIGUSR1, 76 no progress, 130 Ctrl-C: the message says
+what was saved.
 """
 
 import gc
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # Before imports, which take a second.
     gc.disable()  # What is imported stays.
     signals.install()
 
+import os
 from typing import Any
 
 from absl import flags
@@ -36,6 +38,9 @@ flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
 flags.DEFINE_bool(
     "dry_run", False, "Print what the run needs of each device, and stop."
 )
+flags.DEFINE_bool(
+    "check", False, "Overfit one batch, evaluate and save, all in 20 steps, and stop."
+)
 flags.DEFINE_string(
     "target",
     None,
@@ -49,6 +54,11 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "profile", None, "START:STOP: trace the steps after START, up to STOP, and sum up."
 )
+flags.DEFINE_string(
+    "rewind",
+    None,
+    "Go back to before steps, and on without them: 812,815:820; auto: what ended it.",
+)
 flags.adopt_module_key_flags(cli)
 
 
@@ -56,18 +66,23 @@ def main() -> None:
     """Checks the config, chooses the devices, and trains."""
     if FLAGS.target == "list":
         return cli.list_targets()
-    cli.need("config", "workdir")
+    cli.need("config", *["workdir"] * (not FLAGS.check))
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
     profile, limit = FLAGS.profile, FLAGS.device_memory_limit
     if profile is not None:
         profile = config.interval(profile, FLAGS.config.num_steps)
+    if shares := FLAGS.config.exact_elastic:
+        # Why: docs/decisions/training.md#threads
+        os.environ.setdefault("PJRT_NPROC", str(shares))
     devices = cli.device_manager()  # From here on JAX is imported.
     from haiku_template.reporting.display import parse_bytes
-    from haiku_template.runs import start
+    from haiku_template.runs import start, trial
 
     gc.freeze()  # Why: docs/decisions/house.md#collector
     gc.enable()
+    if FLAGS.check:
+        return trial.check_run(FLAGS.config, devices)
     start.run(
         FLAGS.config,
         devices,
@@ -75,6 +90,7 @@ def main() -> None:
         memory_limit=limit and parse_bytes(limit),
         profile=profile,
         dry_run=FLAGS.dry_run,
+        rewind=FLAGS.rewind,
     )
 
 

@@ -60,14 +60,20 @@ def _libraries() -> Iterator[Path]:
         yield Path(path)
 
 
-def _knows(library: Path) -> bool:
+def known(*options: str) -> list[str]:
+    """Lists those of the options that XLA's libraries here have."""
+    libraries = list(_libraries())
+    return [x for x in options if all(_knows(path, x) for path in libraries)]
+
+
+def _knows(library: Path, name: str = OPTION) -> bool:
     """True if a library has the option, or does not read XLA_FLAGS."""
     try:
         with (
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
-            option = f"{OPTION.removeprefix('--')}\0".encode()
+            option = f"{name.removeprefix('--')}\0".encode()
             return text.find(option) >= 0 or text.find(b"XLA_FLAGS\0") < 0
     except (OSError, ValueError):  # It cannot be read, or is empty.
         return False

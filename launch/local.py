@@ -8,10 +8,11 @@ one alone; a number divides no cards. SIGTERM, SIGHUP, SIGINT or SIGUSR1 to the
 launcher, and its own end by kill -9, are SIGTERM for all processes. When one ends with
 an error, the others get SIGTERM, and 30 s later SIGKILL.
 
-`--restarts=3` then starts all of them again, up to three times, after 1, 2, 4 and at
-most 60 s: if the first was ended by a signal, or with 69 (a device or a process lost),
-71 (replicas differ) or 1 (any other error, as a driver's), and nobody asked for it; but
-not once three starts in a row saved no step beyond the newest in --workdir.
+`--restarts=3` then starts all of them again, up to three times an hour: if the first
+was ended by a signal, or with 69 (a device or a process lost), 71 (replicas differ),
+76 (it hung) or 1 (any other error, as a driver's), and nobody asked for it. It waits 1,
+2, 4 and at most 60 s, and 1 s again once a start saved a step beyond the newest in
+--workdir; after three starts in a row that did not, it starts no more.
 Exit code: the first that was not 0; 128 and its number for a signal.
 """
 
@@ -33,10 +34,10 @@ from pathlib import Path
 
 LEAVE_SECONDS, LONGEST_PAUSE = 30.0, 60
 LOST, STOPPED = 69, 75
-MENDABLE = {1, LOST, 71}
+MENDABLE = {1, LOST, 71, 76}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-FRUITLESS = 3  # Starts in a row that saved nothing new.
+FRUITLESS, HOUR = 3, 3600.0  # Starts in a row that saved nothing new; seconds.
 # Why: docs/decisions/cluster.md#launcher-end
 PARENT_DEATH = 1  # Linux' PR_SET_PDEATHSIG.
 
@@ -148,7 +149,7 @@ def can_mend(code: int) -> bool:
 def run(command: list[str], cards: list[str | None], restarts: int) -> int:
     """Runs all processes, again where that may help; returns the exit code."""
     running: list[subprocess.Popen] = []
-    stopped, done = threading.Event(), 0
+    stopped = threading.Event()
 
     def stop(*_: object) -> None:
         stopped.set()
@@ -158,35 +159,45 @@ def run(command: list[str], cards: list[str | None], restarts: int) -> int:
     for number in PASSED_ON:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)  # Under nohup it is ignored.
-    fruitless = 0
+    crashes, times = 0, []
     while True:
         before = newest_step(command)
         start(running, command, cards)
         if stopped.is_set():  # Some were started since.
             stop()
         index, code = wait(running)
-        if stopped.is_set() or done >= restarts or not can_mend(code):
+        if stopped.is_set() or not restarts or not can_mend(code):
             return code
-        after = newest_step(command)
-        fruitless = fruitless + 1 if before == after is not None else 0
-        if fruitless == FRUITLESS:
-            say(f"not started again: {FRUITLESS} starts in a row saved nothing new")
+        after, now = newest_step(command), time.monotonic()
+        crashes = crashes + 1 if before == after else 0
+        fruitless = 0 if after is None else crashes
+        times = [then for then in times if now - then < HOUR]
+        if reason := why_not(fruitless, times, restarts):
+            say(f"not started again: {reason}")
             return code
-        seconds, how = min(2**done, LONGEST_PAUSE), f"with exit code {code}"
-        done += 1
+        times.append(now)
+        seconds = min(2 ** max(crashes - 1, 0), LONGEST_PAUSE)
+        how = f"with exit code {code}"
         if is_signal(code):
             how = f"by signal {code - 128}, {signal.strsignal(code - 128)}"
         ended = f"process {index} of {len(cards)} was ended {how}"
-        say(f"restart {done} of {restarts} in {seconds} s: {ended}")
+        say(f"restart {len(times)} of {restarts} in {seconds} s: {ended}")
         if stopped.wait(seconds):
             return STOPPED
+
+
+def why_not(fruitless: int, times: list[float], restarts: int) -> str:
+    """Reason for no further start, of those within the hour; "" for one more."""
+    if fruitless == FRUITLESS:
+        return f"{FRUITLESS} starts in a row saved nothing new"
+    return f"--restarts={restarts} within an hour" if len(times) >= restarts else ""
 
 
 def main() -> None:
     """Parses the arguments, starts the processes and waits for them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--processes", required=True, help="a number, or per_device")
-    parser.add_argument("--restarts", type=int, default=0, help="at most so many")
+    parser.add_argument("--restarts", type=int, default=0, help="so many an hour")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     command = given.command[1:] if given.command[:1] == ["--"] else given.command

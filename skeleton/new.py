@@ -11,6 +11,9 @@ cannot be used, or there is nothing to pin, and nothing was written.
 
 import hashlib
 import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
 import keyword
 import os
 import re
@@ -35,9 +38,10 @@ MADE = (".venv*", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
 IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
-jax_cuda12_plugin jaxlib jmp matplotlib ml_collections nbclient nbformat numpy
-nvidia_cudnn_cu12 optax orbax orbax_checkpoint pip pytest pytest_timeout pytest_xdist
-rich ruff safetensors scikit_learn setuptools sklearn tensorboardx tokenizers xdist
+jax_cuda12_plugin jaxlib jmp matplotlib ml_collections mlflow mlflow_skinny nbclient
+nbformat numpy nvidia_cudnn_cu12 optax orbax orbax_checkpoint pip pytest pytest_timeout
+pytest_xdist rich ruff safetensors scikit_learn setuptools sklearn tensorboardx
+tokenizers wandb xdist
 """
 
 
@@ -106,6 +110,25 @@ def git_requirement(root: Path) -> tuple[str, str]:
     return f"{PACKAGE}{EXTRAS} @ git+{url}@{commit}{part}", caution
 
 
+def installed_requirement() -> tuple[str, str]:
+    """Makes pip's requirement of the package as pip installed it; and a caution, or "".
+
+    Why: docs/decisions/projects.md#installed
+    """
+    distribution = importlib.metadata.distribution(PACKAGE)
+    facts = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not facts:
+        return f"{PACKAGE}{EXTRAS}=={distribution.version}", ""
+    url, vcs = facts["url"], facts.get("vcs_info")
+    url = re.sub(r"^(https?://)[^/@]*@", r"\1", url.replace("file://", LOCAL, 1))
+    caution = f"{url} is a file of this machine, and the project installs here alone"
+    folder = facts.get("subdirectory")
+    part = f"#subdirectory={folder}" if folder else ""
+    pin = f"git+{url}@{vcs['commit_id']}" if vcs else url.replace(LOCAL, "file://")
+    is_local = url.startswith(LOCAL)
+    return f"{PACKAGE}{EXTRAS} @ {pin}{part}", caution if is_local else ""
+
+
 def address(url: str, root: Path) -> str:
     """Converts a remote's URL to pip's form, without its password."""
     if url.startswith("file:///"):
@@ -128,6 +151,8 @@ def vendor(root: Path, folder: Path) -> str:
 
     No index has its version, which ends in the commit or in a hash of the files.
     """
+    if not (root / "setup.cfg").exists():
+        raise ArgumentError(None, "--vendor builds a wheel of a clone of the template")
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch)
         for name in PACKAGES:
@@ -157,8 +182,11 @@ def eject(root: Path, folder: Path, name: str, parts: dict[str, str]) -> None:
     config = folder / "configs" / "first.py"
     lines = "".join(f'    config.{part} = "{name}.{part}"\n' for part in parts)
     config.write_text(config.read_text().replace("    return", f"{lines}    return"))
+    package = root / PACKAGE
+    if parts and not package.exists():
+        package = Path(importlib.util.find_spec(PACKAGE).origin).parent
     for part, home in parts.items():
-        text = (root / PACKAGE / home / f"{part}.py").read_text()
+        text = (package / home / f"{part}.py").read_text()
         for other, place in parts.items():
             text = re.sub(rf"\b{PACKAGE}\.{place}\.{other}\b", f"{name}.{other}", text)
         (folder / name / f"{part}.py").write_text(text)
@@ -171,8 +199,10 @@ def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[s
         partial = Path(scratch, name)
         if vendored:
             requirement, caution = vendor(root, partial / "vendor"), ""
-        else:
+        elif (root / "setup.cfg").exists():
             requirement, caution = git_requirement(root)
+        else:  # Beside an installed package.
+            requirement, caution = installed_requirement()
         ignored = shutil.ignore_patterns(*MADE, "runs", Path(__file__).name)
         shutil.copytree(root / SKELETON, partial, ignore=ignored, dirs_exist_ok=True)
         (partial / PLACEHOLDER).rename(partial / name)

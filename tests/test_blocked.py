@@ -6,6 +6,7 @@ before is saved, and the same command ends bitwise as one that nothing stopped.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,9 +31,9 @@ import ctypes, dataclasses, os, pathlib, time
 from configs import digits
 from haiku_template.data import digits as load
 from haiku_template.models import mlp
-from haiku_template.runs import stopping
+from haiku_template.runs import stopping, watchdog
 
-stopping.FORCE_SECONDS = 6.0
+stopping.FORCE_SECONDS, watchdog.FIRST_TIMES = 6.0, 3
 
 WHERE, HOW = os.environ.get("WHERE", ""), os.environ.get("HOW", "")
 
@@ -41,7 +42,7 @@ def block(where, now=True):
     if now and where == WHERE and not pathlib.Path("reached").exists():
         pathlib.Path("reached").touch()
         if HOW != "in C":
-            return time.sleep(60)
+            return time.sleep(3 if HOW == "slow" else 60)
         mutex = ctypes.create_string_buffer(64)  # Signals do not end a wait for it.
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -176,6 +177,17 @@ def test_what_blocks_is_left_and_all_that_was_computed_is_saved(folder, where, h
     step = 25 if where == "data" else 20
     said = f"error: SIGTERM received: step {step} is saved, and the same command"
     assert code == 75 and said in errors, errors
+    finish(folder, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["data", "evaluation", "writer", "save"])
+def test_what_is_slow_is_waited_for_or_left_and_nothing_is_lost(folder, where):
+    """C15: Ctrl-C while something takes 3 s, as a save on a slow disk."""
+    name = f"slow-{where}"
+    code, errors = stopped(folder, name, where, "slow", signal.SIGINT)
+    said = re.search(r"error: SIGINT received: step (\d+) is saved, and", errors)
+    assert code == 130 and said and int(said[1]) in range(20, 40), errors
     finish(folder, name)
 
 

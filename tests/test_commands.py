@@ -102,6 +102,7 @@ def test_the_workdir_holds_everything(finished):
         "checkpoints",
         "config.json",
         "env.json",
+        "goodput.jsonl",
         "metrics.jsonl",
         "report.png",
         "run.json",
@@ -637,9 +638,10 @@ def test_the_package_lists_its_commands_without_importing_jax():
             "evaluate",
             "export",
             "generate",
+            "new",
             "predict",
             "prepare",
         ),
-        *("train", "verify"),
+        *("runs", "sweep", "train", "verify"),
     ]
     assert "jax" not in begun.stderr

@@ -234,7 +234,7 @@ def test_an_ejected_loop_and_step_are_those_that_run(ejected, tmp_path):
     for name, before, line in [
         ("loop.py", "        start, state = ", "        print('a loop of mine')"),
         ("step.py", "        return new, ", "        scalars['mine'] = 7.0"),
-        ("step.py", "    cast = recipe.", "    print('a forward of mine')"),
+        ("step.py", "    params = cast(params)", "    print('a forward of mine')"),
     ]:
         path = ejected / NAME / name
         text = path.read_text()

@@ -83,7 +83,7 @@ def test_a_scripts_run_is_exported(workdir, devices, tmp_path):
     run = Run.open(workdir, devices, experiment=experiment)
     assert export_safetensors(run, tmp_path / "a") == 4
     saved = safetensors.numpy.load_file(tmp_path / "a" / "model.safetensors")
-    params = devices.fetch(run.model()[0])
+    params = devices.fetch(run.parameters()[0])
     for name, leaf in saved.items():
         module, _, leaf_name = name.rpartition("/")
         np.testing.assert_array_equal(leaf, params[module][leaf_name])

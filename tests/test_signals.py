@@ -7,6 +7,7 @@ purpose, and others are spread over all that a run does.
 import gc
 import itertools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,13 +20,14 @@ import pytest
 
 from haiku_template import signals
 from haiku_template.runs.stopping import StopSignals
+from haiku_template.storage.workdir import saved_steps
 from tests.runs import UNDRAWN
 from tests.test_commands import digest, numbers
 
 ROOT = Path(__file__).parents[1]
 CODES = {"SIGTERM": 75, "SIGINT": 130, "SIGHUP": 75, "SIGUSR1": 75}
 COMMANDS = ["train", "evaluate", "predict", "export", "convert", "prepare", "generate"]
-COMMANDS += ["verify", "doctor", "checkpoints"]
+COMMANDS += ["verify", "doctor", "checkpoints", "sweep", "new"]
 # What runs in the background ignores SIGINT, and under nohup SIGHUP; so do children.
 HEARS = """
 import os, signal, sys
@@ -201,6 +203,7 @@ signals.install()
 from pathlib import Path
 from haiku_template.pretrained import new_file
 from haiku_template.runs.stopping import StopSignals
+from haiku_template.storage.workdir import saved_steps
 
 with new_file(Path(sys.argv[1])) as file, StopSignals() as stops:
     file.write_bytes(bytes(1000))
@@ -435,6 +438,47 @@ def test_eight_moments_of_a_run(tmp_path, measured):
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("when", "count"), [*zip(WHEN, (40, 20, 10), strict=True)])
-def test_seventy_moments_of_a_run(tmp_path, measured, when, count):
+@pytest.mark.parametrize(("when", "count"), [*zip(WHEN, (40, 40, 10), strict=True)])
+def test_ninety_moments_of_a_run(tmp_path, measured, when, count):
+    """C13, C15: before the first step, in the loop, and at the end."""
     stop_often(tmp_path, measured, when, count)
+
+
+def saved_of(workdir):
+    """Newest step that was saved whole; 0 without any."""
+    return max(saved_steps(workdir / "checkpoints"), default=0)
+
+
+def kill_often(tmp_path, measured, count):
+    """Kills one run again and again, with SIGKILL at moments from its start on."""
+    workdir, rng = tmp_path / "run", random.Random(0)
+    start, *_ = measured[0]
+    for i in range(count):
+        before, first, process = saved_of(workdir), steps_of(workdir), train(workdir)
+        at = rng.uniform(0.0, start)
+        last = first + rng.uniform(0.5, 1.2) * STEPS / count  # There is enough for all.
+        wait_until(
+            process,
+            lambda: cpu_seconds(process) >= at or steps_of(workdir) >= last,  # noqa: B023
+        )
+        process.kill()
+        ended(process)
+        print(i, round(at, 2), before, steps_of(workdir), saved_of(workdir))
+        assert saved_of(workdir) >= before
+        # A save every 100 steps, of which the last may be under way.
+        assert saved_of(workdir) >= steps_of(workdir) - 210
+    assert saved_of(workdir) < STEPS
+    finish(workdir, measured)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_four_times(tmp_path, measured):
+    """C02: the form of the next one that takes seconds."""
+    kill_often(tmp_path, measured, 4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_a_run_that_is_killed_fifty_times(tmp_path, measured):
+    """C02: with no manual step, it ends as one that nothing killed."""
+    kill_often(tmp_path, measured, 50)

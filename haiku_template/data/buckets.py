@@ -45,6 +45,11 @@ class BucketedDataset:
         one = self.examples.batch(self._shortest()[:1], self.lengths[-1])
         self.spec.check(sum(leaf.nbytes for leaf in leaves_by_path(one).values()))
 
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch."""
+        return len(self.examples.sizes)
+
     def batch(self, step: int) -> Batch:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
         count = max(len(self.examples.sizes) // self.spec.batch_size, 1)

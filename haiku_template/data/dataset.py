@@ -84,6 +84,8 @@ class Data(NamedTuple):
     vocab_size: int = 0  # Of tokens; 0 for inputs that are no tokens.
     # Further sets by name; their metrics are `eval/NAME/...`.
     evaluations: Mapping[str, "EvaluationSet"] = MappingProxyType({})
+    # Maps the path of a new file of this kind to an evaluation set, in its order.
+    read: Callable[[Any], Any] | None = None
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:
@@ -101,6 +103,11 @@ def count_batches(dataset: Any) -> int:
         f"{dataset.num_batches}, and metrics are of one batch at least; give it "
         "examples, or train without: Data(evaluation=None)"
     )
+
+
+def count_examples(dataset: Any) -> int | None:
+    """Examples in an epoch of a training set; None if it does not tell."""
+    return getattr(without_workers(dataset), "num_examples", None)
 
 
 def ahead(dataset: Any, start: int, stop: int) -> AbstractContextManager:
@@ -194,6 +201,11 @@ class ArrayDataset:
     def __post_init__(self) -> None:
         check_arrays(self.staged())
         self.spec.check(sum(x[:1].nbytes for x in self.staged().values()))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch."""
+        return len(self.inputs)
 
     @property
     def staged_size(self) -> tuple[int, int] | None:

@@ -127,7 +127,7 @@ def digits(spec: BatchSpec) -> Data:
     if (package := importlib.util.find_spec("sklearn")) is None:
         raise ConfigError(
             "the digits data set comes with scikit-learn, which is not installed: "
-            'pip install "haiku_template[examples]"'
+            "pip install scikit-learn"
         )
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     table = np.loadtxt(path, delimiter=",")

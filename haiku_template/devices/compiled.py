@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices import checks
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
-from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
+from haiku_template.devices.layout import (
+    AXIS_NAME,
+    REPLICATED,
+    in_device_memory,
+    sharding_on,
+)
 from haiku_template.devices.transfer import (
     check_host_batch,
     own_part,
@@ -198,18 +203,29 @@ def _first_row(scalars: Scalars) -> dict[str, jax.Array]:
     return {name: scalars[name][0] for name in scalars}
 
 
+class Specs(NamedTuple):
+    """Specs of what a step sees of its first arguments, and of its results.
+
+    They are trees of `PartitionSpec`, or prefixes of them.
+    """
+
+    arguments: tuple[Any, ...] = ()
+    results: Any = REPLICATED
+
+
 def compile_step(
     devices: "DeviceManager",
     step: Callable[..., Any],
     donate_argnums: int | tuple = 0,
     update: Callable[[Any, Any], Any] | None = None,
     out_shardings: Any = None,
+    specs: Specs | None = None,
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, for one device's share of the batch.
 
-    The step sees replicated trees, gathered if they are sharded, and its share of a
-    batch from `shard`. Its results must be the same on every device: average them with
-    `mean_over`; `fetch` checks that they are.
+    The step sees replicated trees, gathered if they are sharded, or its shares of them,
+    by `specs`, and its share of a batch from `shard`. Its results must be the same on
+    every device: average them with `mean_over`; `fetch` checks that they are.
 
     Args:
       step: pure function of trees, the state first, and of the batch.
@@ -218,7 +234,8 @@ def compile_step(
         arrays of all devices as one; None for the step's results as they are.
       out_shardings: of the results, or a prefix of their tree; None for replicated.
     """
-    advance = _updating(over_devices(step, devices, devices.everyone), update)
+    mapped = over_devices(step, devices, devices.everyone, specs=specs)
+    advance = _updating(mapped, update)
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
@@ -249,13 +266,15 @@ def compile_call(
     update: Callable[[Any, Any], Any],
     out_shardings: Any,
     most: int,
+    specs: Specs | None = None,
 ) -> CompiledStep:
     """Compiles up to `most` steps as one call, `call(state, ..., count, batch)`.
 
     It makes `count` steps, and returns the last state and their packed `Scalars`. The
     arguments are those of `compile_step`; `update` returns a state and scalars.
     """
-    advance = _updating(over_devices(step, devices, devices.everyone), update)
+    mapped = over_devices(step, devices, devices.everyone, specs=specs)
+    advance = _updating(mapped, update)
     # Else XLA may gather a sharded state for the time of a loop.
     in_place = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings)
 
@@ -307,7 +326,7 @@ def _repeat(
 
 
 def compile_per_example(
-    devices: "DeviceManager", step: Callable[..., Any]
+    devices: "DeviceManager", step: Callable[..., Any], specs: Specs | None = None
 ) -> CompiledStep:
     """Compiles `step(state, ..., batch)`, whose results have one entry for each row.
 
@@ -321,7 +340,7 @@ def compile_per_example(
         _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
         return results
 
-    mapped = over_devices(share, devices, devices.devices, joined=True)
+    mapped = over_devices(share, devices, devices.devices, True, specs)
     run = functools.wraps(step)(lambda *args: (mapped(*args), _token()))
     sharded = sharding_on(devices.devices, AXIS_NAME)
     shardings = sharded, sharding_on(devices.devices)
@@ -340,19 +359,21 @@ def over_devices(
     devices: "DeviceManager",
     mesh_devices: Sequence[jax.Device],
     joined: bool = False,
+    specs: Specs | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over devices: the one switch between one and several of them.
 
     On one device it is called. On several it is `jax.pmap`ped over the first axis of
-    its last argument, a batch [n, B / n, ...], and other arguments are replicated; with
-    several processes, of whose rows `jax.pmap` inside `jax.jit` takes its own alone, by
-    `jax.shard_map`, which is what `jax.pmap` is. Results are the same on all devices,
-    or, if they are to be `joined`, arrays [B, ...] of their shares.
+    its last argument, a batch [n, B / n, ...], and other arguments are replicated. By
+    `jax.shard_map`, which is what `jax.pmap` is, with several processes, of whose rows
+    `jax.pmap` inside `jax.jit` takes its own alone, and for shares of arguments.
+    Results are the same on all devices, but for these shares, or, if they are to be
+    `joined`, arrays [B, ...].
     """
     if devices.axis_name is None:  # Why: docs/decisions/devices.md#switch
         return fn
-    if devices.processes.count > 1:
-        return _shard_mapped(fn, mesh_devices, joined)
+    if devices.processes.count > 1 or specs is not None:
+        return _shard_mapped(fn, mesh_devices, joined, specs or Specs())
     return _pmapped(fn, devices.axis_name, mesh_devices, joined)
 
 
@@ -378,16 +399,23 @@ def _pmapped(  # Why: docs/decisions/devices.md#device-axis
 
 
 def _shard_mapped(
-    fn: Callable[..., Any], mesh_devices: Sequence[jax.Device], joined: bool
+    fn: Callable[..., Any],
+    mesh_devices: Sequence[jax.Device],
+    joined: bool,
+    specs: Specs,
 ) -> Callable[..., Any]:
-    replicated, sharded = PartitionSpec(), PartitionSpec(AXIS_NAME)
+    sharded = PartitionSpec(AXIS_NAME)
 
     def mapped(*args: Any) -> Any:
         return jax.shard_map(
             lambda *args: fn(*args[:-1], jax.tree.map(lambda x: x[0], args[-1])),
             mesh=Mesh(mesh_devices, AXIS_NAME),
-            in_specs=(*(replicated,) * (len(args) - 1), sharded),
-            out_specs=sharded if joined else replicated,
+            in_specs=(
+                *specs.arguments,
+                *(REPLICATED,) * (len(args) - 1 - len(specs.arguments)),
+                sharded,
+            ),
+            out_specs=sharded if joined else specs.results,
             check_vma=False,
         )(*args)
 

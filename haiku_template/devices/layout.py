@@ -12,6 +12,11 @@ from haiku_template.errors import ConfigError, near
 from haiku_template.params import flatten, matching
 
 AXIS_NAME, HOST = "data", "pinned_host"
+REPLICATED = PartitionSpec()
+USED = ("params/", "ema_params/", "frozen/")  # What models ask for, leaf by leaf.
+GATHERED = (
+    2**14
+)  # Bytes of a leaf that is gathered before the step, and not at its use.
 
 
 class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
@@ -19,7 +24,8 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
 
     A rule is a shell pattern of paths, `opt_state/*`, and the mesh axis to shard along,
     or None; the first rule that fits a leaf holds. The largest dimension that the
-    number of devices divides is sharded. Without one, or a rule, a leaf is replicated.
+    number of devices divides is sharded, but the first only if there is no other: in a
+    stack of layers it is the loop's. Without one, or a rule, a leaf is replicated.
     A third item, `pinned_host`, keeps moments in the host's memory between steps; it
     leaves numbers [] on the devices.
     """
@@ -38,6 +44,25 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
             kind = HOST if kinds and np.shape(leaf) else None
             shardings.append(sharding_on(self.devices, *spec, kind=kind))
         return jax.tree.unflatten(jax.tree.structure(tree), shardings)
+
+    # Why: docs/decisions/devices.md#shares
+    def shares(self, tree: Any) -> Any:
+        """Maps each leaf to the `PartitionSpec` of what a step sees of it.
+
+        These are devices' shares of large sharded parameters; all else it sees whole.
+        None if there is no such share.
+        """
+
+        def spec(path: str, leaf: Any, sharding: Any) -> PartitionSpec:
+            size = math.prod(leaf.shape) * leaf.dtype.itemsize
+            is_share = path.startswith(USED) and size >= GATHERED
+            return getattr(sharding, "spec", None) if is_share else REPLICATED
+
+        shardings = jax.tree.leaves(self.of(tree))
+        specs = [*map(spec, *zip(*flatten(tree).items(), strict=True), shardings)]
+        return (
+            jax.tree.unflatten(jax.tree.structure(tree), specs) if any(specs) else None
+        )
 
     def place(self, shapes: Any) -> Any:
         """Adds its sharding to each shape of a tree."""
@@ -87,7 +112,7 @@ def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]
     even = [i for i, size in enumerate(shape) if size and size % n == 0]
     if axis is None or not even:
         return ()
-    dimension = max(even, key=lambda i: shape[i])
+    dimension = max([i for i in even if i] or even, key=lambda i: shape[i])
     return (*(None,) * dimension, axis)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from haiku_template.devices.checks import describe, device_name
 from haiku_template.devices.compiled import check_alive
-from haiku_template.devices.layout import in_device_memory
+from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
 from haiku_template.devices.processes import Processes, waiting
 from haiku_template.devices.transfer import first_copy, own_part
 from haiku_template.errors import PlacementError, ReplicaError
@@ -114,6 +114,43 @@ def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
         check_vma=False,
     )
     return jax.jit(lambda leaves: mapped(in_device_memory(leaves)))
+
+
+def part_digests(devices: tuple[jax.Device, ...], tree: Any) -> np.ndarray:
+    """Digests each device's part of each leaf: uint32 [leaves, devices], on the host.
+
+    Leaves are replicated on these devices, or sharded along the mesh axis.
+    """
+    leaves = jax.tree.leaves(tree)
+    specs = tuple(
+        PartitionSpec() if x.is_fully_replicated else x.sharding.spec for x in leaves
+    )
+    with waiting():
+        digests = _part_digests(devices, specs)(leaves)
+        return jax.device_get(first_copy(digests))
+
+
+@functools.cache
+def _part_digests(
+    devices: tuple[jax.Device, ...], specs: tuple[PartitionSpec, ...]
+) -> Callable[[list], jax.Array]:
+    """Compiles `part_digests` of leaves with these specs."""
+    mapped = jax.shard_map(
+        lambda leaves: digest_leaves(leaves)[:, None],
+        mesh=Mesh(np.array(devices), AXIS_NAME),
+        in_specs=([*specs],),
+        out_specs=PartitionSpec(None, AXIS_NAME),
+        check_vma=False,
+    )
+    return jax.jit(
+        lambda leaves: mapped(in_device_memory(leaves)),
+        out_shardings=sharding_on(devices),
+    )
+
+
+def digest_leaves(tree: Any) -> jax.Array:
+    """Digests each leaf of a tree: uint32 [leaves]."""
+    return jnp.stack([*map(_fingerprint, jax.tree.leaves(tree))])
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
-from haiku_template.errors import DeviceError
+from haiku_template.errors import MEANT, DeviceError
 from jax_doctor import GPU_NAMES, Machine, check_environment, children, diagnose
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,13 @@ FAULTS: dict[str, Callable[[Request], Any]] = {
 }
 
 
+def _meant(spec: str) -> str:
+    """Says it in the words here, for those of others: `cuda:0` is `gpu:0`."""
+    guess = re.sub("cuda|nvidia|rocm|mps", "gpu", spec.lower().strip())
+    guess = f"gpu:{guess}" if re.fullmatch(r"[\d,]+", guess) else guess
+    return MEANT.format(f"--device={guess}") if SPEC.fullmatch(guess) else ""
+
+
 def parse(
     spec: str,
     num_devices: int | None = None,
@@ -98,8 +105,8 @@ def parse(
     match = SPEC.fullmatch(spec)
     if not match:
         raise DeviceError(
-            f"--device={spec} is not understood; possible are auto, cpu, gpu, tpu, and "
-            "chosen devices such as gpu:1 or gpu:0,2"
+            f"--device={spec} is not understood{_meant(spec)}; possible are auto, cpu, "
+            "gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
         )
     request = Request(
         spec,

@@ -255,6 +255,11 @@ def pad_rows(batch: Any, size: int) -> Any:
     return jax.tree.map(longer, batch)
 
 
+def detached(batch: Any) -> Any:  # Why: docs/decisions/data.md#buffers
+    """Copies a batch out of memory that its data set may use again."""
+    return jax.tree.map(lambda x: x.copy() if type(x) is np.ndarray else x, batch)
+
+
 def fitting(tree: Any) -> Any:  # Why: docs/decisions/devices.md#host-values
     """Casts NumPy leaves to JAX's dtypes; `PlacementError` if a value does not fit.
 

@@ -1,14 +1,14 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters of frozen matrices.
 
-They transform the tree of parameters, so that any Haiku model can have them: instead of
-W it gets W + (alpha / rank) A B, computed once a step for the whole batch, and kept for
-the backward pass.
+They are a form of stored parameters, so that any Haiku model can have them: where it
+asks for W it gets W + (alpha / rank) A B, one for the whole batch.
 
 Shapes: W [I, O] (inputs, outputs), A [I, R], B [R, O], R the rank. Each axis of another
 W is one of its inputs, which A has in a row, one of its outputs, which B has, or, such
 as the layers of a stack, one along which each matrix has an A and a B of its own.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from haiku_template import stored
 
 A, B = "_lora_a", "_lora_b"  # Behind the name of W.
 # Why: docs/decisions/finetuning.md#lora-axes
@@ -58,28 +60,54 @@ def init_adapters(
     return adapters
 
 
-def adapt(
-    lora: Lora, paths: Iterable[str], leaves: dict[str, Any], rng: jax.Array | None
-) -> dict[str, Any]:
-    """Adds adapters to the tensors of `paths`; returns the leaves without adapters.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted(stored.Form):
+    """A frozen tensor W, perhaps quantized, A, and (alpha / rank) B."""
 
-    `leaves` by path have one dtype; `rng` is the source of dropout, None drops nothing.
+    base: Any
+    a: Any
+    b: Any
+    axes: str = dataclasses.field(metadata={"static": True})
+
+    def use(self, dtype: Any, zero: Any = 0) -> jax.Array:
+        """Makes W + (alpha / rank) A B."""
+        base = stored.use(self.base, dtype, zero).astype(dtype)
+        # Else XLA adds to a copy of W, and keeps that for the backward pass.
+        change = jax.lax.optimization_barrier((self.a + zero).astype(dtype) @ self.b)
+        if self.axes != MATRIX:
+            # A loop over layers gives each its own part, without the loop's axes.
+            words = self.axes.split()[-base.ndim :]
+            order = sum(_order(" ".join(words)), ())
+            change = change.reshape([base.shape[axis] for axis in order])
+            change = change.transpose(np.argsort(order))
+        return base + change
+
+
+def adapt(
+    lora: Lora,
+    paths: Iterable[str],
+    leaves: dict[str, Any],
+    rng: jax.Array | None,
+    dtype: Any,
+) -> dict[str, Any]:
+    """Joins adapters and the tensors of `paths`; returns the leaves without adapters.
+
+    `leaves` are by path; `rng` is the source of dropout, None drops nothing. A and B
+    are multiplied in a dtype.
     """
     adapted, axes = dict(leaves), dict(lora.axes)
     for i, path in enumerate(sorted(paths)):
-        a, b = adapted.pop(path + A), adapted.pop(path + B)
+        factors = adapted.pop(path + A), adapted.pop(path + B)
+        a, b = (stored.use(x, dtype).astype(dtype) for x in factors)
         if rng is not None and lora.dropout:
             keep, rows = 1 - lora.dropout, (*a.shape[:-1], 1)
             mask = jax.random.bernoulli(jax.random.fold_in(rng, i), keep, rows)
             a = jnp.where(mask, a / keep, 0)
         # The LoRA scale belongs to the thin factor, where it costs least.
         # Why: docs/decisions/finetuning.md#lora
-        change = a @ (lora.alpha / lora.rank * b)
-        if path in axes:  # Any but plain matrices.
-            order, shape = sum(_order(axes[path]), ()), adapted[path].shape
-            change = change.reshape([shape[axis] for axis in order])
-            change = change.transpose(np.argsort(order))
-        adapted[path] = adapted[path] + change
+        b = lora.alpha / lora.rank * b
+        adapted[path] = Adapted(adapted[path], a, b, axes.get(path, MATRIX))
     return adapted
 
 

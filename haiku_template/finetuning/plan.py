@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_template import stored
 from haiku_template.errors import ConfigError, near
+from haiku_template.finetuning import quantized
 from haiku_template.finetuning.lora import (
     KINDS,
     MATRIX,
@@ -31,7 +33,10 @@ from haiku_template.pretrained import MARK
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", *quantized.FORMS)
+EXACT = "bfloat16"  # Of those beside quantized ones.
+# Why: docs/decisions/finetuning.md#unquantized
+UNQUANTIZED = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
 SHOWN = 20  # Names in a message.
 Multipliers = Sequence[tuple[str, float]]
 
@@ -42,7 +47,8 @@ class Finetuning(NamedTuple):
     train: tuple[str, ...] = ()  # Patterns; () is all, or with `lora` none.
     lora: Lora | None = None  # Adapters of frozen parameters.
     fresh: tuple[str, ...] = ()  # Start from the seed although others are read.
-    base_dtype: str = "float32"  # Of frozen parameters; or bfloat16.
+    base_dtype: str = "float32"  # Of frozen parameters; or bfloat16, int8, nf4.
+    unquantized: tuple[str, ...] = UNQUANTIZED  # Patterns of those beside, bfloat16.
     multipliers: Multipliers = ()  # Of the learning rate: (pattern, factor) each.
     adapters: str | None = None  # A file or folder of adapters to start from.
     ignore: tuple[str, ...] = ()  # Names that may be left over in what is read.
@@ -76,16 +82,27 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     frozen: frozenset[str] = frozenset()
     fresh: frozenset[str] = frozenset()  # Are not read.
     lora: Lora = Lora(rank=0)  # With `axes` by path.
-    dtype: Any = jnp.dtype("float32")  # Of frozen floating-point parameters.
+    dtype: str = "float32"  # Of frozen floating-point parameters, or their form.
+    unquantized: frozenset[str] = frozenset()  # Of these the ones that have no form.
 
     def split(self, params: hk.Params) -> tuple[hk.Params, hk.Params]:
         """Splits all parameters: trainable ones, and frozen ones in their dtype."""
         trained, frozen = hk.data_structures.partition(
             lambda module, name, _: f"{module}/{name}" in self.trained, params
         )
-        return trained, jax.tree.map(
-            lambda x: x.astype(self.dtype) if _is_float(x) else x, frozen
+        return trained, hk.data_structures.map(
+            lambda module, name, x: self.store(f"{module}/{name}", x), frozen
         )
+
+    def store(self, path: str, array: Any) -> Any:
+        """Makes a frozen parameter as it is stored, of an array of NumPy's or JAX's."""
+        if not _is_float(array):
+            return array
+        if self.dtype not in quantized.FORMS:
+            return array.astype(self.dtype, copy=False)
+        if path in self.unquantized:
+            return array.astype(EXACT, copy=False)
+        return quantized.FORMS[self.dtype].store(array)
 
     def init_params(self, params: hk.Params, rng: jax.Array) -> hk.Params:
         """Selects the trainable parameters before step 0, and makes the adapters."""
@@ -94,20 +111,24 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
         return hk.data_structures.merge(self.split(params)[0], adapters)
 
     def combine(
-        self, params: hk.Params, frozen: hk.Params, rng: jax.Array | None = None
+        self,
+        params: hk.Params,
+        frozen: hk.Params,
+        dtype: Any,
+        rng: jax.Array | None = None,
     ) -> hk.Params:
-        """Merges trainable and frozen parameters, adapters added to their matrices.
+        """Merges trainable and frozen parameters, as `stored.py` has their forms.
 
-        All have one dtype; `rng` is the source of LoRA's dropout, None drops nothing.
+        Adapters are multiplied in a dtype; `rng` is the source of their dropout, None
+        drops nothing.
         """
-        leaves = flatten(frozen) | flatten(params)
-        return unflatten(adapt(self.lora, self.adapted, leaves, rng))
+        leaves = flatten((frozen, params), is_leaf=stored.is_form)
+        leaves = {path.partition("/")[2]: leaf for path, leaf in leaves.items()}
+        return unflatten(adapt(self.lora, self.adapted, leaves, rng, dtype))
 
     def merge(self, params: hk.Params, frozen: hk.Params) -> hk.Params:
-        """Merges like `combine`, with adapters added in float32; other dtypes stay."""
-        leaves = flatten(frozen)
-        wide = {path: leaves[path].astype(jnp.float32) for path in self.adapted}
-        return self.combine(params, unflatten(leaves | wide))
+        """Merges to arrays: forms are undone in float32; other dtypes stay."""
+        return stored.used(self.combine(params, frozen, jnp.float32), jnp.float32)
 
 
 def make_plan(
@@ -141,6 +162,11 @@ def make_plan(
             f"adapters={finetuning.adapters} belong to frozen parameters, and all "
             "parameters are to train; give lora.rank or train"
         )
+    if finetuning.base_dtype in quantized.FORMS and not frozen:
+        raise ConfigError(
+            f"base_dtype={finetuning.base_dtype!r} is of frozen parameters, and all "
+            "are to train; give lora.rank or train"
+        )
     wide = {k: leaves[k] for k in frozen if _is_float(leaves[k])}
     adapted = _adapted(lora, wide, convolutions or {}) if lora.rank else {}
     tensors = ((k, x) for k, x in sorted(adapted.items()) if x != MATRIX)
@@ -163,8 +189,22 @@ def make_plan(
         frozen=frozenset(frozen),
         fresh=frozenset(fresh),
         lora=lora,
-        dtype=jnp.dtype(finetuning.base_dtype),
+        dtype=finetuning.base_dtype,
+        unquantized=frozenset(_unquantized(finetuning, wide)),
     )
+
+
+def _unquantized(finetuning: Finetuning, leaves: dict[str, Any]) -> set[str]:
+    """Selects parameters without a form: those of the patterns, and vectors."""
+    name, patterns = finetuning.base_dtype, finetuning.unquantized
+    if patterns != UNQUANTIZED:
+        _select("unquantized (frozen parameters)", patterns, leaves)
+    return {
+        path
+        for path, leaf in leaves.items()
+        if not quantized.is_possible(name, leaf.shape)
+        or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    }
 
 
 def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:

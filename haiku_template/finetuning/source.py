@@ -34,9 +34,10 @@ from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 STATE = BESIDE
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
 Loaded = tuple[dict[str, jax.Array], hk.State | None]
-# From shapes and dtypes of all parameters, paths to leave out, and shapes of the Haiku
-# state, or None to leave it out.
-Source = Callable[[hk.Params, Collection[str], hk.State | None], Loaded]
+# From shapes and dtypes of all parameters, paths to leave out, shapes of the Haiku
+# state, or None to leave it out, and perhaps a function that makes what is stored of a
+# path and an array, one after another.
+Source = Callable[..., Loaded]
 
 
 def open_source(
@@ -97,7 +98,7 @@ def open_source(
 
 def _tensors_of_tree(folder: Path) -> list[Tensor]:
     return [
-        Tensor(leaf.name, leaf.folder, dtype_name(leaf.dtype), leaf.shape, leaf.read)
+        Tensor(leaf.name, leaf.file, dtype_name(leaf.dtype), leaf.shape, leaf.read)
         for leaf in trees.leaves(folder)
     ]
 
@@ -121,7 +122,12 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
             "start from that, or with --format=adapters for config.finetuning.adapters"
         )
 
-    def of_run(shapes: hk.Params, skip: Collection[str], state: Any) -> Loaded:
+    def of_run(
+        shapes: hk.Params,
+        skip: Collection[str],
+        state: Any,
+        store: Callable[[str, Any], Any] | None = None,
+    ) -> Loaded:
         specs = {k: v for k, v in flatten(shapes).items() if k not in skip}
 
         def read(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
@@ -138,9 +144,13 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         leaves = flatten(params)
         # Leaf by leaf, so that no second copy of all of them exists.
         for path, leaf in specs.items():
-            if leaf.dtype != leaves[path].dtype:
-                cast = functools.partial(jnp.asarray, dtype=leaf.dtype)
-                leaves[path] = devices.init(cast, leaves[path])
+            if store is not None:
+                convert = functools.partial(store, path)
+            elif leaf.dtype != leaves[path].dtype:
+                convert = functools.partial(jnp.asarray, dtype=leaf.dtype)
+            else:
+                continue
+            leaves[path] = devices.init(convert, leaves[path])
         return leaves, read_state
 
     return of_run

@@ -13,8 +13,10 @@ from haiku_template.errors import ConfigError as ConfigError
 from haiku_template.models.family import Family as Family
 from haiku_template.models.family import Rule as Rule
 from haiku_template.models.family import check_vocabulary as check_vocabulary
+from haiku_template.models.forms import inputs_of as inputs_of
 from haiku_template.models.forms import per_example as per_example
 from haiku_template.models.forms import plain_outputs as plain_outputs
+from haiku_template.models.forms import task_rng as task_rng
 from haiku_template.models.mlp import mlp
 from haiku_template.models.rematerialization import remat as remat
 from haiku_template.models.rematerialization import repeated_blocks as repeated_blocks

@@ -15,6 +15,7 @@ import jmp  # Why: docs/decisions/dependencies.md#jmp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import is_lazy
+from haiku_template.stored import is_form, used
 
 POLICIES = {
     "float32": "params=float32,compute=float32,output=float32",
@@ -68,6 +69,17 @@ class Precision(NamedTuple):
     ) -> jmp.DynamicLossScale | jmp.NoOpLossScale:
         """Rebuilds the loss scale from its leaves."""
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
+
+    def cast_arrays(self, params: Any) -> Any:
+        """Casts parameters to the compute dtype, but for forms: scales stay exact."""
+        cast = self.policy.cast_to_compute
+        return jax.tree.map(
+            lambda x: x if is_form(x) else cast(x), params, is_leaf=is_form
+        )
+
+    def used(self, params: Any) -> Any:
+        """Makes all parameters as the model uses them."""
+        return used(params, self.policy.compute_dtype)
 
     def cast_outputs(self, outputs: Any) -> Any:
         """Casts outputs to float32; lazy ones stay: their product is float32."""

@@ -158,6 +158,8 @@ def memory_budget(
         num_devices=len(devices.devices),
         saved=_saved(state.opt_state),
     )
+    if trainer.experiment.exact_elastic is not None:
+        return _of_shares(trainer, budget, analysis)
     if devices.memory is None:
         return budget
     return _of_target(trainer, budget, compiled, starts)
@@ -172,6 +174,14 @@ def _of_target(trainer: Trainer, budget: Budget, compiled: Any, starts: bool) ->
         step_peak=budget.step_peak + outside,
         evaluation_peak=_evaluation_peak(trainer) if starts else 0,
     )
+
+
+def _of_shares(trainer: Trainer, budget: Budget, analysis: Any) -> Budget:
+    """Adds the gradients of all shares, and the state, of which a share sees a part."""
+    results = trainer.experiment.exact_elastic * analysis.output_size_in_bytes
+    temporaries = budget.temporaries + results + device_bytes(trainer.abstract.params)
+    step_peak = device_bytes(trainer.abstract) + budget.batch + temporaries
+    return budget._replace(temporaries=temporaries, step_peak=step_peak)
 
 
 def _check_state(state: TrainState, memory: int) -> None:
@@ -411,7 +421,7 @@ def choose_steps_per_call(
     in `place_data`.
     """
     experiment, devices = trainer.experiment, trainer.devices
-    if experiment.steps_per_call is not None:
+    if experiment.steps_per_call is not None or experiment.exact_elastic is not None:
         return trainer
     if (number := workdirs.steps_per_call(workdir)) is not None:
         return trainer.with_steps_per_call(number)

@@ -60,7 +60,7 @@ def check_before_start(
             len(train.inputs),
             len(train.inputs),
         )
-    if trainer.devices.axis_name is not None:
+    if trainer.devices.axis_name and trainer.experiment.exact_elastic is None:
         check_norms(trainer)
     budget = check_budget(trainer, memory_limit, starts=starts)
     check_evaluation(trainer, best_metric, stop_when)

@@ -81,6 +81,8 @@ def of(trainer: Trainer) -> dict[str, str]:
         "first parameters": traced(functools.partial(trainer.functions().init, {})),
         **steps(None),
     }
+    if experiment.exact_elastic is not None:
+        digests["logical shares"] = str(experiment.exact_elastic)
     if num_rows(batch) == rows:
         digests[FIRST_BATCH] = _value(batch)
     if hasattr(data.train, "staged"):

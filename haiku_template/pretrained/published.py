@@ -52,8 +52,9 @@ def read_published(
     shapes: hk.Params,
     skip: Collection[str],
     state: hk.State | None,
-    devices: DeviceManager,
+    store: Callable[[str, Any], Any] = lambda path, array: array,
     *,
+    devices: DeviceManager,
     rules: Sequence[Rule],
     names: Names,
     list_tensors: Callable[[Path], Iterable[Tensor]] = list_tensors,
@@ -65,6 +66,7 @@ def read_published(
         tensors `list_tensors` lists.
       skip: paths of parameters that are left out.
       state: shapes of the network state; None leaves it out.
+      store: makes of a path and an array on the host what goes to the devices.
       rules: of names that are not Haiku's.
 
     Returns:
@@ -102,7 +104,7 @@ def read_published(
     expected = {path: x for path, x in expected.items() if path not in left_out}
     rules = [*rules, *same_names(expected), *same_names(left_out)]
     matches = match(tensors, expected, rules, left_out, ignored)
-    leaves = load(matches, expected, devices)
+    leaves = load(matches, expected, devices, store)
     read_state = {k: leaves.pop(k) for k in [*leaves] if _is_state(k)}
     read_state = unflatten({k.removeprefix(MARK): x for k, x in read_state.items()})
     return leaves, None if state is None else read_state

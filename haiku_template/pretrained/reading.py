@@ -1,11 +1,12 @@
 """Reading of pretrained parameters: from files onto the devices."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import haiku as hk
 import jax
+import numpy as np
 
 from haiku_template.devices import DeviceManager, host_buffer
 from haiku_template.errors import ConfigError
@@ -45,22 +46,32 @@ def read(
 
 
 def load(
-    matches: dict[str, list[Match]], shapes: dict[str, Any], devices: DeviceManager
-) -> dict[str, jax.Array]:
-    """Reads the tensors that `match` found into leaves of the wanted shapes."""
+    matches: dict[str, list[Match]],
+    shapes: dict[str, Any],
+    devices: DeviceManager,
+    store: Callable[[str, Any], Any] = lambda path, array: array,
+) -> dict[str, Any]:
+    """Reads the tensors that `match` found into leaves of the wanted shapes.
+
+    `store(path, array)` makes of each, on the host, what goes to the devices.
+    """
     for first, *tied in matches.values():
         for other in tied:
             _check_tied(other, first)
-    return {k: _load(pair[0], shapes[k], devices) for k, pair in matches.items()}
+    leaves = {}
+    for path, (first, *_) in matches.items():
+        leaf = store(path, _read(first, shapes[path]))
+        # Waiting keeps no more than one parameter in host memory.
+        leaves[path] = jax.block_until_ready(devices.replicate(leaf))
+    return leaves
 
 
-def _load(tensor_match: Match, leaf: Any, devices: DeviceManager) -> jax.Array:
+def _read(tensor_match: Match, leaf: Any) -> np.ndarray:
     buffer = host_buffer(leaf.shape, leaf.dtype)
     view = TRANSFORMS[tensor_match.transform](buffer)
     for rows, values in pieces(tensor_match.tensor):
         view[rows] = values
-    # Waiting keeps no more than one parameter in host memory.
-    return jax.block_until_ready(devices.replicate(buffer))
+    return buffer
 
 
 def _check_tied(other: Match, first: Match) -> None:

@@ -24,6 +24,7 @@ from haiku_template.devices import DeviceManager, describe
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
+from haiku_template.reporting import notebook
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import LOG
 
@@ -33,6 +34,8 @@ REDRAW_SECONDS = 0.2
 STEP = Column(no_wrap=True, min_width=14)  # It is not cut off.
 ROWS = 20  # Of parameters on the screen.
 NAMES = 6  # Leaves that a line names.
+# Of training, in the report alone: lines have the values of the task.
+UNSHOWN = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 WIDTH = 120  # Columns of tables in files and pipes.
 NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
 # Parts of a step's time in the loop's thread, which add up to it.
@@ -77,8 +80,11 @@ class Display:
         console = functools.partial(
             _Screen, highlight=False, soft_wrap=True, markup=False, force_jupyter=False
         )
-        width = None if sys.stdout.isatty() else WIDTH
-        self._screen = console(width=width, quiet=quiet)
+        # FORCE_COLOR, which notebooks and CI set, makes no terminal of them.
+        width, force = (None, None) if sys.stdout.isatty() else (WIDTH, False)
+        self._screen = console(width=width, quiet=quiet, force_terminal=force)
+        self.in_notebook = type(sys.stdout).__module__ == "ipykernel.iostream"
+        self._line = notebook.line() if self.in_notebook else self._screen.print
         self._file = Note(workdir / LOG)
         self._log = console(file=self._file, width=WIDTH, force_terminal=False)
         self._bar = _Bar(
@@ -150,7 +156,7 @@ class Display:
         )
         self._log.print(line)
         if self._bar.disable:
-            self._show(self._screen.print, line)
+            self._show(self._line, line)
         self._bar.below = f"{speed_text(metrics)}  {bound}  {memory}"
         self._show(
             self._bar.update,
@@ -166,20 +172,23 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def first_lines(trainer: Any, state: Any, workdir: Path, start: int) -> list[Any]:
+def first_lines(trainer: Any, state: Any, report: Any, start: int) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     devices, feed = trainer.devices, trainer.feed
     resumed = f", resumed at step {start}" if start else ""
     from_batch = () if start else trainer.initializer.from_batch
     share = feed.batch_size // devices.num_devices
     calls = f", {feed.steps_per_call} steps a call" if feed.steps_per_call > 1 else ""
+    if size := getattr(trainer.experiment.data.train, "num_examples", None):
+        epochs = report.num_steps * feed.batch_size / size
+        calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"
     return [
         f"devices   {devices.describe()}",
         parameter_tables(state.params),
         *([frozen_table(state.params, state.frozen)] if state.frozen else []),
         f"batch     {feed.batch_size} examples, {share} on each device{calls}",
         f"data      {feed.placement}",
-        f"workdir   {workdir}{resumed}",
+        f"workdir   {report.workdir}{resumed}",
         *([from_batch_line(from_batch)] if from_batch else []),
     ]
 
@@ -316,8 +325,7 @@ def _numbers(metrics: dict[str, float], prefix: str) -> str:
     keys = [key for key in metrics if key.startswith(prefix)]
     values = {key.removeprefix(prefix): metrics[key] for key in keys}
     names = [name for name in order if name in values]
-    if prefix == "eval/":
-        names += [name for name in values if name not in names]
+    names += [name for name in values if name not in (*names, *UNSHOWN)]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names)
 
 

@@ -22,10 +22,7 @@ Lines = dict[str, list[tuple[int, float]]]
 
 
 def panels(rows: list[dict[str, Any]]) -> dict[str, Lines]:
-    """Steps and values of metrics.jsonl by key, in panels by title.
-
-    The loss is first and the speed last; `train/NAME` and `eval/NAME` share a panel.
-    """
+    """Steps and values by key, in panels by title: loss first, and speed last."""
     titles: dict[str, Lines] = {"loss": {}}
     keys = dict.fromkeys(key for row in rows for key in row)
     for key in sorted(keys, key=lambda key: key == SPEED):
@@ -60,6 +57,27 @@ def write(workdir: Path) -> Path | None:
         axes.legend()
     figure.suptitle(workdir.name)
     return _save(figure, workdir / names.REPORT)
+
+
+def write_comparison(
+    path: Path, runs: dict[str, list[dict[str, Any]]], metrics: Sequence[str]
+) -> Path | None:
+    """Draws each metric's curves of all runs, by label; None without matplotlib."""
+    figure = _figure(path.name, 6 * len(metrics), 4 + 0.2 * len(runs))
+    if figure is None:
+        return None
+    for place, metric in enumerate(metrics, 1):
+        axes = figure.add_subplot(1, len(metrics), place)
+        for label, rows in runs.items():
+            points = [(x["step"], x[metric]) for x in rows if x.get(metric) is not None]
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            axes.plot(steps, values, "o-" if len(points) < 20 else "-", label=label)
+        above_zero = all(y > 0 for line in axes.lines for y in line.get_ydata())
+        is_loss = metric.endswith("loss") and above_zero
+        axes.set(title=metric, xlabel="step", yscale="log" if is_loss else "linear")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+    return _save(figure, path)
 
 
 def write_confusion(

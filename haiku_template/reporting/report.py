@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from haiku_template.devices import DeviceManager
-from haiku_template.reporting import plots
+from haiku_template.reporting import notebook, plots
 from haiku_template.reporting.display import Display, memory_text
+from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodput
 from haiku_template.reporting.perf import Clock, Work, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
@@ -33,12 +34,12 @@ class Report:
         batch_size: int,
         work: Work,
     ) -> None:
-        self._workdir, self._devices = workdir, devices
-        self._batch_size, self._work = batch_size, work
+        self.workdir, self._devices = workdir, devices
+        self._batch_size, self._work, self.num_steps = batch_size, work, num_steps
         self._follows = devices.processes.index > 0  # Another process shows the run.
         self._display = Display(workdir, num_steps, quiet=self._follows)
         self.print, self.step = self._display.print, self._display.step
-        self._clock, self._profiler = Clock(devices), None
+        self._clock, self._profiler, self._start = Clock(devices), None, 0
         self._clocks = [self._clock]
         self.restart = self._clock.start
         self._stack = contextlib.ExitStack()
@@ -63,14 +64,19 @@ class Report:
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
         if profile is not None:
-            self._profiler = Profiler(profile, self._workdir / PROFILE, self._devices)
+            self._profiler = Profiler(profile, self.workdir / PROFILE, self._devices)
             self._clocks.append(self._profiler.clock)
             self._stack.callback(self._profiler.close)
             self.print(*self._profiler.begin(step))
+        self._start = step
         for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"
             with dispensable(name):
-                self._writers.append((name, make(self._workdir, step)))
+                self._writers.append((name, make(self.workdir, step)))
+        if not self._follows:
+            progress = Progress(self.workdir, step, self._devices.ledger)
+            self._stack.callback(progress.close)
+            self._writers.append((GOODPUT, lambda step, _: progress.add(step)))
         self.restart(step)
 
     @contextlib.contextmanager
@@ -107,11 +113,16 @@ class Report:
     def finish(self, step: int) -> dict[str, float]:
         """Draws report.png and prints its path; returns the last metrics."""
         self._display.stop()
-        path = self._workdir
-        with dispensable(self._workdir / REPORT):
+        if self._start and not self._follows:
+            with dispensable("the goodput"):
+                self.print(described(goodput(self.workdir)))
+        path = self.workdir
+        with dispensable(self.workdir / REPORT):
             path = (not self._follows and plots.write(path)) or path
         self.print(f"done      step {step}; {path}")
-        rows = read(self._workdir / METRICS)
+        if self._display.in_notebook and path.suffix:
+            notebook.show_picture(path)
+        rows = read(self.workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:

@@ -7,12 +7,13 @@ from haiku_template.preflight.checks import check_measured
 
 
 def early_stop(
-    metric: str, patience: int, mode: str = "min"
+    metric: str, patience: int, mode: str = "min", min_delta: float = 0.0
 ) -> Callable[[list[dict[str, Any]]], bool]:
     """Makes `train(stop_when=...)` for early stopping, which a resumed run remembers.
 
-    It ends a run after `patience` evaluations without a better value of `metric` (such
-    as `eval/loss`); `mode` is `min` or `max`.
+    It ends a run after `patience` evaluations without a value of `metric` (such as
+    `eval/loss`) that is better than the best by more than `min_delta`; `mode` is `min`
+    or `max`. Its attribute `reason` then says which was the best.
     """
 
     # Why: docs/decisions/training.md#early-stopping
@@ -20,11 +21,21 @@ def early_stop(
         names = dict.fromkeys(name for row in rows for name in row)
         if any(name.startswith("eval/") for name in names):
             check_measured("early_stop.metric", metric, names)
-        values = [row[metric] for row in rows if row.get(metric) is not None]
-        if not values:
+        points = [(x[metric], x["step"]) for x in rows if x.get(metric) is not None]
+        sign, best = -1 if mode == "max" else 1, 0
+        for i, (value, _) in enumerate(points):
+            if sign * value < sign * points[best][0] - min_delta:
+                best = i
+        if not points or len(points) - 1 - best < patience:
             return False
-        best = values.index((min if mode == "min" else max)(values))
-        return len(values) - 1 - best >= patience
+        value, step = points[best]
+        stops.reason = (
+            f"{metric} was best at step {step}, {value:.6g}, and not better"
+            + f" by more than {min_delta:g}" * (min_delta > 0)
+            + f" in {len(points) - 1 - best} evaluations since then (patience "
+            + f"{patience})"
+        )
+        return True
 
     stops.metric = metric
     return stops

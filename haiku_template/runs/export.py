@@ -30,7 +30,7 @@ def export_safetensors(run: Run, output: Path) -> int:
     """
     pretrained.check_new(output)
     config, devices = run.config, run.devices
-    params, net_state = run.model()
+    params, net_state = run.parameters()
     family = run.family
     if family is None or config is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
@@ -67,7 +67,7 @@ def export_npz(run: Run, output: Path, names: str = "haiku") -> int:
     if output.suffix != ".npz":
         raise ConfigError(f"--output={output} does not end in .npz")
     pretrained.check_new(output)
-    params, net_state = run.model()
+    params, net_state = run.parameters()
     state = {pretrained.MARK + k: x for k, x in flatten(net_state).items()}
     source = run.trainer.experiment.init_from
     leaves = flatten(params) | state

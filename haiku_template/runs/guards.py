@@ -18,7 +18,7 @@ from haiku_template.devices import (
 )
 from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.layout import in_device_memory
-from haiku_template.errors import NonFiniteError
+from haiku_template.errors import NonFiniteError, ReplayError
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
 from haiku_template.runs.outliers import GradientNorms, blame
@@ -114,11 +114,7 @@ class Guards:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        state: Any,
-        checkpoints: Checkpoints,
-        most: int = 1,
+        self, trainer: Trainer, state: Any, checkpoints: Checkpoints, most: int = 1
     ) -> None:
         self._trainer, self._devices = trainer, trainer.devices
         self._train = trainer.experiment.data.train
@@ -133,7 +129,7 @@ class Guards:
         self._agreed = False
         # Errors after which nothing is saved: another process may be a step ahead.
         several = self._devices.processes.count > 1
-        self.unsaved = Exception if several else NonFiniteError
+        self.unsaved = (Exception,) if several else (NonFiniteError, ReplayError)
 
     def note(self, steps: range, scalars: Scalars, state: Any) -> None:
         """Keeps the scalars of a call's steps on their devices, unread."""
@@ -168,6 +164,8 @@ class Guards:
     def _read(self, step: int, values: dict[str, float]) -> None:
         """Takes the scalars of the next step."""
         norm, is_scaled = values.get(NORM, 0.0), values.keys() >= SCALED
+        if step in self._trainer.left_out:  # Its scalars are of no step.
+            return
         if all(map(math.isfinite, values.values())) and not values.get(SKIPPED):
             self._streak = []
             self._norms.read(step, norm)
@@ -211,7 +209,15 @@ class Guards:
             self._check(self._streak[-1], self._state)
             if math.isfinite(values[LOSS]) and (names := self._leaves_of(first)):
                 fault = f"the state after step {steps} is infinite or NaN in {names}"
+        self._record([*self._suspects, *self._streak])
         raise non_finite(fault, self._checkpoints.latest, self._blame(self._streak))
+
+    def _record(self, steps: list[int]) -> None:
+        """Records steps for `--rewind`."""
+        if self._devices.processes.index == 0:
+            from haiku_template.runs.rewind import record
+
+            record(self._checkpoints.directory.parent, self._train, steps)
 
     def _leaves_of(self, step: int) -> str:
         """Makes a skipped step again, in a copy of the state; names faulty leaves."""
@@ -246,6 +252,7 @@ class Guards:
         self._check_copies(state, state)
         if names := self._faults(state):
             fault = f"the state after step {step} is infinite or NaN in {names}"
+            self._record(self._suspects)
             raise non_finite(fault, self._checkpoints.latest, self._blame([]))
 
     def _faults(self, state: Any) -> str:

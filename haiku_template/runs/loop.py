@@ -1,8 +1,8 @@
 """The training loop: steps, evaluations, checkpoints; `step.py` has the mathematics."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,20 @@ from haiku_template.reporting import (
     matmul_peak,
 )
 from haiku_template.runs.guards import Guards
-from haiku_template.runs.resume import restored_or_first
+from haiku_template.runs.resume import (
+    brought_back,
+    open_checkpoints,
+    open_workdir,
+    restored_or_first,
+    resumed,
+)
 from haiku_template.runs.stopping import StopSignals
 from haiku_template.storage import Checkpoints, read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
+
+Metrics = dict[str, float]
 
 
 class Intervals(NamedTuple):
@@ -53,7 +61,7 @@ class Result(NamedTuple):
     """Result of a run."""
 
     state: TrainState  # The last, on the devices.
-    metrics: dict[str, float]  # The last of each name.
+    metrics: Metrics  # The last of each name.
 
 
 def train(
@@ -64,12 +72,16 @@ def train(
     log_every: int | None = 50,
     eval_every: int | None = None,
     save_every: int | None = None,
+    save_minutes: float | None = None,
+    mirror: str | None = None,
     keep_last: int = 2,
     keep_best: int = 1,
     best_metric: str = "eval/loss",
     best_mode: str = "min",
     max_failed_saves: int = 3,
     max_consecutive_nonfinite: int = 1,
+    watchdog_minutes: float | None = None,
+    sdc_replay: str | None = None,
     config: dict[str, Any] | None = None,
     memory_limit: int | None = None,
     profile: tuple[int, int] | None = None,
@@ -79,7 +91,8 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
-    Intervals are in steps, None means at the end alone; other options as in a config.
+    Intervals are in steps, None means at the end alone; other options, `save_minutes`
+    too, as in a config.
 
     Args:
       num_steps: updates in all, also when resuming.
@@ -103,9 +116,10 @@ def train(
       ReplicaError: a part of the state came to differ between devices.
       NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
         Fewer than `max_consecutive_nonfinite` such steps in a row are skipped.
+      ReplayError: a step of `sdc_replay` gave other bits when it was made again.
       Interrupted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 came; the state is saved.
     """
-    directory, devices = workdirs.own(workdir), trainer.devices
+    directory, devices = brought_back(trainer, workdir, mirror), trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
@@ -114,52 +128,50 @@ def train(
     trainer = settle(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(devices.processes.count > 1))
+    with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
-        workdirs.open_workdir(directory, config, devices, trainer.feed.steps_per_call)
-        report = _make_report(trainer, directory, num_steps, budget)
-        stack.enter_context(report)
-        checkpoints = Checkpoints(
-            Path(workdir) / workdirs.CHECKPOINTS,
+        facts = open_workdir(trainer, directory, config)
+        report = stack.enter_context(_report(trainer, directory, num_steps, budget))
+        checkpoints = open_checkpoints(
+            trainer,
+            workdir,
+            facts,
             keep_last=keep_last,
             keep_best=keep_best,
             best_metric=best_metric,
             best_mode=best_mode,
-            cleanup=True,
-            run=workdirs.run_id(directory),
             max_failed_saves=max_failed_saves,
+            save_minutes=save_minutes,
+            mirror=mirror,
         )
         stack.enter_context(checkpoints)
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         if start:
-            workdirs.update_config(directory, config)
-        report.print(*first_lines(trainer, state, directory, start), budget.table())
+            trainer = resumed(trainer, directory, config)
+        checkpoints.check_room(state.saved(), num_steps - start, save_every)
+        report.print(*first_lines(trainer, state, report, start), budget.table())
         trainer.compile()
-        guards = Guards(trainer, state, checkpoints, max_consecutive_nonfinite)
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
         run = _Run(
-            trainer,
+            trainer.with_replay(sdc_replay, budget) if sdc_replay else trainer,
             directory,
             report,
             checkpoints,
-            guards,
+            Guards(trainer, state, checkpoints, max_consecutive_nonfinite),
             signals,
             every=Intervals(log_every, eval_every, save_every),
             hooks=tuple(hooks),
             stop_when=stop_when or (lambda rows: False),
+            watchdog_minutes=watchdog_minutes,
         )
-        with devices.explicit_transfers():
-            state, last = run.steps(state, start, num_steps)
+        state, last = run.steps(state, start, num_steps)
         checkpoints.wait()
         return Result(state, report.finish(last))
 
 
-def _make_report(
-    trainer: Trainer, workdir: Path, num_steps: int, budget: Budget
-) -> Report:
+def _report(trainer: Trainer, workdir: Path, num_steps: int, budget: Budget) -> Report:
     """Makes the report of a run; measures the devices, if it gives a utilization."""
     report = Report(
         workdir,
@@ -186,6 +198,7 @@ class _Run(NamedTuple):
     every: Intervals
     hooks: tuple[Hook, ...]
     stop_when: Callable[[list[dict[str, Any]]], bool]
+    watchdog_minutes: float | None
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
         """Runs steps `start + 1` to `stop`, or fewer; returns the last one, too.
@@ -193,18 +206,16 @@ class _Run(NamedTuple):
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
         """
-        unlogged = contextlib.ExitStack()
+        unlogged = ExitStack()
         save = functools.partial(self._save_latest, unlogged)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
-        with self.signals.saving(save, self.guards.unsaved):
-            return self._steps(state, start, stop, unlogged)
+        watched = self.signals.watched(self, self.watchdog_minutes)
+        explicit = self.trainer.devices.explicit_transfers()
+        with explicit, self.signals.saving(save, self.guards.unsaved), watched as run:
+            return run._steps(state, start, stop, unlogged)
 
     def _steps(
-        self,
-        state: TrainState,
-        start: int,
-        stop: int,
-        unlogged: contextlib.ExitStack,
+        self, state: TrainState, start: int, stop: int, unlogged: ExitStack
     ) -> tuple[TrainState, int]:
         if start and start not in self.checkpoints.evaluated:
             self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
@@ -228,7 +239,7 @@ class _Run(NamedTuple):
                 if self.hooks:  # Then calls are of one step each.
                     self._tell("step", step, state, scalars.first())
                 first = step == start + 1
-                if self._something_due(step, stop) or first:
+                if self._something_due(step, stop, scalars) or first:
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
                     if first:
@@ -247,8 +258,10 @@ class _Run(NamedTuple):
         due = any(_due(step, every, last) for every in self.every)
         return due or bool(self.hooks) or step == start + 1 or self.report.due(step)
 
-    def _something_due(self, step: int, last: int) -> bool:
-        due = any(_due(step, every, last) for every in self.every[1:])
+    def _something_due(self, step: int, last: int, scalars: Any) -> bool:
+        timer = self.checkpoints.timer
+        late = timer is not None and timer.due(step, scalars)
+        due = late or any(_due(step, every, last) for every in self.every[1:])
         return self.signals.due() or due or self.report.due(step)
 
     def _between(
@@ -267,7 +280,8 @@ class _Run(NamedTuple):
                     self.signals.save = None
                 self._tell("save", step, state, metrics)
                 raise self.signals.error(step)
-            if early or _due(step, self.every.save, last):
+            late = self.checkpoints.timer is not None and self.checkpoints.timer.is_due
+            if early or late or _due(step, self.every.save, last):
                 self._save(steps, state, scalars, metrics)
         self.signals.restart()
         if self.report.due(step):
@@ -283,21 +297,21 @@ class _Run(NamedTuple):
         stops = self.stop_when(read(self.workdir / workdirs.METRICS))
         if not self.trainer.devices.processes.first(stops):
             return False
-        self.report.print("stopped   early, as the evaluations so far say")
+        reason = getattr(self.stop_when, "reason", "as the evaluations so far say")
+        self.report.print(f"stopped   early: {reason}")
         return True
 
     def _tell(self, what: str, step: int, state: TrainState, values: Any) -> None:
         for hook in self.hooks:
             hook(Event(what, step, state, values))
 
-    def _evaluate(
-        self, step: int, state: TrainState, last: int
-    ) -> dict[str, float] | None:
+    def _evaluate(self, step: int, state: TrainState, last: int) -> Metrics | None:
         """Evaluates, if it is due and there is data to evaluate on."""
         data = self.trainer.experiment.data
         if data.evaluation is None or not _due(step, self.every.evaluate, last):
             return None
-        metrics = self.trainer.evaluate(state)
+        with self.trainer.devices.ledger.timed("evaluation"):
+            metrics = self.trainer.evaluate(state)
         self.guards.evaluated(step, metrics, state)
         self.checkpoints.check_metric(metrics)
         self.report.evaluation(step, metrics)
@@ -305,27 +319,19 @@ class _Run(NamedTuple):
         return metrics
 
     def _save(
-        self,
-        steps: range,
-        state: TrainState,
-        scalars: Any,
-        metrics: dict[str, float] | None,
+        self, steps: range, state: TrainState, scalars: Any, metrics: Metrics | None
     ) -> None:
         """Begins a save, or raises unless all is finite and replicas are equal.
 
         A save that fails is a warning, and an error when it is waited for.
         """
-        with self.signals.lock:
+        with self.signals.lock, self.trainer.devices.ledger.timed("saving"):
             is_saving = self._begin_save(steps, state, scalars, metrics)
         if is_saving:
             self._tell("save", steps[-1], state, metrics)
 
     def _begin_save(
-        self,
-        steps: range,
-        state: TrainState,
-        scalars: Any,
-        metrics: dict[str, float] | None,
+        self, steps: range, state: TrainState, scalars: Any, metrics: Metrics | None
     ) -> bool:
         self.guards.before_save(steps, scalars, state)
         with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
@@ -334,7 +340,7 @@ class _Run(NamedTuple):
             workdirs.mark_saved(self.workdir, steps[-1])
         return is_saving
 
-    def _save_latest(self, unlogged: contextlib.ExitStack) -> int | None:
+    def _save_latest(self, unlogged: ExitStack) -> int | None:
         """Saves what the last call made; returns its step, None if there was none.
 
         Tells no hook, which may be what blocks or has failed.

@@ -1,6 +1,8 @@
-"""Predictions: outputs for each example of a data set, written to a file."""
+"""Predictions: outputs for each example of a data set, written to a file or shown."""
 
 import json
+import os
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -20,11 +22,36 @@ from haiku_template.training.evaluation import num_rows
 from haiku_template.training.state import TrainState
 
 
-def write_predictions(run: Run, output: Path) -> int:
+def read_examples(run: Run, name: str) -> Any:
+    """Reads new examples for a run: `data.examples.read_examples`."""
+    from haiku_template.data import examples
+
+    trainer = run.trainer
+    return examples.read_examples(
+        name, trainer.experiment.data, trainer.feed.batch_size
+    )
+
+
+def read_labelled(run: Run, name: str) -> Any:
+    """Reads examples to evaluate a run on; `ConfigError` if they lack its labels."""
+    dataset = read_examples(run, name).dataset
+    expected, batch = run.trainer.feed.example, dataset.batch(0)
+    if isinstance(expected, dict) and "labels" in expected and "labels" not in batch:
+        raise ConfigError(
+            f"--inputs={name} has no labels, which an evaluation compares the outputs "
+            "with; possible are arrays `inputs` and `labels`, a column `label`, and a "
+            "folder of pictures for each class"
+        )
+    return dataset
+
+
+def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
     """Writes outputs and labels, if any, of a run's evaluation set, in its order.
 
     `output` ends in `.npz`, for arrays [N, ...] named `outputs`, or `outputs/NAME`, and
     `labels`, which memory must hold; or in `.jsonl`, for an object with both a line.
+    With them come `class`, of a classification, and the `file` of a picture. `examples`
+    are those of `read_examples`.
 
     Returns the number of examples. Raises `ConfigError` for another ending, an `output`
     that exists, no such checkpoint, or nothing to predict; `StorageError` if the
@@ -37,20 +64,62 @@ def write_predictions(run: Run, output: Path) -> int:
         )
     check_new(output)
     run.check_outputs()
-    dataset, state, count = run.evaluation_set(), run.state, 0
+    count, batches = 0, _batches(run, examples)
     with new_file(output) as file, run.devices.explicit_transfers():
-        batches = _predict(run.trainer, state, dataset)
         if output.suffix == ".npz":
             joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
             np.savez(file, **flatten(joined))
             return num_rows(joined)
         with file.open("w") as lines:
             for batch in batches:
-                for i in range(num_rows(batch)):
-                    example = jax.tree.map(lambda x, i=i: x[i].tolist(), batch)
+                for example in _rows(batch):
                     lines.write(json.dumps(example) + "\n")
                 count += num_rows(batch)
     return count
+
+
+def print_predictions(run: Run, examples: Any = None) -> None:
+    """Prints a JSON object for each example: its class and probability, or outputs."""
+    run.check_outputs()
+    try:
+        with run.devices.explicit_transfers():
+            for batch in _batches(run, examples):
+                if "class" in batch:
+                    batch["probability"] = _probability(batch.pop("outputs"))
+                for example in _rows(batch):
+                    sys.stdout.write(json.dumps(example) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # As of `| head`; Python would try again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _probability(logits: np.ndarray) -> np.ndarray:
+    """Probability of the class of the highest logits [B, K]: float64 [B]."""
+    logits = logits.astype(np.float64)
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return (shares.max(axis=1) / shares.sum(axis=1)).round(4)
+
+
+def _rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for i in range(num_rows(batch)):
+        yield jax.tree.map(lambda x, i=i: x[i].tolist(), batch)
+
+
+def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:
+    """Yields outputs, and what is known of each example, in batches [B, ...]."""
+    dataset = run.evaluation_set() if examples is None else examples.dataset
+    files, first = np.array(examples.files if examples else ()), 0
+    data, task = run.trainer.experiment.data, run.trainer.recipe.task
+    names = np.array(data.class_names or range(data.num_outputs))
+    for batch in _predict(run.trainer, run.state, dataset):
+        outputs, rows = batch["outputs"], num_rows(batch)
+        shape = getattr(outputs, "shape", ())
+        if task.labels == "classes" and shape[1:] == (len(names),):
+            batch["class"] = names[outputs.argmax(axis=1)]
+        if len(files):
+            batch = {"file": files[first : first + rows]} | batch
+        first += rows
+        yield batch
 
 
 def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:

@@ -1,18 +1,111 @@
-"""State that a run begins with: its newest checkpoint, or the first."""
+"""State that a run begins with, and what changed since it was saved."""
 
+import contextlib
+import dataclasses
+import hashlib
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from haiku_template.config import completed, default_config, differences, fixed, to_dict
+from haiku_template.data import whole_batches
 from haiku_template.devices.processes import Processes, gather
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
-from haiku_template.storage import Checkpoints
+from haiku_template.storage import Checkpoints, digest_of_batch
+from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.checkpoint import newest_whole
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+def open_workdir(
+    trainer: Trainer, workdir: Path, config: dict[str, Any]
+) -> Callable[[int], dict[str, Any]]:
+    """Opens a run's workdir; makes the function of a step that gives facts to save.
+
+    Why: docs/decisions/storage.md#facts
+    """
+    number = trainer.feed.steps_per_call
+    environment = workdirs.open_workdir(workdir, config, trainer.devices, number)
+    dataset = whole_batches(trainer.experiment.data.train)
+    is_function = dataclasses.is_dataclass(dataset)  # Of the step, without a state.
+    digest = _digest_of_config(config)
+
+    def facts(step: int) -> dict[str, Any]:
+        batch = None
+        if is_function:
+            with contextlib.suppress(Exception):  # The loop will meet it.
+                batch = digest_of_batch(dataset.batch(step))
+        return {"environment": environment, "config": digest, "batch": batch}
+
+    return facts
+
+
+def _digest_of_config(config: dict[str, Any]) -> str:
+    """Digests what is not the default of a config, and may not change on resume."""
+    defaults = fixed(to_dict(default_config()))
+    values = fixed(completed(config)).items()
+    values = {k: x for k, x in values if (k, x) not in defaults.items()}
+    text = json.dumps(values, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _warn_of_changes(step: int, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warns, in a line each, if facts are not those that were saved with a step."""
+    if not saved:  # By an earlier version.
+        return
+    if lines := differences(saved["environment"], now["environment"]):
+        logger.warning("this run's environment changed: %s", "; ".join(lines))
+    if saved["config"] != now["config"]:
+        logger.warning("config.json is not the one that step %d was saved with", step)
+    if None not in (saved["batch"], now["batch"]) and saved["batch"] != now["batch"]:
+        logger.warning(
+            "the batch of step %d is not what it was when step %d was saved: the data "
+            "changed, or the code that makes batches; the run goes on with those it "
+            "has now",
+            step + 1,
+            step,
+        )
+
+
+def open_checkpoints(
+    trainer: Trainer,
+    workdir: str | Path,
+    facts: Callable[[int], dict[str, Any]],
+    save_minutes: float | None,
+    mirror: str | None,
+    **options: Any,
+) -> Checkpoints:
+    """Opens the checkpoints of a run to save there; `options` are of `Checkpoints`."""
+    folder = Path(workdir) / workdirs.CHECKPOINTS
+    run = trainer.devices.processes.first(workdirs.run_id(Path(workdir)))
+    checkpoints = Checkpoints(folder, run=run, cleanup=True, facts=facts, **options)
+    if save_minutes is not None:
+        from haiku_template.runs.save_timer import SaveTimer
+
+        checkpoints.timer = SaveTimer(save_minutes, checkpoints, trainer.devices)
+    if mirror is not None:
+        from haiku_template.storage.mirror import Mirror
+
+        checkpoints.mirror = Mirror(Path(workdir), Path(mirror), run)
+    return checkpoints
+
+
+def brought_back(trainer: Trainer, workdir: str | Path, mirror: str | None) -> Path:
+    """Workdir of this process; a run that it has not, or no more, is its mirror's."""
+    if mirror is not None:
+        from haiku_template.storage.mirror import bring_back
+
+        processes = trainer.devices.processes
+        if processes.index == 0:
+            bring_back(Path(workdir), Path(mirror))
+        processes.first(None)  # All wait for it.
+    return workdirs.own(workdir)
 
 
 def restored_or_first(
@@ -28,6 +121,9 @@ def restored_or_first(
       StorageError: it does not fit.
     """
     start = checkpoints.latest or 0
+    if checkpoints.mirror is not None:
+        copies = trainer.devices.processes.first(checkpoints.mirror.checkpoints.steps)
+        start = max([start, *copies])
     trainer.devices.processes.agree(
         {
             "the newest checkpoint": start,
@@ -52,22 +148,28 @@ def restored_or_first(
 
 
 def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str, Any]]:
-    """Restores the newest checkpoint that is whole in all processes."""
+    """Restores the newest checkpoint that is whole in all processes, or its copy."""
     processes, abstract = trainer.devices.processes, trainer.abstract.saved()
-    step, saved, damages = newest_whole(
-        processes.first(checkpoints.steps),
-        lambda step: checkpoints.restore(step, abstract),
+    mirror = checkpoints.mirror
+    places = [checkpoints] if mirror is None else [mirror.checkpoints, checkpoints]
+    copies = [(step, i) for i, place in enumerate(places) for step in place.steps]
+    (step, place), saved, damages = newest_whole(
+        [(step, place) for step, place in processes.first(copies)],
+        lambda copy: places[copy[1]].restore(copy[0], abstract),
         lambda damage: _of_all(processes, damage),
     )
-    for damaged, sentence in damages.items():
-        if processes.index == 0:
-            name = checkpoints.set_aside(damaged)
+    if processes.index == 0:
+        for (damaged, i), sentence in damages.items():
+            is_mirrored = places[i] is not checkpoints
+            name = "" if is_mirrored else checkpoints.set_aside(damaged)
+            called = f"; it is called {name} now" if name else ""
             logger.warning(
-                "%s; it is called %s now, and the run goes on from step %d",
-                sentence,
-                name,
-                step,
+                "%s%s, and the run goes on from step %d", sentence, called, step
             )
+        if places[place] is not checkpoints:
+            logger.warning("step %d is that of %s", step, places[place].directory)
+        facts = places[place].saved_facts(step)
+        _warn_of_changes(step, facts, checkpoints.facts(step))
     return step, saved
 
 
@@ -75,3 +177,16 @@ def _of_all(processes: Processes, damage: str | None) -> str | None:
     """Gives the damage that any process found; None if none did."""
     damages = gather(damage) if processes.count > 1 else [damage]
     return next(filter(None, damages), None)
+
+
+def resumed(trainer: Trainer, workdir: Path, config: dict[str, Any]) -> Trainer:
+    """Trainer of a run that resumes, without the steps that `--rewind` left out.
+
+    Writes the config, of which keys may have changed.
+    """
+    workdirs.update_config(workdir, config)
+    if not (steps := workdirs.left_out(workdir)):
+        return trainer
+    from haiku_template.runs.rewind import leaving_out
+
+    return leaving_out(trainer, steps)

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import haiku as hk
+import jax
+import numpy as np
 from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import ADAPTERS, check_same_frozen, read_facts
-from haiku_template.models import Family
+from haiku_template.finetuning import ADAPTERS, Plan, check_same_frozen, read_facts
+from haiku_template.models import Family, plain_outputs
+from haiku_template.models.attention import for_devices
+from haiku_template.models.forms import with_state
+from haiku_template.models.precision import Precision
 from haiku_template.preflight import fingerprint
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
@@ -38,15 +44,16 @@ class Run:  # Why: docs/decisions/house.md#run
     def open(
         cls,
         workdir: str | Path,
-        devices: DeviceManager,
+        devices: DeviceManager | None = None,
         which: str = "latest",
         experiment: Experiment | Callable[[DeviceManager], Experiment] | None = None,
         trust: Sequence[str] = (),
     ) -> "Run":
         """Opens a run; raises `ConfigError` if there is neither config nor experiment.
 
-        `experiment` is for the run of a script. Code that a config names is imported
-        from the current directory, and from the paths and modules of `trust`.
+        `devices` are by default those of `DeviceManager.create()`. `experiment` is for
+        the run of a script. Code that a config names is imported from the current
+        directory, and from the paths and modules of `trust`.
         """
         workdir = Path(workdir)
         config = of_run(workdir, trust) if experiment is None else None
@@ -54,6 +61,7 @@ class Run:  # Why: docs/decisions/house.md#run
             if config.compat:
                 compat.install()  # Before anything of the config's is imported.
             check_code(config, trust)
+        devices = DeviceManager.create() if devices is None else devices
         return cls(workdir, config, devices, which, experiment)
 
     @functools.cached_property
@@ -67,6 +75,8 @@ class Run:  # Why: docs/decisions/house.md#run
             divisor = self.devices.num_devices * config.accumulate_steps
             padding = -config.batch_size % divisor
             config.batch_size += padding
+            if (config.exact_elastic or 0) % self.devices.num_devices:
+                config.exact_elastic = None  # Such a number of devices has no shares.
             if self._holds_adapters:
                 config.finetuning.adapters = str(self.workdir)
             experiment = Experiment.from_config(config, self.devices)
@@ -120,9 +130,34 @@ class Run:  # Why: docs/decisions/house.md#run
     def _holds_adapters(self) -> bool:
         return (self.workdir / ADAPTERS).is_file()
 
-    def model(self) -> tuple[hk.Params, hk.State]:
+    def parameters(self) -> tuple[hk.Params, hk.State]:
         """Parameters and network state: averages if there are any, adapters merged."""
         return self.trainer.merged(self.state)
+
+    def model(self) -> tuple[Callable[[Any, Any], Any], tuple]:
+        """Pure function of (variables, inputs [B, ...]), and the variables.
+
+        It gives the outputs of evaluation, [B, ...], and is for `jax.jit`, `jax.grad`
+        and `jax.vmap`. Variables are parameters, network state and step.
+        """
+        self.check_outputs()
+        experiment = self.trainer.experiment
+        precision = Precision.create(experiment.precision)
+        recipe = self.trainer.recipe._replace(
+            model=for_devices(with_state(experiment.model), None),
+            # Who compiles it may not have the flag of `xla_flags`.
+            precision=precision._replace(keeps_norms_apart=True),
+            plan=Plan(),  # All is merged.
+        )
+
+        def forward(variables: Any, inputs: Any) -> Any:
+            batch, rngs = {"inputs": inputs}, (None, None)
+            run_model = experiment.steps.forward
+            facts, _ = run_model(recipe, variables, {}, batch, rngs, False)
+            return plain_outputs(facts["outputs"])
+
+        function = with_axis(forward, self.devices.axis_name)
+        return function, (*self.parameters(), np.int32(self.step))
 
     @property
     def family(self) -> Family | None:
@@ -149,12 +184,33 @@ class Run:  # Why: docs/decisions/house.md#run
             )
         return dataset
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the evaluation set; those of classes also give confusion.png."""
-        data, _ = self.trainer.experiment.data, self.evaluation_set()
+    def predict(self, arrays: Any) -> Any:
+        """Outputs [N, ...] on the host, of arrays [N, ...] as in a batch of the run.
+
+        An array alone is the `inputs`. On several devices each has its share, and the
+        last batch is padded; of several processes each predicts its own arrays. Raises
+        `ConfigError` for other shapes, dtypes or names than the run's.
+        """
+        from haiku_template.data.examples import as_dataset
+
+        self.check_outputs()
+        data, size = self.trainer.experiment.data, self.trainer.feed.batch_size
+        state, dataset = self.state, as_dataset(arrays, data, size)
         with self.devices.explicit_transfers():
-            metrics, counts = self.trainer.measure(self.state)
-        if "confusion" in counts:
+            outputs = list(self.trainer.predict(state, dataset))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+    def evaluate(self, dataset: Any = None) -> dict[str, float]:
+        """Metrics of the evaluation set; those of classes also give confusion.png.
+
+        Of another `dataset` metrics alone.
+        """
+        data = self.trainer.experiment.data
+        if dataset is None:
+            self.evaluation_set()
+        with self.devices.explicit_transfers():
+            metrics, counts = self.trainer.measure(self.state, dataset)
+        if "confusion" in counts and dataset is None:
             names = tuple(map(str, data.class_names or range(data.num_outputs)))
             title = f"{self.workdir.name}, step {self.step}"
             plots.write_confusion(self.workdir, counts["confusion"], names, title)

@@ -1,5 +1,6 @@
 """Export of a checkpoint as StableHLO, which JAX runs without Haiku."""
 
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -11,13 +12,8 @@ import jax
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
-from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import Plan
-from haiku_template.models import plain_outputs
-from haiku_template.models.attention import for_devices
-from haiku_template.models.forms import inputs_of, with_state
-from haiku_template.models.precision import Precision
+from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
@@ -42,31 +38,17 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
             "jax.export writes through flatbuffers, which is not installed: pip "
             'install "haiku_template[export]"'
         )
-    experiment = run.trainer.experiment
-    data = experiment.data
-    params, net_state = run.devices.fetch(run.model())
-    size = hk.data_structures.tree_bytes((params, net_state))
+    data = run.trainer.experiment.data
+    model, variables = run.model()
+    variables = run.devices.fetch(variables)
+    size = hk.data_structures.tree_bytes(variables[:2])
     if size >= MOST_BYTES:
         raise ConfigError(
             f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    precision = Precision.create(experiment.precision)
-    recipe = run.trainer.recipe._replace(
-        model=for_devices(with_state(experiment.model), None),
-        # Who runs the file may not have the flag of `xla_flags`.
-        precision=precision._replace(keeps_norms_apart=True),
-        plan=Plan(),  # All is merged.
-    )
-
-    def forward(inputs: Any) -> Any:
-        batch, variables = {"inputs": inputs}, (params, net_state, run.step)
-        run_model = experiment.steps.forward
-        facts, _ = run_model(recipe, variables, {}, batch, (None, None), False)
-        return plain_outputs(facts["outputs"])
-
-    program = with_axis(forward, run.devices.axis_name)
-    inputs = inputs_of(each_shape(data.train)[0], recipe.task.whole_batch)
+    program = functools.partial(model, variables)
+    inputs = inputs_of(each_shape(data.train)[0], run.trainer.recipe.task.whole_batch)
     exported, serialized = export_forward(program, inputs, batch_size)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)

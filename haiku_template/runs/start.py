@@ -5,13 +5,17 @@ from pathlib import Path
 from ml_collections import config_dict
 
 from haiku_template.config import LOOP_KEYS, flatten, to_dict
+from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
 from haiku_template.preflight import print_budget, settle
-from haiku_template.registry import module, resolve
-from haiku_template.runs import loop
+from haiku_template.registry import module
+from haiku_template.reporting import trackers
+from haiku_template.runs import limits, loop
 from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import Experiment
+from haiku_template.training.experiment import make_data
 
 
 def run(
@@ -22,24 +26,55 @@ def run(
     memory_limit: int | None = None,
     profile: tuple[int, int] | None = None,
     dry_run: bool = False,
+    rewind: str | None = None,
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
     `memory_limit` is in bytes on each device; None asks JAX. `profile` traces the steps
     after its first number, up to the second. `dry_run` prints the memory budget and
-    writes nothing. Raises as `train` and `Experiment.from_config`.
+    writes nothing. `rewind` names steps to leave out, as `runs/rewind.py` reads them.
+    Raises as `train` and `Experiment.from_config`.
     """
+    if config.num_epochs is not None:
+        config = in_steps(config, devices)
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
+    if rewind is not None and not dry_run and devices.processes.index == 0:
+        from haiku_template.runs.rewind import go_back
+
+        go_back(Path(workdir), rewind)
     devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
-    trainer = Experiment.from_config(config, devices).trainer(devices)
+    experiment = Experiment.from_config(config, devices)
+    if config.eval_batches is not None:
+        experiment = limits.with_eval_batches(experiment, config.eval_batches)
+    trainer = experiment.trainer(devices)
     if dry_run:
         trainer = settle(trainer, Path(workdir), memory_limit)
         return print_budget(trainer, memory_limit)
-    keys = {key: config[key] for key in LOOP_KEYS}
-    how = {"memory_limit": memory_limit, "profile": profile}
-    how["writers"] = tuple(resolve("writers", name, {}) for name in config.writers)
+    how = {key: config[key] for key in LOOP_KEYS} | {"profile": profile}
+    how["writers"] = config.writers and trackers.by_name(config.writers)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
     train = module("loop", config.loop, loop, "train").train  # `runs/loop.py`.
-    train(trainer, workdir=workdir, config=saved, **how, **keys)
+    if config.max_minutes is not None:
+        train = limits.within(config.max_minutes, train)
+    train(trainer, workdir=workdir, config=saved, memory_limit=memory_limit, **how)
+
+
+def in_steps(
+    config: config_dict.ConfigDict, devices: DeviceManager
+) -> config_dict.ConfigDict:
+    """Sets `num_steps` so that the run passes `num_epochs` times through its data.
+
+    Raises `ConfigError` for data whose number of examples is not known.
+    """
+    config = config.copy_and_resolve_references()
+    dataset = make_data(config, *devices.processes[:2]).train
+    if (size := count_examples(dataset)) is None:
+        raise ConfigError(
+            f"config.num_epochs={config.num_epochs:g} needs a training set of a known "
+            f"size, and a {type(dataset).__name__} has no num_examples; give "
+            "config.num_steps, or your data set that attribute"
+        )
+    config.num_steps = max(1, round(config.num_epochs * size / config.batch_size))
+    return config

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from haiku_template import signals
 from haiku_template.errors import Interrupted, StorageError
+from haiku_template.runs.runtime import RuntimeHandler
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,11 @@ OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 LATE = (
-    "received, and the run did not end within {:.0f} s: what was not saved by then is "
-    "lost; the same command resumes the last checkpoint"
+    "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
+    "command resumes the last checkpoint"
 )
+SAVED = "step {} is saved, and the same command resumes it"
+NOTHING_NEW = "and nothing new was saved; the same command resumes what was"
 
 
 def _leave_to_the_run() -> None:
@@ -60,11 +63,10 @@ class StopSignals:
     """
 
     def __init__(self, several: bool = False) -> None:
-        self._several = several  # Then JAX's runtime has the handler of SIGTERM.
+        self._several, self._noted = several, None
+        self._runtime: RuntimeHandler | None = None
         self.received: signal.Signals | None = None
-        self._noted: signal.Signals | None = None
-        self._calls = 0
-        self._previous: dict[signal.Signals, object] = {}
+        self._calls, self._previous = 0, {}
         self.save: Callable[[], int | None] | None = lambda: None
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
@@ -79,15 +81,14 @@ class StopSignals:
         """Takes the signals; before, and after the context, they end a command."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._several:  # They stop after the same step, as JAX's runtime says.
+            self._runtime = RuntimeHandler()
         for number in signals.EXIT_CODES:
-            is_jax = number == signal.SIGTERM and self._several
-            is_free = number in OBEYED or signals.is_free(number)
-            if is_free and not is_jax:
+            if number in OBEYED or signals.is_free(number):
                 self._previous[number] = signal.signal(number, self._note)
-        if not self._several:  # Else processes stop after the same step.
-            signals.watch()
-            self._is_open = True
-            signals.HEARERS.append(self._hear)
+        signals.watch()
+        self._is_open = True
+        signals.HEARERS.append(self._hear)
 
     def __exit__(self, *_: object) -> None:
         if self._is_open:
@@ -98,10 +99,12 @@ class StopSignals:
                 timer.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._runtime is not None:
+            self._runtime.restore()
 
     @contextlib.contextmanager
     def saving(
-        self, save: Callable[[], int | None], unsaved: type[Exception]
+        self, save: Callable[[], int | None], unsaved: tuple[type[Exception], ...]
     ) -> Iterator[None]:
         """Context of the loop: calls `save` before an error, but not an `unsaved` one.
 
@@ -110,7 +113,7 @@ class StopSignals:
         self.save = save
         try:
             yield
-        except (unsaved, StorageError, Interrupted):
+        except (*unsaved, StorageError, Interrupted):
             raise
         except Exception:
             with _warned():
@@ -120,20 +123,44 @@ class StopSignals:
             with self.lock:
                 self.save = None
 
+    def watched(self, run: Any, minutes: float | None) -> Any:
+        """Context of the loop, whose work a watchdog times; None for no watchdog."""
+        if minutes is None:
+            return contextlib.nullcontext(run)
+        from haiku_template.runs.watchdog import watched
+
+        return watched(run, minutes)
+
     # Why: docs/decisions/storage.md#watcher
     def _hear(self, number: int) -> None:
         """Starts the timers that end a run, or ends it for a second signal."""
         if self._previous.get(number) not in (signals.leave, signal.SIG_DFL):
             return  # A script's own handler, or Python's, is for the second one.
-        now = time.monotonic()
-        if not self._timers:
-            calls, self._first = CALLS * self._longest, now
-            self._start_timer(max(signals.PATIENCE, calls), self._rescue, number)
-            seconds = max(FORCE_SECONDS, 2 * calls) + self.bytes / WRITTEN_BYTES
-            self._start_timer(seconds, self._force, number, LATE.format(seconds))
+        now, code = time.monotonic(), signals.EXIT_CODES[number]
+        if self._runtime is not None and not self._first:
+            self._first = now
+            self._runtime.tell()  # The main thread may be in C.
+        elif not self._first:
+            self._first, name = now, signal.Signals(number).name
+            seconds = max(signals.PATIENCE, CALLS * self._longest)
+            self._end_in_time(seconds, f"{name} received", code)
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
-            seconds = signals.SECOND_PATIENCE
-            self._start_timer(seconds, self._force, number, signals.AGAIN)
+            sentence = f"{signal.Signals(number).name} {signals.AGAIN}"
+            self._start_timer(signals.SECOND_PATIENCE, self._force, sentence, code)
+
+    def give_up(self, fault: str) -> None:
+        """Ends a run that hangs, once its state is saved, if the devices answer."""
+        if self._several:  # A save is one of all processes.
+            signals.end_late(f"{fault}, {NOTHING_NEW}", signals.STALLED)
+        self._end_in_time(0.0, fault, signals.STALLED)
+
+    def _end_in_time(self, patience: float, reason: str, code: int) -> None:
+        """Starts the timers that save in place of the loop, and that end the run."""
+        self._start_timer(patience, self._rescue, reason, code)
+        seconds = max(FORCE_SECONDS, 2 * CALLS * self._longest)
+        seconds += self.bytes / WRITTEN_BYTES
+        sentence = f"{reason}, and {LATE.format(seconds)}"
+        self._start_timer(seconds, self._force, sentence, code)
 
     def _start_timer(self, seconds: float, call: Callable, *args: Any) -> None:
         timer = threading.Timer(seconds, call, args)
@@ -141,34 +168,33 @@ class StopSignals:
         timer.start()
         self._timers.append(timer)
 
-    def _rescue(self, number: int) -> None:
+    def _rescue(self, reason: str, code: int) -> None:
         """Saves in place of the loop, which is blocked, and ends the process."""
         with self.lock:
             if self.save is None:
                 return
-            self.received, code = signal.Signals(number), signals.EXIT_CODES[number]
             try:
                 step = self.save()
-                sentence = f"{self.received.name} {signals.NOTHING_SAVED}"
+                sentence = f"{reason}, {NOTHING_NEW}"
                 if step is not None:
-                    sentence = str(self.error(step))
+                    sentence = f"{reason}: {SAVED.format(step)}"
             except Exception as error:
-                sentence = f"{self.received.name} received: {error}"
+                sentence = f"{reason}: {error}"
                 code = getattr(error, "exit_code", code)
             signals.end(sentence, code)
 
-    def _force(self, number: int, sentence: str) -> None:
+    def _force(self, sentence: str, code: int) -> None:
         if self._is_open:
-            signals.end_late(f"{signal.Signals(number).name} {sentence}", number)
+            signals.end_late(sentence, code)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted is not None and number == signal.SIGINT:
             return _hand_on(self._previous[number], number, frame)
         self._noted = signal.Signals(number)
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)  # JAX's runtime tells the others.
-        else:
+        if self._runtime is None:
             self.received = self._noted
+        else:
+            self._runtime.tell()  # It tells the others.
 
     def due(self) -> bool:
         """True once a signal came; in several processes, at a call common to all."""
@@ -186,8 +212,7 @@ class StopSignals:
     def error(self, step: int) -> Interrupted:
         """Makes the error to raise once `step` is saved."""
         return Interrupted(
-            f"{self.received.name} received: step {step} is saved, and the same "
-            "command resumes it",
+            f"{self.received.name} received: {SAVED.format(step)}",
             signals.EXIT_CODES[self.received],
         )
 

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import os
 import shutil
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,12 @@ _warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
 STATE, METRICS = "state", "metrics"  # Folders in a checkpoint.
 STEP = "step"  # Field of a state.
+CHECKSUM = "crc32"  # Of the metrics, among them.
+SAVE_THREAD = "async_save"  # Orbax's name of it.
 READS = 2  # Before a checkpoint counts as damaged.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
+RETRY_SECONDS = (1.0, 2.0, 4.0)  # Before the last save is tried again.
 # Limits of a save, by a clock that may be set to another year.
 CENTURY, JOINT_SECONDS = 100 * 365 * 86400, 1200
 
@@ -50,6 +56,7 @@ class Checkpoints:
     what a killed save left; only for the one process that saves. Checkpoints of another
     `run` than this id are refused; None compares the step alone. Of saves that fail in
     a row the last of `max_failed_saves` is an error, and the others are warnings.
+    `facts(step)`, which JSON can hold, are saved with a step.
 
     Raises:
       StorageError: the directory cannot be used.
@@ -66,6 +73,7 @@ class Checkpoints:
         cleanup: bool = False,
         run: str | None = None,
         max_failed_saves: int = 1,
+        facts: Callable[[int], dict[str, Any]] = lambda step: {},
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
@@ -73,14 +81,19 @@ class Checkpoints:
         self.directory = directory.absolute()
         self._keep_last, self._keep_best = keep_last, keep_best
         self._metric, self._sign = best_metric, -1 if best_mode == "max" else 1
-        self._run = run
+        self._run, self.facts = run, facts
         self._saving: int | None = None  # Step whose save may not be on disk.
+        self.began = time.monotonic()  # The last save, or this run.
+        # Step, state and metrics of the last save, until it is on disk.
+        self._last: tuple[int, Any, dict[str, float] | None] | None = None
+        self.timer: Any = None  # `runs/save_timer.py`.
+        self.mirror: Any = None  # `storage/mirror.py`.
         self._is_trusted = False  # Until a save was read back.
         self._failures = failures.FailedSaves(max_failed_saves)
         self._stack, self._errors = contextlib.ExitStack(), []
         with failures.faults(f"{self.directory} cannot be used"):
             if cleanup and self._is_first:
-                _remove_unfinished(self.directory)
+                remove_unfinished(self.directory)
             if self._is_first:
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._reader = self._writer = _checkpointer({jax.process_index()})
@@ -114,6 +127,8 @@ class Checkpoints:
                 if error is not first:
                     logger.warning("%s", error)
             finally:
+                if self.mirror is not None:
+                    self.mirror.close()
                 for checkpointer in {self._reader, self._writer}:
                     checkpointer.close()
 
@@ -141,6 +156,17 @@ class Checkpoints:
     def best(self) -> int | None:
         """Best step by the metric; None when none was evaluated."""
         return next(iter(self.best_first(self.metrics)), None)
+
+    @property
+    def is_saving(self) -> bool:
+        """True until the last save is on disk, or failed."""
+        threads = (x for x in threading.enumerate() if x.name == SAVE_THREAD)
+        return self._saving is not None and any(x.is_alive() for x in threads)
+
+    @property
+    def failed(self) -> int:
+        """Number of saves that failed in a row."""
+        return self._failures.count
 
     def check_metric(self, metrics: dict[str, float]) -> None:
         """Raises `StorageError` unless `best_metric` is among the metrics."""
@@ -172,19 +198,40 @@ class Checkpoints:
             self._finish()
         # Why: docs/decisions/storage.md#host-arrays
         state = _on_host(state)
-        self._failures.error = None
+        self._failures.error, self._last = None, (step, state, metrics)
         with self._failures.counted():
             self._begin(step, state, metrics)
         return self._failures.error is None
+
+    def check_room(self, state: Any, steps: int, every: int | None) -> None:
+        """Asserts that the disk has room for the saves of so many steps.
+
+        Of those that are kept, and one more beside them; not what is kept as the best.
+
+        Raises:
+          StorageError: it has less; names the bytes.
+        """
+        # Why: docs/decisions/storage.md#room
+        saves = -(-steps // (every or steps or 1))
+        count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        disk = os.statvfs(self.directory)
+        free = disk.f_bavail * disk.f_frsize
+        if self._is_first and count * size > free:
+            raise StorageError(
+                f"the checkpoints of this run need {count * size:,} bytes in "
+                f"{self.directory} ({count} of {size:,}), and {free:,} are free there: "
+                "make room, keep fewer (config.keep_last), or use another --workdir"
+            )
 
     def _begin(
         self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
     ) -> None:
         """Starts a save, unless there is one; reads back the first."""
-        manifest = manifests.of(state if self._is_first else {}, self._run, step)
+        manifest = manifests.of(state, self._run, step, self.facts)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
-            metrics=ocp.args.JsonSave(metrics or {}),
+            metrics=ocp.args.JsonSave(_checked(metrics or {})),
             manifest=manifests.Save(manifest),
         )
         ids = {"run": self._run, "step": step, manifests.MANIFEST: True}
@@ -192,7 +239,7 @@ class Checkpoints:
         with failures.faults(f"{self.directory} cannot be listed"):
             if step in self.steps:
                 return
-        self._saving = step
+        self._saving, self.began = step, time.monotonic()
         with self._fault():
             self._writer.save(folder, args=items, custom_metadata=ids)
             if self._is_trusted or not self._is_first:
@@ -205,12 +252,25 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is on disk, and removes what it replaces.
 
+        One that failed is tried again, but not where processes save together.
+
         Raises:
           StorageError: the save failed.
         """
-        self._finish()
-        if self._failures.error is not None:
-            raise self._failures.error
+        for seconds in (*RETRY_SECONDS, None):
+            with contextlib.suppress(StorageError):
+                self._finish()
+            if (error := self._failures.error) is None:
+                return
+            is_joint = self._writer is not self._reader
+            if seconds is None or is_joint or self._last is None:
+                self._last = None
+                raise error
+            logger.warning("%s; it is tried again in %g s", error, seconds)
+            time.sleep(seconds)
+            self._failures.error = None
+            with contextlib.suppress(StorageError):
+                self._begin(*self._last)
 
     def _finish(self) -> None:
         """Waits for a save, if one has begun; raises `StorageError` if it failed."""
@@ -219,17 +279,19 @@ class Checkpoints:
         with self._fault():
             self._writer.wait_until_finished()
             if self._is_first:
-                _sync(self.directory / str(self._saving))
-        self._saving = None
+                sync(self.directory / str(self._saving))
+        self._saving = self._last = None
         self._failures.clear()
         if self._is_first:
             try:
-                _remove_unfinished(self.directory)
+                remove_unfinished(self.directory)
                 metrics = self.metrics
                 for step in metrics.keys() - self.preserved(metrics):
-                    _remove(self.directory / str(step))
+                    remove(self.directory / str(step))
             except OSError as error:
                 failures.warn_of_removal(self.directory, error)
+            if self.mirror is not None:
+                self.mirror.update()
 
     def _fault(self) -> contextlib.AbstractContextManager[None]:
         sentence = f"step {self._saving} could not be saved in {self.directory}"
@@ -246,9 +308,9 @@ class Checkpoints:
                 is_ready = True
         if self._writer is self._reader:
             with contextlib.suppress(OSError):
-                _remove_unfinished(self.directory)
+                remove_unfinished(self.directory)
                 if step in self.steps:
-                    _remove(self.directory / str(step))
+                    remove(self.directory / str(step))
 
     def _read_back(self, step: int, state: dict[str, Any]) -> None:
         """Asserts that a checkpoint can be read: its list, and its smallest field."""
@@ -277,8 +339,8 @@ class Checkpoints:
 
         Raises:
           DamagedError: its bits are not those that were saved, or cannot be read.
-          StorageError: no such step, one of another run, or of another structure:
-            lists the leaves that differ. Nothing is loaded then.
+          StorageError: no such step, or one of another structure: lists the leaves
+            that differ. Nothing is loaded then.
         """
         saved = self.saved(step)
         _check_fits(step, saved[field] if field else saved, abstract, skip)
@@ -299,12 +361,24 @@ class Checkpoints:
         """Raises `DamagedError` unless leaves have the bits that were saved."""
         with self._damage_as_error(step):
             manifest = manifests.read(self.directory / str(step))
-        if manifest and (paths := manifests.altered(manifest, state)):
+            paths = self._altered(step, manifest, state) if manifest else ()
+        if paths:
             raise DamagedError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: "
                 f"{len(paths)} of {len(jax.tree.leaves(state))} leaves are not what "
                 f"was saved: {_first(paths)}"
             )
+
+    def _altered(self, step: int, manifest: dict[str, Any], state: Any) -> list[str]:
+        """Paths of leaves that are not what was saved; processes share the reading."""
+        paths = manifests.altered(manifest, state)
+        if unaligned := manifests.unaligned(manifest, state):
+            from haiku_template.storage import shares
+
+            folder = self.directory / str(step) / STATE
+            own = unaligned[jax.process_index() :: jax.process_count()]
+            paths += shares.altered(folder, manifest, own)
+        return paths
 
     def _load(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
         """Loads fields of a state, to the devices that the leaves of `tree` name."""
@@ -321,8 +395,8 @@ class Checkpoints:
         """Lists a checkpoint's shapes and dtypes by field.
 
         Raises:
-          DamagedError: it cannot be read, or is not what was saved.
-          StorageError: no such step, or one of another run.
+          DamagedError: it cannot be read, is not what was saved, or of another run.
+          StorageError: no such step.
         """
         if step not in self.steps:
             raise StorageError(
@@ -331,30 +405,36 @@ class Checkpoints:
             )
         folder = self.directory / str(step)
         with self._damage_as_error(step):
-            _check_files(folder)
+            check_files(folder)
+            manifest = manifests.read(folder)
+            if manifest:
+                manifests.check_sizes(manifest, folder)
             listing = self._reader.metadata(folder)
             if (state := listing.item_metadata[STATE]) is None:
                 raise ValueError("its arrays cannot be listed")
-            metadata, manifest = listing.custom_metadata or {}, manifests.read(folder)
+            metadata = listing.custom_metadata or {}
             _check_listed(metadata, manifest, state.tree)
         # Why: docs/decisions/storage.md#ids
         ids = manifest or metadata
         is_of_run = self._run in (None, ids.get("run"))
         if not is_of_run or ids.get("step") != step:
-            raise StorageError(
-                f"{folder} is not the checkpoint that its name "
-                f"says: it is of step {ids.get('step')} of "
-                f"{'this' if is_of_run else 'another'} run; move it away, and those "
-                f"that are left in {self.directory} count"
+            raise DamagedError(
+                f"{folder} is not the checkpoint that its name says: it is of step "
+                f"{ids.get('step')} of {'this' if is_of_run else 'another'} run"
             )
         return state.tree
+
+    def saved_facts(self, step: int) -> dict[str, Any]:
+        """Facts that were saved with a checkpoint; {} by an earlier version."""
+        with self._damage_as_error(step):
+            return (manifests.read(self.directory / str(step)) or {}).get("facts", {})
 
     def verify(self, step: int) -> bool:
         """Reads a checkpoint to the host; False if it has no digests to compare with.
 
         Raises:
-          DamagedError: its bits are not those that were saved, or cannot be read.
-          StorageError: it is of another run.
+          DamagedError: it is of another run, or its bits are not those that were
+            saved, or cannot be read.
         """
         for field, leaves in self.saved(step).items():
             self.restore(step, jax.tree.map(_unread, leaves), field)
@@ -363,9 +443,7 @@ class Checkpoints:
     def set_aside(self, step: int) -> str:  # Why: docs/decisions/storage.md#fallback
         """Renames a damaged checkpoint, which counts no more; returns its new name."""
         folder = self.directory / str(step)
-        away = folder.with_name(f"{step}.damaged")
-        if os.path.lexists(away):
-            away = away.with_name(f"{away.name}.{time.time_ns()}")
+        away = workdirs.unused(folder.with_name(f"{step}.damaged"))
         with failures.faults(f"{folder} is damaged and cannot be renamed"):
             folder.rename(away)
         return away.name
@@ -376,37 +454,38 @@ class Checkpoints:
 
 
 def newest_whole(
-    steps: Collection[int],
-    read: Callable[[int], Any],
+    copies: Collection[tuple[int, int]],
+    read: Callable[[tuple[int, int]], Any],
     agree: Callable[[str | None], str | None] = lambda damage: damage,
-) -> tuple[int, Any, dict[int, str]]:
-    """Reads the newest checkpoint that is not damaged: step, value, damages by step.
+) -> tuple[tuple[int, int], Any, dict[tuple[int, int], str]]:
+    """Reads the newest checkpoint that is not damaged: copy, value, damages by copy.
 
-    `read(step)` gives the value; it is called again before a checkpoint counts as
-    damaged, since a disk's error may pass. `agree` maps the damage that this process
-    found, or None, to that of all processes.
+    A copy is a step and its place, of which larger ones are tried before. `read(copy)`
+    gives the value; it is called again before a checkpoint counts as damaged, since a
+    disk's error may pass. `agree` maps the damage that this process found, or None, to
+    that of all processes.
 
     Raises:
       DamagedError: all are damaged; names each.
     """
-    damages: dict[int, str] = {}
-    for step in sorted(steps, reverse=True):
+    damages: dict[tuple[int, int], str] = {}
+    for copy in sorted(copies, reverse=True):
         value = damage = None
         for _ in range(READS):
             try:
-                value, damage = read(step), None
+                value, damage = read(copy), None
                 break
             except DamagedError as error:
                 damage = str(error)
         if (damage := agree(damage)) is None:
-            return step, value, damages
-        damages[step] = damage
+            return copy, value, damages
+        damages[copy] = damage
     sentences = "; ".join(damages.values())
     if len(damages) == 1:
         raise DamagedError(sentences)
     raise DamagedError(
-        f"none of the checkpoints of steps {sorted(damages)} is whole, and nothing "
-        f"was changed: {sentences}"
+        f"none of the checkpoints of steps {sorted({step for step, _ in damages})} is "
+        f"whole, and nothing was changed: {sentences}"
     )
 
 
@@ -429,9 +508,9 @@ def restore(
         # Why: docs/decisions/storage.md#fallback
         if which != "latest" or jax.process_count() > 1:
             raise
-    step, value, damages = newest_whole(
-        workdirs.saved_steps(workdir / workdirs.CHECKPOINTS),
-        lambda step: _restore(workdir, str(step), read)[1],
+    (step, _), value, damages = newest_whole(
+        [(step, 0) for step in workdirs.saved_steps(workdir / workdirs.CHECKPOINTS)],
+        lambda copy: _restore(workdir, str(copy[0]), read)[1],
     )
     for damage in damages.values():
         logger.warning("%s; step %d is used", damage, step)
@@ -577,7 +656,7 @@ def _shares(array: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in [s.data for s in shards] or [array]]
 
 
-def _remove_unfinished(directory: Path) -> None:
+def remove_unfinished(directory: Path) -> None:
     """Removes what a killed save left, and moves away what is no checkpoint."""
     for path in directory.glob(UNFINISHED):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
@@ -598,9 +677,11 @@ def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-f
     )
 
 
-def _sync(folder: Path) -> None:  # Why: docs/decisions/storage.md#power-cut
+# Why: docs/decisions/storage.md#power-cut
+def sync(folder: Path, recursive: bool = True) -> None:
     """Waits until a checkpoint and its name are on the disk, and not in its cache."""
-    for path in (*folder.rglob("*"), folder, folder.parent):
+    files = folder.rglob("*") if recursive else ()
+    for path in (*files, folder, folder.parent):
         file = os.open(path, os.O_RDONLY)
         try:
             os.fsync(file)
@@ -608,7 +689,7 @@ def _sync(folder: Path) -> None:  # Why: docs/decisions/storage.md#power-cut
             os.close(file)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Removes a checkpoint, renamed first: its name never has a part of it."""
     away = folder.with_name(f"{folder.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
     shutil.rmtree(folder.rename(away))
@@ -619,9 +700,12 @@ def _metrics(folder: Path) -> dict[str, float]:
     file = folder / METRICS / METRICS
     try:
         metrics = bounded.read_json(file)
-        if all(isinstance(value, int | float) for value in metrics.values()):
-            return metrics
-        raise ValueError("it holds other things than numbers")
+        if not all(isinstance(value, int | float) for value in metrics.values()):
+            raise ValueError("it holds other things than numbers")
+        checksum = metrics.pop(CHECKSUM, None)  # None of earlier versions.
+        if checksum is not None and _checked(metrics)[CHECKSUM] != checksum:
+            raise ValueError("its checksum is another")
+        return metrics
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -630,7 +714,13 @@ def _metrics(folder: Path) -> dict[str, float]:
         return {}
 
 
-def _check_files(folder: Path) -> None:
+def _checked(metrics: dict[str, float]) -> dict[str, float]:
+    """Adds a checksum to the metrics to save, if there are any."""
+    text = json.dumps(metrics, sort_keys=True).encode()
+    return metrics | ({CHECKSUM: zlib.crc32(text)} if metrics else {})
+
+
+def check_files(folder: Path) -> None:
     """Raises `OSError` or `ValueError` for a file that Orbax would hang in."""
     for file in folder.rglob("*"):
         if not (file.is_dir() or file.is_relative_to(folder / "metrics")):

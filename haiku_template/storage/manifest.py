@@ -1,28 +1,64 @@
-"""Manifest of a checkpoint: names, forms and digests of its leaves, saved with them.
+"""Manifest of a checkpoint: its leaves' forms and digests, its files, facts of the run.
 
 Why: docs/decisions/storage.md#damaged
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.devices.layout import spans_processes
 from haiku_template.params import flatten
+from haiku_template.storage.workdir import COMMIT
 
 MANIFEST = "manifest"  # Folder in a checkpoint, and the file in it.
 MOST_BYTES = 2**28
-FIELDS = {"run", "step", "leaves"}
+FIELDS = {"run", "step", "leaves"}  # Of earlier versions.
+Ids = tuple[str | None, int]  # Run and step of a save.
+SEALED = FIELDS | {"facts", "files", "digest"}
 
 
-def of(state: Any, run: str | None, step: int) -> dict[str, Any]:
-    """Manifest of a state on the host, whose digests `Handler` computes as it saves."""
-    return {"run": run, "step": step, "leaves": flatten(state)}
+def of(
+    state: Any, run: str | None, step: int, facts: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Manifest of a state on the host, which `Handler` completes as it saves.
+
+    `facts(step)` are the run's, such as its versions. Of leaves that span processes
+    there are this one's shares, and in another process than the first nothing else.
+    """
+    leaves = flatten(state)
+    shares = {k: Shares.of(x) for k, x in leaves.items() if spans_processes(x)}
+    leaves = shares if jax.process_index() else leaves | shares
+    return {"run": run, "step": step, "leaves": leaves, "facts": facts}
+
+
+class Shares(NamedTuple):
+    """This process's shares of an array that spans several, on the host."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    arrays: dict[str, np.ndarray]  # By the place of each: `0:4,0:8`.
+
+    @classmethod
+    def of(cls, leaf: jax.Array, every: bool = False) -> "Shares":
+        """Copies shares to the host, and each but once in all processes, or `every`."""
+        shards = [x for x in leaf.addressable_shards if every or x.replica_id == 0]
+        places = [place(shard.index, leaf.shape) for shard in shards]
+        arrays = [np.asarray(shard.data) for shard in shards]
+        return cls(leaf.dtype, leaf.shape, dict(zip(places, arrays, strict=True)))
+
+
+def place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Ranges of a share along the axes of its array: `0:4,0:8`."""
+    ranges = [x.indices(size) for x, size in zip(index, shape, strict=True)]
+    return ",".join(f"{start}:{stop}" for start, stop, _ in ranges)
 
 
 class Handler(ocp.JsonCheckpointHandler):
@@ -30,12 +66,60 @@ class Handler(ocp.JsonCheckpointHandler):
 
     # Why: docs/decisions/patches.md#manifest
     async def _save_fn(self, x: dict[str, Any], directory: Any) -> None:
-        ids = x["run"], x["step"]
-        leaves = {
-            path: {"form": form(leaf), "digest": _digest(path, leaf, *ids)}
-            for path, leaf in x["leaves"].items()
-        }
-        await super()._save_fn(x | {"leaves": leaves}, directory)
+        save = x["run"], x["step"]
+        leaves = {path: _entry(path, leaf, save) for path, leaf in x["leaves"].items()}
+        if index := jax.process_index():
+            (directory / f"{MANIFEST}.{index}").write_text(json.dumps(leaves))
+        else:
+            self._manifest = x | {"leaves": leaves, "facts": x["facts"](x["step"])}
+
+    def finalize(self, directory: Path) -> None:
+        """Writes the manifest, once all processes have written their shares."""
+        leaves = self._manifest["leaves"]
+        if any("shares" in entry for entry in leaves.values()):
+            for index in range(1, jax.process_count()):
+                file = directory / f"{MANIFEST}.{index}"
+                for path, entry in bounded.read_json(file, most=MOST_BYTES).items():
+                    leaves[path]["shares"] |= entry["shares"]
+                file.unlink()
+        files = {"files": sizes(directory.parent)}
+        manifest = json.dumps(sealed(self._manifest | files))
+        (directory / MANIFEST).write_text(manifest)
+
+
+def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:
+    """Entry of a leaf: its form, and the digest of its bits or of those of shares."""
+    if not isinstance(leaf, Shares):
+        return {"form": form(leaf), "digest": _digest(path, leaf, save)}
+    digests = {
+        where: _digest(path, leaf, save, array, where)
+        for where, array in leaf.arrays.items()
+    }
+    return {"form": form(leaf), "digest": None, "shares": digests}
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file of a checkpoint's arrays, by its path."""
+    paths = Path(folder).glob("state/**/*")
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(paths)
+        if path.is_file() and path.name != COMMIT
+    }
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Adds the digest of a manifest's other fields to it."""
+    fields = {name: manifest[name] for name in sorted(SEALED - {"digest"})}
+    text = json.dumps(fields, sort_keys=True).encode()
+    return fields | {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
+
+
+def digest_of_batch(batch: Any) -> str:
+    """BLAKE2b of the arrays of a batch, with their paths, dtypes and shapes."""
+    leaves = flatten(batch).items()
+    digests = [_digest(path, np.asarray(leaf), (None, 0)) for path, leaf in leaves]
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
 def form(leaf: Any) -> str:
@@ -54,15 +138,22 @@ class Save(ocp.args.JsonSave):
     """Argument of a save: a manifest, as `of` makes it."""
 
 
-def _digest(path: str, leaf: Any, run: str | None, step: int) -> str | None:
-    """BLAKE2b of a leaf's bits, its place and form; None if it spans processes."""
-    if spans_processes(leaf):
-        return None
-    place = json.dumps([run, step, path, form(leaf)])
-    array = np.ascontiguousarray(leaf).reshape(-1)
-    digest = hashlib.blake2b(place.encode(), digest_size=16)
-    digest.update(array.view(np.uint8))
+def blank(path: str, leaf: Any, save: Ids, where: str = "") -> Any:
+    """BLAKE2b of a leaf's path and form, its save, and the place of a share."""
+    text = json.dumps([*save, path, form(leaf)] + [where] * bool(where))
+    return hashlib.blake2b(text.encode(), digest_size=16)
+
+
+def _digest(path: str, leaf: Any, save: Ids, array: Any = None, where: str = "") -> str:
+    """BLAKE2b of the bits of a leaf, or of the `array` that is a share of it."""
+    digest = blank(path, leaf, save, where)
+    digest.update(bits(leaf if array is None else array))
     return digest.hexdigest()
+
+
+def bits(array: Any) -> np.ndarray:
+    """Bytes of an array, in the order of its elements: uint8 [n]."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -79,13 +170,25 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     leaves = manifest.get("leaves")
-    is_whole = manifest.keys() == FIELDS and isinstance(leaves, dict)
-    if not (is_whole and all(map(_is_entry, leaves.values()))):
+    is_earlier = manifest.keys() == FIELDS and isinstance(leaves, dict)
+    if is_earlier and all(map(_is_entry, leaves.values())):
+        return manifest | {"facts": {}, "files": {}}
+    if manifest.keys() != SEALED or sealed(manifest) != manifest:
         raise ValueError(f"{MANIFEST} has other fields than it was saved with")
     return manifest
 
 
+def check_sizes(manifest: dict[str, Any], folder: Path) -> None:
+    """Raises `ValueError` for files of a checkpoint that are missing, or cut."""
+    there = sizes(folder)
+    for name, size in manifest["files"].items():
+        if there.get(name) != size:
+            fact = f"has {there[name]:,} bytes" if name in there else "is missing"
+            raise ValueError(f"{name} {fact}, and had {size:,}")
+
+
 def _is_entry(entry: Any) -> bool:
+    """Tests for an entry of an earlier version."""
     return isinstance(entry, dict) and entry.keys() == {"form", "digest"}
 
 
@@ -97,11 +200,51 @@ def forms(manifest: dict[str, Any]) -> dict[str, str]:
 def altered(manifest: dict[str, Any], state: Any) -> list[str]:
     """Paths of the leaves of a restored state whose bits are not those of the save.
 
-    Those that spanned processes when they were saved, or do now, are not compared.
+    But for those that `unaligned` gives.
     """
-    ids, paths = (manifest["run"], manifest["step"]), []
+    leaves = flatten(state)
+    for path in unaligned(manifest, state):
+        del leaves[path]
+    return [
+        path
+        for path, leaf in leaves.items()
+        if _is_altered(path, leaf, manifest, manifest["leaves"][path])
+    ]
+
+
+def _is_altered(
+    path: str, leaf: Any, manifest: dict[str, Any], entry: dict[str, Any]
+) -> bool:
+    save = manifest["run"], manifest["step"]
+    if spans_processes(leaf):
+        arrays = Shares.of(leaf, every=True).arrays
+    elif "shares" in entry:
+        array = np.asarray(leaf)
+        arrays = {where: array[slices(where)] for where in entry["shares"]}
+    else:  # Those of earlier versions that spanned processes have none.
+        return entry["digest"] not in (None, _digest(path, leaf, save))
+    return any(
+        entry["shares"][where] != _digest(path, leaf, save, array, where)
+        for where, array in arrays.items()
+    )
+
+
+def slices(where: str) -> tuple[slice, ...]:
+    """Index of the share at a place, as `place` writes it."""
+    ranges = [text.split(":") for text in where.split(",")]
+    return tuple(slice(int(start), int(stop)) for start, stop in ranges)
+
+
+def unaligned(manifest: dict[str, Any], state: Any) -> list[str]:
+    """Paths of leaves that span processes in other shares than when they were saved.
+
+    No process has the bits that one of their digests is of.
+    """
+    paths = []
     for path, leaf in flatten(state).items():
-        digests = {_digest(path, leaf, *ids), manifest["leaves"][path]["digest"]}
-        if None not in digests and len(digests) > 1:
-            paths.append(path)
+        if spans_processes(leaf):
+            indices = leaf.sharding.devices_indices_map(leaf.shape).values()
+            places = {place(index, leaf.shape) for index in indices}
+            if not places <= manifest["leaves"][path].get("shares", {}).keys():
+                paths.append(path)
     return paths

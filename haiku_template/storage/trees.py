@@ -27,7 +27,7 @@ class Leaf(NamedTuple):
     """Leaf on disk, its keys joined by `/`; `dtype` is None if it is no array."""
 
     name: str
-    folder: Path
+    file: Path  # The folder of its tree.
     dtype: np.dtype | None
     shape: tuple[int, ...]
     read: Callable[..., Iterator[tuple[Any, np.ndarray]]]

@@ -21,6 +21,7 @@ import jax
 from haiku_template import bounded
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.processes import VARIABLES, options
 from haiku_template.errors import ConfigError
 from haiku_template.storage.files import appended, dispensable
 
@@ -29,13 +30,15 @@ logger = logging.getLogger(__name__)
 CONFIG, ENV, LOG, METRICS = "config.json", "env.json", "train.log", "metrics.jsonl"
 CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
-LOCK, RUN = ".lock", "run.json"
+LOCK, RUN, LEFT_OUT = ".lock", "run.json", "left_out"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
 ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 MOST_METRICS = 2**29  # Bytes.
 PROCESSES, PROGRAM = "processes", "program.json"
+FLAGS = {*VARIABLES, "jax_default_matmul_precision", "jax_enable_x64"}
+FLAGS |= {"jax_threefry_partitionable"}
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
 
 
@@ -188,6 +191,17 @@ def steps_per_call(workdir: Path) -> int | None:
     return read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
 
 
+def left_out(workdir: Path) -> list[int]:
+    """Steps whose updates the run leaves out, as `--rewind` said; upwards."""
+    return read_json(workdir / RUN).get(LEFT_OUT, [])
+
+
+def unused(path: Path) -> Path:
+    """The path, or one beside it if something is there."""
+    is_there = os.path.lexists(path)
+    return path.with_name(f"{path.name}.{time.time_ns()}") if is_there else path
+
+
 def mark_saved(workdir: Path, step: int) -> None:
     """Records that the run has a checkpoint, by which a loss of all can be told."""
     run = read_json(workdir / RUN)
@@ -198,11 +212,11 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 def open_workdir(
     workdir: Path, config: dict[str, Any], devices: DeviceManager, number: int = 1
-) -> None:
-    """Writes the config, an id of the run and the environment; call it under the lock.
+) -> dict[str, Any]:
+    """Writes the config, an id of the run and the environment, which it returns.
 
-    With the id goes the `number` of steps in a call, which holds when the run resumes.
-    A resumed run logs the differences in its environment.
+    Call it under the lock. With the id goes the `number` of steps in a call, which
+    holds when the run resumes.
 
     Raises:
       ConfigError: `check` refuses it, or the directory cannot be written to.
@@ -216,15 +230,11 @@ def open_workdir(
             )
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
-    file, env = workdir / ENV, environment(devices)
-    with dispensable(file):
-        try:
-            saved = read_json(file) or env
-            for line in differences(saved | {"started": ""}, env | {"started": ""}):
-                logger.warning("this run's environment changed: %s", line)
-        except ConfigError as error:
-            logger.warning("what changed since the run stopped is not known: %s", error)
-        write_json(file, env)
+    env = environment(devices)
+    with dispensable(workdir / ENV):
+        started = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_json(workdir / ENV, started | env)
+    return env
 
 
 def _warn_of_new_start(workdir: Path) -> None:
@@ -345,9 +355,11 @@ def usable(workdir: Path) -> Iterator[None]:
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:
-    """Versions, devices and commit, as written to env.json."""
+    """Versions, devices, flags and commit, as written to env.json and with each save.
+
+    Of flags those that change what a program computes.
+    """
     return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -355,6 +367,7 @@ def environment(devices: DeviceManager) -> dict[str, Any]:
         "device_kind": devices.devices[0].device_kind,
         "num_devices": devices.num_devices,
         "devices": devices.describe(),
+        "flags": {k: x for k, x in options().items() if k in FLAGS and x},
         "commit": _commit(),
     }
 

@@ -16,6 +16,7 @@ from haiku_template.data import ahead, count_batches
 from haiku_template.devices import (
     DeviceManager,
     check_host_batch,
+    detached,
     own_rows,
     pad_rows,
     sum_over,
@@ -75,7 +76,7 @@ def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
     first = 0
     with ahead(dataset, 0, dataset.num_batches):
         for index in range(dataset.num_batches):
-            batch = dataset.batch(index)
+            batch = detached(dataset.batch(index))
             rows = check_host_batch(batch, f"evaluation batch {index}")
             yield pad(batch, size, first)
             first += rows
@@ -92,15 +93,15 @@ def placed_inputs(
         yield inputs_of(batch, whole_batch), places
 
 
-def padded_size(devices: DeviceManager, dataset: Any, pads: bool = True) -> int:
-    """Rows of a padded batch: a multiple of the number of devices; 0 unless `pads`.
+def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
+    """Rows of a padded batch: a multiple of n, of the devices; 0 unless `pads`.
 
     Raises:
       ConfigError: the set has no batches.
       PlacementError: a batch that may not be padded cannot be sharded over the devices.
     """
     count_batches(dataset)
-    rows, n = num_rows(dataset.batch(0)), devices.num_devices
+    rows = num_rows(dataset.batch(0))
     if pads or n == 1:
         return -(-rows // n) * n * pads
     last = num_rows(dataset.batch(dataset.num_batches - 1))

@@ -40,6 +40,9 @@ PLACED = {
     "skips",
 }
 STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
+# Keys of a config that are fields of an experiment.
+SAME = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
+SAME += ("steps_per_call", "exact_elastic")
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 
 
@@ -56,6 +59,8 @@ class Experiment:
       reduce_dtype: dtype of the gradients' all-reduce; None for their own.
       accumulate_steps: micro-batches of gradient accumulation.
       steps_per_call: steps in one call of the devices; None for `train` to choose.
+      exact_elastic: logical shares of a batch, in whose order all sums are made: each
+        number of devices that divides it computes the same bits; None for none.
       skips: a step of a run whose loss, gradient norm or network state is not finite
         leaves the state as it was; `train` sets it.
       ema_decay: decay of the averaged parameters, which evaluation uses; None for none.
@@ -86,6 +91,7 @@ class Experiment:
     reduce_dtype: str | None = None
     accumulate_steps: int = 1
     steps_per_call: int | None = None
+    exact_elastic: int | None = None
     skips: bool = False
     ema_decay: float | None = None
     seed: int = 0
@@ -108,6 +114,8 @@ class Experiment:
                 f"config.data.placement={self.placement!r}; possible are "
                 f"{', '.join(PLACEMENTS)}"
             )
+        if not isinstance(self.data, Data) or isinstance(self.optimizer, str):
+            _refuse_parts(self.data, self.optimizer)
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()
         sets = self.data.evaluation is not None or self.data.evaluations
@@ -131,9 +139,7 @@ class Experiment:
 
     @classmethod
     def from_config(
-        cls,
-        config: config_dict.ConfigDict,
-        devices: DeviceManager,
+        cls, config: config_dict.ConfigDict, devices: DeviceManager
     ) -> "Experiment":
         """Makes the experiment that a config describes; nothing is compiled.
 
@@ -158,8 +164,6 @@ class Experiment:
             check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
         flops = family and family.flops_per_token
         flops = flops and functools.partial(flops, data.num_outputs, **keys)
-        same = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
-        same += ("steps_per_call",)
         experiment = cls(
             model=make_model(config, data.num_outputs, devices.axis_name),
             task=task,
@@ -169,7 +173,7 @@ class Experiment:
             sharding=sharding_rules(config),
             placement=config.data.get("placement", "host"),
             skips=config.max_consecutive_nonfinite > 1,
-            **{key: config[key] for key in same},
+            **{key: config[key] for key in SAME},
             family=family,
             flops_per_token=flops,
             finetuning=finetuning,
@@ -188,9 +192,34 @@ class Experiment:
         same = all(getattr(self, x) is getattr(original, x) for x in names)
         return config if same else {}
 
+    @property
+    def devices(self) -> DeviceManager:
+        """A trainer's: raises `ConfigError`, as of `train(experiment)`."""
+        raise ConfigError(
+            "an Experiment was given where its trainer is needed, which knows the "
+            "devices: train(experiment.trainer(devices), ...), with devices = "
+            "DeviceManager.create()"
+        )
+
     def trainer(self, devices: DeviceManager) -> Trainer:
         """Makes the trainer, which compiles the experiment for these devices."""
         return Trainer(self, devices)
+
+
+def _refuse_parts(data: Any, optimizer: Any) -> None:
+    """Raises `ConfigError` for parts that are a config's or others'."""
+    if isinstance(optimizer, str):
+        raise ConfigError(
+            f"Experiment(optimizer={optimizer!r}) is a name, which configs have; in a "
+            f"script it is optax's own, such as optax.{optimizer}(1e-3)"
+        )
+    arrays = hasattr(data, "x_train")
+    advice = "from_split(split, BatchSpec(batch_size))" if arrays else "from_split, or"
+    advice += "" if arrays else " Data(train, evaluation, num_outputs) of your own sets"
+    raise ConfigError(
+        f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
+        f"haiku_template.data it is {advice}"
+    )
 
 
 def sharding_rules(config: config_dict.ConfigDict) -> tuple[tuple[str, str], ...]:
@@ -234,6 +263,7 @@ def make_model(
 ) -> Model:
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
     keys = model_keys(config)
+    axis_name = None if config.exact_elastic else axis_name
     model = make("model", keys, MODELS, num_outputs=num_outputs, axis_name=axis_name)
     values = config.model.to_dict()
     return in_form(model, values) if FORMS & values.keys() else model

@@ -15,7 +15,7 @@ import numpy as np
 from haiku_template.data import Data, ahead, each_shape
 from haiku_template.data.staging import RowBlocks, gathers
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
-from haiku_template.devices.transfer import host_buffer, own_rows
+from haiku_template.devices.transfer import detached, host_buffer, own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import leaves_by_path
@@ -181,7 +181,9 @@ class Feed:
 
     def _put(self, step: int) -> Any:
         """Puts a step's batch on the devices."""
-        return self._devices.shard(self._rows(step))
+        rows = self._rows(step)
+        fresh = rows if gathers(self._source) else detached(rows)
+        return self._devices.shard(fresh)
 
     def _put_stack(
         self, first: int, *, steps: range, errors: dict[int, Exception]
@@ -277,10 +279,7 @@ class Feed:
 
 
 def _cut(
-    start: int,
-    stop: int,
-    ends: Callable[[int], bool],
-    errors: dict[int, Exception],
+    start: int, stop: int, ends: Callable[[int], bool], errors: dict[int, Exception]
 ) -> Iterator[range]:
     """Cuts `start` to `stop - 1` into calls, of steps from 1; raises at its step."""
     first = start + 1

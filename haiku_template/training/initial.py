@@ -23,6 +23,7 @@ from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten
+from haiku_template.stored import is_form
 from haiku_template.training.custom import preprocessed
 from haiku_template.training.optimizers import own_averages
 from haiku_template.training.state import Recipe, TrainState, split_seed
@@ -144,9 +145,14 @@ class Initializer:
         return self._devices.load(self._read_frozen, abstract, layout)["frozen"]
 
     def _read_frozen(self, abstract: dict[str, hk.Params]) -> dict[str, hk.Params]:
-        shapes = hk.data_structures.merge(self._params, abstract["frozen"])
-        trained = self.recipe.plan.trained
-        leaves, _ = self._experiment.init_from(shapes, trained, None)
+        plan = self.recipe.plan
+        shapes = hk.data_structures.merge(
+            self._params,
+            hk.data_structures.filter(
+                lambda module, name, x: not is_form(x), abstract["frozen"]
+            ),
+        )
+        leaves, _ = self._experiment.init_from(shapes, plan.trained, None, plan.store)
         return {"frozen": unflatten(leaves)}
 
     def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:

@@ -74,6 +74,14 @@ class TrainState(NamedTuple):
         """Arguments of an evaluation step: averaged parameters, net_state, step."""
         return self.averaged(), self.net_state, self.step
 
+    def of_model(self) -> tuple[Variables, hk.Params]:
+        """First arguments of an evaluation step: `variables`, and frozen parameters."""
+        return self.variables(), self.frozen
+
+    def arguments(self) -> "tuple[TrainState, hk.Params]":
+        """First arguments of a train step: the state, and frozen parameters."""
+        return self.without_frozen(), self.frozen
+
 
 class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     """Parts of an experiment that its first state and its steps are made of."""
@@ -85,6 +93,7 @@ class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     preprocess: Callable[[Any], Any]  # Applied to the inputs on the device first.
     precision: Precision
     plan: Plan | None = None  # Of trainable and frozen parameters.
+    has_forms: bool = False  # Parameters may be stored in forms: `stored.py`.
     axis_name: str | None = None  # Mesh axis to average over; None on one device.
     schedule: Schedule | None = None  # Reported as `learning_rate`.
     # Micro-batches of gradient accumulation, one after another; micro-batch j has the

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import jmp
 import optax
 
-from haiku_template.devices import mean_over
-from haiku_template.models.forms import inputs_of, task_rng
+from haiku_template.devices import mean_over, norm_over
+from haiku_template.models import inputs_of, task_rng
 from haiku_template.training.state import (
     Recipe,
     TrainState,
@@ -33,7 +33,6 @@ from haiku_template.training.state import (
 from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = Any  # A tree of arrays.
-SMALL = 2**16  # Bytes of a leaf whose square is not worth a kernel of its own.
 Scalars = dict[str, jax.Array]
 Gradients = Callable[[TrainState, hk.Params, Batch], Any]
 Update = Callable[[TrainState, Any], tuple[TrainState, Scalars]]
@@ -52,23 +51,26 @@ def forward(
     `rngs` are the model's and that of LoRA's dropout; None for one that is not used.
     Without a model the outputs are None.
     """
-    cast = recipe.precision.policy.cast_to_compute
+    precision, policy = recipe.precision, recipe.precision.policy
+    cast = precision.cast_arrays if recipe.has_forms else policy.cast_to_compute
     params, net_state, step = variables
-    params, frozen = cast((params, frozen))
+    params = cast(params)
     if recipe.plan.frozen:
-        params = recipe.plan.combine(params, frozen, rngs[1])
+        dtype = policy.compute_dtype
+        params = recipe.plan.combine(params, cast(frozen), dtype, rngs[1])
     outputs = None
     if recipe.model is not None:
-        inputs = cast(recipe.preprocess(inputs_of(batch, recipe.task.whole_batch)))
-        with recipe.precision.norms_in_float32():
+        inputs = recipe.preprocess(inputs_of(batch, recipe.task.whole_batch))
+        inputs = policy.cast_to_compute(inputs)
+        with precision.norms_in_float32():
             outputs, net_state = recipe.model.apply(
                 params, net_state, rngs[0], inputs, is_training
             )
-        outputs = recipe.precision.cast_outputs(outputs)
+        outputs = precision.cast_outputs(outputs)
     facts = {
         "outputs": outputs,
         "batch": batch,
-        "params": params,
+        "params": precision.used(params) if recipe.has_forms else params,
         "rng": task_rng(rngs[0]),
         "step": step,
         "mask": jnp.ones(jax.tree.leaves(batch)[0].shape[:1], bool),
@@ -83,35 +85,33 @@ def make_gradients(recipe: Recipe) -> Gradients:
 
     Returns gradients and scalars, averaged over the devices, and the new net_state.
     """
-    gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
 
     def gradients(
         state: TrainState, frozen: hk.Params, batch: Batch
     ) -> tuple[hk.Params, Scalars, hk.State]:
         scale = recipe.precision.loss_scale(state.loss_scale)
         rng = step_rng(recipe, state.step)
-        of_batch = functools.partial(gradient, state.params, frozen, state.step, scale)
-        grads, (net_state, scalars, _) = _accumulate(
-            of_batch, state.net_state, rng, batch, recipe
+        grads, (net_state, scalars, _) = share_gradients(
+            recipe, state, frozen, rng, batch
         )
         means = scale.unscale(grads), scalars
         dtype = recipe.precision.reduce_dtype
         grads, scalars = mean_over(recipe.axis_name, means, dtype)
-        return grads, scalars | {"grad_norm": gradient_norm(grads)}, net_state
+        norm = norm_over(recipe.axis_name, grads)
+        return grads, scalars | {"grad_norm": norm}, net_state
 
     gradients.__name__ = "train_step"  # The compiled program's, in profiles and logs.
     return gradients
 
 
-def gradient_norm(grads: hk.Params) -> jax.Array:
-    """Global norm; leaves of at most `SMALL` bytes are added up as one vector.
-
-    A sum for each takes as long as a fifth of the step of a small MLP on a CPU.
-    """
-    leaves = jax.tree.leaves(grads)
-    small = [x.ravel() for x in leaves if x.size * x.dtype.itemsize <= SMALL]
-    large = [x for x in leaves if x.size * x.dtype.itemsize > SMALL]
-    return optax.tree.norm([jnp.concatenate(small), *large] if small else large)
+def share_gradients(
+    recipe: Recipe, state: TrainState, frozen: hk.Params, rng: jax.Array, batch: Batch
+) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
+    """Gradients of a share's scaled loss; its net_state, scalars and mean weight."""
+    gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
+    scale = recipe.precision.loss_scale(state.loss_scale)
+    of_batch = functools.partial(gradient, state.params, frozen, state.step, scale)
+    return _accumulate(of_batch, state.net_state, rng, batch, recipe)
 
 
 def make_update(recipe: Recipe) -> Update:

@@ -15,13 +15,16 @@ import numpy as np
 import optax
 
 from haiku_template import finetuning as tuning
+from haiku_template import stored
 from haiku_template.data import each_shape
 from haiku_template.devices import (
     DeviceManager,
     Layout,
     check_host_batch,
 )
-from haiku_template.devices.compiled import CompiledStep, Scalars
+from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
+from haiku_template.devices.layout import REPLICATED
+from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
@@ -77,12 +80,15 @@ class Trainer:
       initializer: of the train state.
       layout: where each leaf of a train state lives.
       abstract: the train state's shapes, dtypes and shardings.
+      left_out: steps whose updates a rewound run leaves out (`runs/rewind.py`).
 
     Raises:
       ConfigError: the model is not transformed, the data cannot be staged, or a value
         is out of its range.
       PlacementError: devices and micro-batches do not divide the batch.
     """
+
+    left_out: frozenset[int] = frozenset()
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
@@ -95,23 +101,63 @@ class Trainer:
         self.recipe = self.initializer.recipe
         self.layout = _layout(devices, experiment.sharding, self.initializer.abstract)
         self.abstract = self.layout.place(self.initializer.abstract)
+        # Of what a step sees of the state; a custom step sees all of it.
+        is_whole = devices.axis_name is None or experiment.step is not None
+        self.specs = None if is_whole else self.layout.shares(self.abstract)
+        if self.recipe.plan.frozen or self.specs is not None:
+            self.recipe = _with_forms(self.recipe)
         functions = self.functions(devices.axis_name)
+        gradients, specs = self._on_shares(functions.gradients, TrainState.arguments)
+        if specs is not None:
+            results = self.specs.params, REPLICATED, REPLICATED
+            specs = specs._replace(results=results)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
-            self.feed.gathering(functions.gradients),
+            self.feed.gathering(gradients),
             update=functions.update,
             out_shardings=(shardings, devices.replicated),
+            specs=specs,
         )
         self._call = devices.compile_call(
-            self.feed.indexing(functions.gradients),
+            self.feed.indexing(gradients),
             self._skipping(functions.update),
             shardings,
             self.feed.steps_per_call,
+            specs,
         )
+        step, specs = self._on_shares(functions.eval_step, TrainState.of_model)
+        self._eval_step = devices.compile(step, donate_argnums=(), specs=specs)
+        if experiment.exact_elastic is not None:
+            self._compile_shares(experiment.exact_elastic)
         self._of_several: dict[int, Trainer] = {}
         self._counts: dict[int, jax.Array] = {}  # Numbers of steps, on the devices.
-        self._eval_step = devices.compile(functions.eval_step, donate_argnums=())
         self._evaluated: set[tuple[int, int]] = set()  # Of sets: rows, batches.
+
+    def _on_shares(
+        self, function: Callable[..., Any], fields: Callable[[TrainState], tuple]
+    ) -> tuple[Callable[..., Any], Specs | None]:
+        """Makes a function of `fields` of the state one of the devices' shares of them.
+
+        Returns their specs, too; None if all are seen whole.
+        """
+        if self.specs is None:
+            return function, None
+        arguments = fields(self.specs)
+        return on_shares(function, arguments), Specs(arguments)
+
+    def _compile_shares(self, count: int) -> None:
+        """Computes steps and evaluations by logical shares."""
+        from haiku_template.training import shares
+
+        devices, functions = self.devices, self.functions()
+        shares.check_exact(self.experiment, devices, self.feed.batch_size)
+        update = self._skipping(functions.update)
+        self._call = shares.compile_exact(
+            devices, self.recipe, self.feed, update, count
+        )
+        self._eval_step = shares.compile_exact_evaluation(
+            devices, functions.eval_step, count
+        )
 
     def with_steps_per_call(self, count: int) -> "Trainer":
         """Makes the trainer of so many steps a call, once."""
@@ -126,6 +172,13 @@ class Trainer:
             return self
         experiment = dataclasses.replace(self.experiment, skips=skips)
         return experiment.trainer(self.devices)
+
+    def with_replay(self, text: str, budget: Any) -> "Trainer":
+        """Makes the trainer that makes steps twice, such as `first:8,every:1000`."""
+        from haiku_template.config import replayed_steps
+        from haiku_template.devices.replay import replaying
+
+        return replaying(self, replayed_steps(text), budget)
 
     def _skipping(self, update: Callable[..., Any]) -> Callable[..., Any]:
         if not self.experiment.skips:
@@ -182,6 +235,9 @@ class Trainer:
 
         The state is donated; the batch is from `batches` or `devices.shard`.
         """
+        if self.experiment.exact_elastic is not None:
+            new, scalars = self.advance(state, range(1), batch)
+            return new, scalars.first()
         # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
         new, scalars = self._step(state.without_frozen(), state.frozen, *last)
@@ -246,7 +302,10 @@ class Trainer:
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
         predict_step = self._predict_function(self.devices.axis_name)
-        return self.devices.compile_per_example(predict_step)
+        if self.devices.processes.count > 1:  # Each predicts on its own devices.
+            return self.devices.compile_per_example(predict_step)
+        step, specs = self._on_shares(predict_step, TrainState.of_model)
+        return self.devices.compile_per_example(step, specs)
 
     def _predict_function(self, axis_name: str | None = None) -> Callable[..., Any]:
         recipe = self.recipe._replace(axis_name=axis_name)
@@ -273,7 +332,8 @@ class Trainer:
 
         Raises `PlacementError` if they cannot be padded, nor sharded evenly.
         """
-        return padded_size(self.devices, dataset, self.pads)
+        shares = self.experiment.exact_elastic or self.devices.num_devices
+        return padded_size(shares, dataset, self.pads)
 
     @functools.cached_property
     def pads(self) -> bool:
@@ -366,6 +426,14 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
         ema_decay=experiment.ema_decay,
         seed=experiment.seed,
     )
+
+
+def _with_forms(recipe: Recipe) -> Recipe:
+    """Makes a recipe whose parameters may be stored in other forms than are used."""
+    model, dtype = recipe.model, recipe.precision.policy.compute_dtype
+    if model is not None:
+        model = model._replace(apply=stored.using(model.apply, dtype))
+    return recipe._replace(model=model, has_forms=True)
 
 
 def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:

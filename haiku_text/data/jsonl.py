@@ -6,7 +6,7 @@
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,9 @@ KEYS = {
     "classes": {"text": (str, "text"), "label": (str | int, "text or a whole number")},
     "tokens": {"prompt": (str, "text"), "completion": (str, "text")},
 }
+TEXT = {"text": (str, "text")}  # To predict: without labels.
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
+TASKS["texts"] = TASKS["classes"]
 
 
 class Line(NamedTuple):
@@ -36,7 +38,7 @@ class Line(NamedTuple):
 
     where: str
     text: str
-    target: Any
+    target: Any = None
 
 
 def jsonl(
@@ -105,7 +107,22 @@ def jsonl(
     data = Data(train, evaluation, num_outputs, text=coder.name, class_names=names)
     if labels == "classes":  # Padding is on the right.
         data = data._replace(preprocess=texts.with_lengths)
-    return data._replace(vocab_size=size)
+    most = lengths[-1] if cut is None else context
+    read = functools.partial(_read_set, labels, encode, most, spec.batch_size)
+    return data._replace(vocab_size=size, read=read)
+
+
+def _read_set(
+    labels: str, encode: Callable[..., Any], most: int, batch_size: int, path: Path
+) -> BucketedEvaluationSet:
+    """Reads new lines, in their order; texts to classify may have no label."""
+    rows = _read_rows(path)
+    if labels == "classes" and not any('"label"' in text for _, text in rows):
+        labels = "texts"
+    lines = [_line(*row, labels) for row in rows]
+    examples = encode(lines)
+    _check_sizes(examples.sizes, lines, most)
+    return BucketedEvaluationSet(examples, (most,), batch_size)
 
 
 def _read_rows(path: Path) -> list[tuple[str, str]]:
@@ -147,7 +164,7 @@ def _line(where: str, text: str, labels: str) -> Line:
         raise ConfigError(f"{where} is no JSON: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    keys, kind = KEYS[labels], _kind(values)
+    keys, kind = KEYS.get(labels, TEXT), _kind(values)
     if missing := " and no ".join(key for key in keys if key not in values):
         names = ", ".join(values) or "an empty object"
         demand = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
@@ -183,14 +200,17 @@ def _classes(lines: list[Line]) -> dict[Any, int]:
 def _texts(
     lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
 ) -> Texts:
+    has_labels = any(line.target is not None for line in lines)
     for where, _, label in lines:
-        if label not in classes:
+        if has_labels and label not in classes:
             possible = ", ".join(map(str, list(classes)[:20]))
             raise ConfigError(
                 f"{where} has the label {label!r}, which no example to train on has; "
                 f"those have {possible}"
             )
     tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
+    if not has_labels:
+        return Texts(Tokens.create(tokens), None)
     labels = [classes[line.target] for line in lines]
     return Texts(Tokens.create(tokens), np.array(labels, np.int32))
 

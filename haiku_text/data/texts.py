@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch
+from haiku_template.data.dataset import Batch, arrays_by_name
 from haiku_template.errors import ConfigError
 
 MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
@@ -57,10 +57,10 @@ def with_lengths(inputs: Batch) -> Batch:  # Why: docs/decisions/models.md#lengt
 
 
 class Texts(NamedTuple):
-    """Texts with a class each, int32 [N], for an encoder."""
+    """Texts with a class each, int32 [N], for an encoder; None without labels."""
 
     tokens: Tokens
-    labels: np.ndarray
+    labels: np.ndarray | None
 
     @property
     def sizes(self) -> np.ndarray:
@@ -71,7 +71,8 @@ class Texts(NamedTuple):
         """Inputs `tokens` and `mask`, int32 [B, T]; labels int32 [B]."""
         tokens, mask = self.tokens.padded(rows, length)
         inputs = {"tokens": tokens, "mask": mask.astype(np.int32)}
-        return {"inputs": inputs, "labels": self.labels[rows]}
+        labels = None if self.labels is None else self.labels[rows]
+        return arrays_by_name(inputs, labels)
 
 
 class Completions(NamedTuple):

@@ -135,6 +135,11 @@ class TokenDataset:
         return starts[self.spec.share()]
 
     @property
+    def num_examples(self) -> int:
+        """Windows that hold each token once, as an epoch has them."""
+        return _count(self.tokens, self.context)
+
+    @property
     def staged_size(self) -> tuple[int, int]:
         """Rows and bytes to stage on the devices."""
         return len(self.tokens), len(self.tokens) * self.tokens.dtype.itemsize

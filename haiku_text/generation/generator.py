@@ -69,7 +69,7 @@ def load(run: Run) -> LanguageModel:
 
     tuned = config and trains_a_part(config.finetuning)
     if config is None or tuned:
-        step, params = run.step, run.model()[0]
+        step, params = run.step, run.parameters()[0]
     else:
         step, params = restore(run.workdir, run.which, read)
     vocabulary, context = sizes(params)  # Why: docs/decisions/generation.md#vocabulary

@@ -15,15 +15,19 @@ FOLDER = "RECORDED_BATCHES"
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(ArrayDataset):
-    """A set that appends [step, numbers of its examples] to a file of its process."""
+    """A set that appends [step, numbers of its examples] to a file of its process.
+
+    But not of whole batches, whose digest process 0 saves.
+    """
 
     def rows(self, step):
         rows, path = (
             super().rows(step),
             Path(os.environ[FOLDER]) / str(jax.process_index()),
         )
-        with path.open("a") as file:
-            file.write(json.dumps([step, rows.tolist()]) + "\n")
+        if self.spec.process_count == jax.process_count():
+            with path.open("a") as file:
+                file.write(json.dumps([step, rows.tolist()]) + "\n")
         return rows
 
 

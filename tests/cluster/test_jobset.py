@@ -64,7 +64,8 @@ def test_what_would_end_the_same_way_fails_and_all_else_starts_again():
     (policy,) = SET["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and policy["action"] == "FailJobSet"
     assert policy["onJobFailureReasons"] == ["PodFailurePolicy"]
-    fatal = errors.ConfigError, errors.NonFiniteError, errors.StorageError
+    fatal = errors.ConfigError, errors.NonFiniteError, errors.ReplayError
+    fatal += (errors.StorageError,)
     assert rule["onExitCodes"] == {
         "operator": "In",
         "values": [error.exit_code for error in fatal],

@@ -1,6 +1,7 @@
 """Layouts over the devices of several processes: what they train, save and restore."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.runs.export import export_safetensors
 from haiku_template.runs.run import Run
 from haiku_template.storage import Checkpoints
+from haiku_template.storage import manifest as manifests
 from tests.cluster.test_moments import KILLED, run
 from tests.cluster.test_several import (
     ENVIRONMENT,
@@ -22,6 +24,7 @@ from tests.cluster.test_several import (
     train,
     wait_for,
 )
+from tests.storage.test_verified import edit_manifest
 
 pytestmark = pytest.mark.cluster
 ALL = {"sharding": "(('*','data'),)"}
@@ -121,6 +124,29 @@ def test_a_damaged_share_of_one_process_is_passed_by_in_both(tmp_path, alone, pr
     train(2, workdir, 1, **ALL)
     assert step.with_name("20.damaged").is_dir()
     assert_same(workdir, alone)
+
+
+@pytest.mark.parametrize(
+    ("saving", "reading"),
+    [((2, 2), (2, 2)), ((2, 2), (1, 1)), ((2, 2), (2, 1)), ((1, 2), (2, 1))],
+)
+def test_arrays_of_another_save_are_passed_by_on_other_processes_and_devices(
+    tmp_path, saving, reading
+):
+    """Their checksums are right, and their digests are of another save."""
+    runs = [tmp_path / name for name in "ab"]
+    for seed, workdir in enumerate(runs):
+        train(saving[0], workdir, saving[1], seed=seed, **ALL)
+    steps = [workdir / "checkpoints/20" for workdir in runs]
+    entries = manifests.read(steps[0])["leaves"].values()
+    counts = {len(entry.get("shares", ())) for entry in entries}
+    assert counts == ({0, 4} if saving[0] > 1 else {0})
+    shutil.rmtree(steps[0] / "state")
+    shutil.copytree(steps[1] / "state", steps[0] / "state")
+    edit_manifest(steps[0], files=manifests.sizes(steps[0]))
+    printed = train(reading[0], runs[0], reading[1], **ALL)
+    assert (runs[0] / "checkpoints/20.damaged").is_dir()
+    assert "leaves are not what was saved" in printed
 
 
 READS = """

@@ -61,7 +61,7 @@ def test_digits_are_split_without_loss_or_overlap():
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install .haiku_template\[examples\]"):
+    with pytest.raises(ConfigError, match="pip install scikit-learn"):
         digits(BatchSpec(1))
 
 

@@ -21,7 +21,9 @@ MOMENTS = (("moments/*", "data"),)
         ((8,), ("data",)),
         ((3, 3, 12, 5), (None, None, "data")),
         ((4, 8), (None, "data")),
-        ((8, 8), ("data",)),
+        ((8, 8), (None, "data")),
+        ((16, 8), (None, "data")),  # The first may be a loop's.
+        ((16, 6), ("data",)),
         ((0, 4), (None, "data")),
         ((2, 6), ()),
     ],

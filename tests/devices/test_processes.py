@@ -73,10 +73,11 @@ def test_processes_decide_by_the_device_that_has_least_memory(
 BLOCKING = {"block_until_ready", "device_get", "process_allgather"}
 # Those where no other process can be in the way, and why.
 ALONE = {
+    ("devices/exact.py", "map"): "exact mode is of one process",
     ("devices/manager.py", "replicate"): "copies from the host",
     ("devices/manager.py", "shard"): "copies from the host",
     ("devices/manager.py", "fetch"): "waited for, just before",
-    ("pretrained/reading.py", "_load"): "copies from the host",
+    ("pretrained/reading.py", "load"): "copies from the host",
     ("reporting/perf.py", "_matmul_seconds"): "a product of this process's devices",
 }
 

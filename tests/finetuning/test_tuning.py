@@ -248,7 +248,11 @@ def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device)
     assert losses[2] != same[2]
     plan, base = trainer.recipe.plan, trainer.initializer.frozen(trainer.layout)
     weights = [
-        np.asarray(plan.combine(state.params, base, rng)["mlp/~/linear_0"]["w"])
+        np.asarray(
+            plan.combine(state.params, base, np.float32, rng)["mlp/~/linear_0"][
+                "w"
+            ].use(np.float32)
+        )
         - np.asarray(base["mlp/~/linear_0"]["w"])
         for rng in (None, jax.random.key(0), jax.random.key(1))
     ]

@@ -149,7 +149,7 @@ def test_a_run_that_starts_from_what_another_wrote_has_its_numbers(
     start.optimizer.learning_rate = 0.0
     run(start, one, str(tmp_path / "next"))
     second = Run.open(tmp_path / "next", one)
-    a, b = (one.fetch(x.model()[0]) for x in (first, second))
+    a, b = (one.fetch(x.parameters()[0]) for x in (first, second))
     jax.tree.map(np.testing.assert_array_equal, a, b)
     export_run(second, tmp_path / "b.npz", names)
     with np.load(tmp_path / "a.npz") as a, np.load(tmp_path / "b.npz") as b:

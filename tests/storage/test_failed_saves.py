@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import optax
@@ -21,10 +22,12 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
 from haiku_template.runs import train
 from haiku_template.runs.loop import Event
+from haiku_template.storage import checkpoint
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.workdir import saved_steps
 from haiku_template.training import Experiment, classification
@@ -78,6 +81,13 @@ SAID = {
 }
 
 
+@pytest.fixture(autouse=True)
+def retries(monkeypatch):
+    """Seconds before the last save is tried again: never, but in the tests of it."""
+    monkeypatch.setattr(checkpoint, "RETRY_SECONDS", ())
+    return lambda *seconds: monkeypatch.setattr(checkpoint, "RETRY_SECONDS", seconds)
+
+
 def save(checkpoints, step):
     return checkpoints.save(step, STATE | {"step": np.int32(step)}, None)
 
@@ -101,6 +111,69 @@ def test_a_failed_save_is_a_sentence_and_the_next_one_is_made(
         checkpoints.wait()
     assert sorted(os.listdir(tmp_path)) == ["3"]
     assert "Traceback" not in caplog.text + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_last_save_is_tried_again_before_it_is_an_error(
+    tmp_path, caplog, retries, monkeypatch, first
+):
+    """C12: also where it is the first, which fails before `save` returns."""
+    retries(1, 2, 4)
+    limits, waits = contextlib.ExitStack(), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            limits.close()
+
+    monkeypatch.setattr(checkpoint.time, "sleep", wait)
+    with Checkpoints(tmp_path, max_failed_saves=3) as checkpoints, limits:
+        if not first:
+            save(checkpoints, 1)
+        limits.enter_context(small_files(1000))
+        save(checkpoints, 2)
+        checkpoints.wait()
+        assert waits == [1, 2] and checkpoints.latest == 2
+        assert checkpoints.restore(2, STATE | {"step": np.array(2, np.int32)})
+        limits.enter_context(small_files(1000))
+        save(checkpoints, 3)
+        with pytest.raises(StorageError, match="step 3 could not be saved"):
+            checkpoints.wait()
+        assert waits == [1, 2, 1, 2, 4]
+        limits.close()
+        assert save(checkpoints, 4)
+    assert "; it is tried again in 2 s" in caplog.text
+
+
+def test_a_run_without_room_for_its_saves_does_not_begin(tmp_path, monkeypatch):
+    """C11, C12: and one that has room for a save at its end alone begins."""
+    size = device_bytes(trainer().abstract.saved())
+
+    def statvfs(_):
+        return SimpleNamespace(f_bavail=5 * size // 2, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(StorageError) as caught:
+        train(trainer(), workdir=tmp_path, **SAVES)
+    sentence = str(caught.value)
+    assert f"need {3 * size:,} bytes" in sentence and "are free there" in sentence
+    assert f"{5 * size // 2:,}" in sentence and caught.value.exit_code == 74
+    assert saved_steps(tmp_path / "checkpoints") == []
+    train(trainer(), workdir=tmp_path, **SAVES | {"save_every": None})
+    # On resume what is there needs no more room.
+    train(trainer(), workdir=tmp_path, **SAVES | {"num_steps": 30})
+
+
+def test_checkpoints_that_no_context_closes_fail_in_a_sentence(tmp_path):
+    checkpoints = Checkpoints(tmp_path, max_failed_saves=2)
+    assert save(checkpoints, 1)
+    with small_files(1000):
+        save(checkpoints, 2)
+        with pytest.raises(StorageError, match="step 2 could not be saved"):
+            checkpoints.wait()
+    assert save(checkpoints, 3)
+    checkpoints.wait()
+    assert checkpoints.steps == [1, 3]
 
 
 def test_the_first_save_may_fail_too(tmp_path, caplog):
@@ -253,19 +326,20 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+def run_process(*command):
+    """Runs a command in the project's root; its text, and its exit code."""
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False
+    )
+
+
 @pytest.mark.slow
 def test_a_command_whose_saves_all_fail_says_four_lines_and_ends_with_74(tmp_path):
     """C12, C11: a process that may write no file as large as a checkpoint's."""
     flags = ["--config=configs/digits.py", f"--workdir={tmp_path}"]
     flags += ["--config.num_steps=40", "--config.save_every=8", "--config.log_every=8"]
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED, "-m", "haiku_template.train", *flags],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=False,
-    )
+    command = [sys.executable, "-c", LIMITED, "-m", "haiku_template.train", *flags]
+    run = run_process(*command)
     assert run.returncode == 74, run.stderr
     lines = [x for x in run.stderr.splitlines() if "could not be saved" in x]
     assert len(lines) == 3 and "Traceback" not in run.stderr
@@ -309,14 +383,7 @@ MAY_MOUNT = shutil.which("unshare") and not subprocess.call(["unshare", "-m", "t
 def test_a_disk_that_is_full_for_a_while(tmp_path):
     """C11: a disk of 4 MB, full at the save of step 6 alone."""
     shell = MOUNT.format(tmp_path, sys.executable, FULL_DISK)
-    run = subprocess.run(
-        ["unshare", "-m", "sh", "-c", shell],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=False,
-    )
+    run = run_process("unshare", "-m", "sh", "-c", shell)
     assert run.returncode == 0, run.stderr
     assert "step 6 could not be saved" in run.stderr and "Traceback" not in run.stderr
     assert "[Errno 28] No space left on device" in run.stderr

@@ -21,19 +21,28 @@ from haiku_template.storage import failures
 from haiku_template.storage.checkpoint import Checkpoints
 
 
-def cut_lists(step):
+def empty_half(file):
+    """Fills half of a file with zeros: another size would be seen before."""
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    os.truncate(file, size)
+
+
+def empty_lists(step):
     for file in step.glob("state/d/*"):
-        os.truncate(file, file.stat().st_size // 2)
+        empty_half(file)
 
 
-def cut_arrays(step):
+def empty_arrays(step):
     files = step.glob("state/ocdbt.*/d/*")
-    file = max(files, key=lambda path: path.stat().st_size)
-    os.truncate(file, file.stat().st_size // 2)
+    empty_half(max(files, key=lambda path: path.stat().st_size))
 
 
 # What Python reports of reads that were on their way as one failed.
-REPORTS = {cut_lists: "Event loop is closed", cut_arrays: "while reading array index"}
+REPORTS = {
+    empty_lists: "Event loop is closed",
+    empty_arrays: "while reading array index",
+}
 damages = pytest.mark.parametrize("damage", REPORTS)
 
 

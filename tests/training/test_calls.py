@@ -224,7 +224,7 @@ def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
     trainer = Experiment.from_config(config, one_device).trainer(one_device)
     train(trainer, num_steps=60, workdir=tmp_path)
     assert steps_per_call(tmp_path) == 50
-    assert "on each device, 50 steps a call\n" in capsys.readouterr().out
+    assert "on each device, 50 steps a call; " in capsys.readouterr().out
     train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
     assert "step     70/70" in capsys.readouterr().out
     assert trainer.with_steps_per_call(50)._call.compiled._cache_size() == 1

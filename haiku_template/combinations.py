@@ -1,0 +1,100 @@
+"""Combinations of values of a sweep: a config for each, and devices for processes."""
+
+import ast
+import itertools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import config_dict
+from ml_collections.config_flags import config_path
+
+from haiku_template import config
+from haiku_template.errors import ConfigError
+
+
+class Member(NamedTuple):
+    """A combination of values."""
+
+    workdir: Path
+    config: config_dict.ConfigDict
+
+
+def combinations(
+    base: config_dict.ConfigDict, folder: Path, words: list[str]
+) -> list[Member]:
+    """Makes a config for each combination of `KEY=VALUE,VALUE`, the last key fastest.
+
+    Raises `ConfigError` for words of another form, and as `config.check`.
+    """
+    if not words:
+        raise ConfigError(
+            "a sweep needs keys with values, such as 'optimizer.learning_rate=1e-4,"
+            "1e-3' seed=0,1"
+        )
+    choices = [_choices(word) for word in words]
+    last = [key.rpartition(".")[2] for key, _ in choices]
+    names = [
+        short if last.count(short) == 1 else key
+        for short, (key, _) in zip(last, choices, strict=True)
+    ]
+    members: dict[str, Member] = {}
+    for values in itertools.product(*(items for _, items in choices)):
+        parts = [f"{x}={text}" for x, (text, _) in zip(names, values, strict=True)]
+        name = re.sub(r"[^\w.,=+-]", "_", ",".join(parts))  # A folder's, no pattern.
+        copy = base.copy_and_resolve_references()
+        for (key, _), (text, value) in zip(choices, values, strict=True):
+            try:
+                config_path.set_value(key, copy, value, accept_new_attributes=True)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{key}={text} does not fit the config: {error}"
+                ) from error
+        config.check(copy)
+        if name in members:
+            raise ConfigError(f"two runs of the sweep have the same name, {name}")
+        members[name] = Member(folder / name, copy)
+    return list(members.values())
+
+
+def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Reads `KEY=VALUE,VALUE`: the key, and each value as text and as itself."""
+    key, equals, text = word.removeprefix("config.").partition("=")
+    if not equals or not key or not text:
+        raise ConfigError(
+            f"{word!r} is not understood; possible is a key of the config with values, "
+            "such as seed=0,1,2"
+        )
+    try:
+        values = ast.literal_eval(f"[{text}]")  # Tuples among them.
+    except (SyntaxError, ValueError):
+        values = list(map(_literal, text.split(",")))
+    texts = text.split(",")
+    texts = texts if len(texts) == len(values) else list(map(str, values))
+    return key, list(zip(texts, values, strict=True))
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def shares(device: str, count: int) -> list[str]:
+    """Shares the devices that `--device` lists; "" leaves it as it is, on CPUs.
+
+    Raises `ConfigError` where processes would have the same accelerators.
+    """
+    platform, colon, numbers = device.partition(":")
+    cards = [number for number in numbers.split(",") if number]
+    has_cards = any(Path("/dev").glob("nvidia[0-9]*"))
+    if platform == "cpu" or (device == "auto" and not has_cards):
+        return [""] * count
+    if not colon or len(cards) < count:
+        raise ConfigError(
+            f"--parallel={count} needs a device for each process, and "
+            f"--device={device} lists {len(cards)}; possible is "
+            f"--device=gpu:{','.join(map(str, range(count)))}"
+        )
+    return [f"{platform}:{','.join(cards[i::count])}" for i in range(count)]

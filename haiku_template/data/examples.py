@@ -1,0 +1,277 @@
+"""New examples for a finished run: files of arrays, tables, pictures, functions.
+
+They take the place of an evaluation set, so that they have the shapes and dtypes of the
+run's own batches; what differs is a `ConfigError`. Imports no JAX.
+"""
+
+import csv
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from haiku_template.data.dataset import Batch, Data, each_shape
+from haiku_template.data.files import read_with
+from haiku_template.data.trees import leaves_by_path, map_leaves
+from haiku_template.errors import ConfigError
+from haiku_template.registry import resolve
+
+logger = logging.getLogger(__name__)
+POSSIBLE = (
+    "possible are .npy, .npz and .csv files, a folder of pictures, the .jsonl of a "
+    "data set of texts, and a function as module:function"
+)
+# What others call the arrays of a .npz, and the last column of a table.
+NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
+LABELS = {"label", "labels", "class", "target", "y"}
+PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Every row of a tree of arrays [N, ...] once, in order."""
+
+    arrays: Batch
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(next(iter(leaves_by_path(self.arrays).values())))
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that hold each row once."""
+        return -(-len(self) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """Copies the rows of one batch."""
+        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return map_leaves(lambda _, x: np.array(x[rows]), self.arrays)
+
+
+class Examples(NamedTuple):
+    """Examples as an evaluation set, and the file of each, if each has one."""
+
+    dataset: Any
+    files: tuple[str, ...] = ()
+
+
+def read_examples(name: str, data: Data, batch_size: int) -> Examples:
+    """Reads what `--inputs` names, for a run that was trained on `data`.
+
+    Raises `ConfigError` for what cannot be read, or is not as the run's batches.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and ":" in name:
+        return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
+    if path.suffix == ".jsonl" and data.read is not None:
+        return Examples(data.read(path))
+    like = each_shape(data.train)[0]
+    if path.is_dir():
+        arrays, files = _read_pictures(path, _shape_of(like, path), data.class_names)
+        return Examples(as_dataset(arrays, data, batch_size, name), files)
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
+        ".npz": _read_npz,
+        ".csv": lambda file: _read_table(file, _shape_of(like, file)),
+    }
+    if path.suffix not in readers:
+        fault = f"--inputs={name} is of no kind that is read here"
+        raise ConfigError(f"{fault if path.exists() else _absent(path)}; {POSSIBLE}")
+    arrays = read_with(path, readers[path.suffix])
+    return Examples(as_dataset(arrays, data, batch_size, name))
+
+
+def as_dataset(
+    arrays: Any, data: Data, batch_size: int, where: str = "the examples"
+) -> Any:
+    """Makes an evaluation set of a tree of arrays [N, ...]; such a set stays one.
+
+    An array alone is the `inputs`. Raises `ConfigError`, which says `where`, for arrays
+    that are not as the batches of `data`.
+    """
+    if hasattr(arrays, "num_batches"):
+        return arrays
+    shapes = each_shape(data.train)
+    like = shapes[0]
+    if isinstance(like, Mapping) and "inputs" in like:
+        is_tree = isinstance(like["inputs"], Mapping) and "inputs" not in arrays
+        if is_tree or not isinstance(arrays, Mapping):
+            arrays = {"inputs": arrays}
+    expected = leaves_by_path(like)
+    leaves = leaves_by_path(arrays)
+    missing = [x for x in expected if x not in leaves and not x.startswith("labels")]
+    unknown = [x for x in leaves if x not in expected]
+    if missing or unknown:
+        raise ConfigError(
+            f"{where} has {', '.join(x or 'one array' for x in leaves)}, and a batch "
+            f"of the run {', '.join(expected)}; the names must agree"
+        )
+    counts = {path: len(x) if np.ndim(x) else 0 for path, x in leaves.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values():
+        raise ConfigError(
+            f"{where} has {', '.join(f'{n} {x}' for x, n in counts.items())}; each "
+            "array has one row an example, and one at least"
+        )
+    several = len(shapes) > 1
+    arrays = map_leaves(
+        lambda path, x: _fitting(f"{path} of {where}", x, expected[path], several),
+        arrays,
+    )
+    return Rows(arrays, batch_size)
+
+
+def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
+    """Array in the shape and dtype of a run's batches; `several` differ in length."""
+    array = np.asarray(array)
+    # Axes of size 1 are no difference; tokens of another length are none either.
+    shape, expected = array.shape[1:], like.shape[1:]
+    if [n for n in shape if n != 1] == [n for n in expected if n != 1]:
+        array = array.reshape(len(array), *expected)
+    elif not (several and len(shape) == len(expected) and shape[1:] == expected[1:]):
+        advice = "the first axis of an array is that of the examples"
+        raise ConfigError(
+            f"{name} has the shape {list(array.shape)}, and the run was trained on "
+            f"{['N', *expected]}; {advice}".replace("'N'", "N")
+        )
+    kinds = {"u": "i"}
+    a, b = (kinds.get(x.dtype.kind, x.dtype.kind) for x in (array, like))
+    fits = a == b and np.can_cast(array.dtype, like.dtype, "same_kind")
+    if not fits and not (a == b == "i" and _is_within(array, like.dtype)):
+        raise ConfigError(
+            f"{name} is {array.dtype}, and the run was trained on {like.dtype}, in "
+            "which it would be other values; convert it as the training set was"
+        )
+    return array.astype(like.dtype, copy=False)
+
+
+def _is_within(array: np.ndarray, dtype: Any) -> bool:
+    limits = np.iinfo(dtype)
+    return limits.min <= array.min() and array.max() <= limits.max
+
+
+def _shape_of(like: Batch, path: Path) -> Any:
+    """First batch's inputs, which must be one array."""
+    if isinstance(like, Mapping) and hasattr(like.get("inputs"), "shape"):
+        return like["inputs"]
+    raise ConfigError(
+        f"--inputs={path} holds one array, and a batch of the run has "
+        f"{', '.join(leaves_by_path(like))}; possible are a .npz with these names, and "
+        "a function as module:function"
+    )
+
+
+def _read_npz(path: Path) -> Any:
+    with np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    if len(arrays) == 1:
+        return next(iter(arrays.values()))
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, leaf = NAMES.get(name, name).split("/")
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        if name not in ("x_train", "y_train"):
+            inner[leaf] = array
+    return tree
+
+
+def _read_table(path: Path, like: Any) -> Any:
+    """Reads numbers, a row an example; a column named `label` or so is its label."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = [row for row in csv.reader(file) if row]
+    header = rows.pop(0) if rows and not all(map(_is_number, rows[0])) else []
+    labels = [i for i, name in enumerate(header) if name.strip().lower() in LABELS]
+    columns = [i for i in range(len(rows[0] if rows else [])) if i not in labels]
+    size = int(np.prod(like.shape[1:]))
+    if len(columns) != size:
+        raise ValueError(
+            f"it has {len(columns)} columns of inputs, and an example of the run "
+            f"has {size} values"
+        )
+    for number, row in enumerate(rows, 1 + bool(header)):
+        if len(row) != len(columns) + len(labels) or not all(map(_is_number, row)):
+            raise ValueError(f"line {number} is not one number in each column")
+    values = [[row[i] for i in columns] for row in rows]
+    inputs = _numbers(values, like.dtype.kind)
+    arrays = {"inputs": inputs.reshape(len(rows), *like.shape[1:])}
+    if labels:
+        arrays["labels"] = _numbers([row[labels[0]] for row in rows], "i")
+    return arrays
+
+
+def _numbers(values: Any, kind: str) -> np.ndarray:
+    """Parses numbers: float64, or int64 where all are whole and `kind` is not float."""
+    numbers = np.array(values, np.float64)
+    is_whole = kind in "iub" and np.array_equal(numbers, numbers.round())
+    return numbers.astype(np.int64) if is_whole else numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_pictures(
+    folder: Path, like: Any, class_names: tuple[str, ...]
+) -> tuple[Any, tuple[str, ...]]:
+    """Reads pictures, sorted by name; those in a folder of a class are labelled."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "pictures are read with Pillow, which is not installed: pip install "
+            '"haiku_template[plots]"'
+        )
+    files = [x for x in sorted(folder.rglob("*")) if x.suffix.lower() in PICTURES]
+    if not files:
+        raise ConfigError(f"{folder} holds no pictures: {', '.join(sorted(PICTURES))}")
+    shape = like.shape[1:]
+    if len(shape) != 3 or shape[2] not in MODES:
+        raise ConfigError(
+            f"the run was trained on {['N', *shape]}, and pictures are [N, height, "
+            "width, 1, 3 or 4 channels]".replace("'N'", "N")
+        )
+    resized: list[Path] = []
+    inputs = np.stack(
+        [read_with(x, lambda f: _pixels(f, shape, resized)) for x in files]
+    )
+    if resized:
+        logger.warning(
+            "%d of %d pictures were resized to %d x %d, the first %s",
+            *(len(resized), len(files), *shape[:2], resized[0].name),
+        )
+    if like.dtype.kind == "f":
+        logger.warning(
+            "pixels are scaled from bytes to [0, 1]: the run takes fractions"
+        )
+        inputs = (inputs / np.float32(255)).astype(like.dtype)
+    names = tuple(str(x.relative_to(folder)) for x in files)
+    indices = {name: i for i, name in enumerate(class_names)}
+    labels = [indices.get(file.parent.name) for file in files]
+    if None in labels:
+        return {"inputs": inputs}, names
+    return {"inputs": inputs, "labels": np.array(labels, np.int32)}, names
+
+
+def _pixels(file: Path, shape: tuple[int, ...], resized: list[Path]) -> np.ndarray:
+    from PIL import Image
+
+    height, width, channels = shape
+    with Image.open(file) as image:
+        image = image.convert(MODES[channels])
+        if image.size != (width, height):
+            resized.append(file)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        return np.asarray(image, np.uint8).reshape(shape)
+
+
+def _absent(path: Path) -> str:
+    near = sorted(x.name for x in path.parent.glob("*"))[:8]
+    return f"--inputs={path} does not exist; {path.parent} holds {', '.join(near)}"

@@ -1,0 +1,90 @@
+"""Frozen parameters in 8 or 4 bits, made array by array, and used in full precision.
+
+`int8` is symmetric, with a scale for each output (the last axis) of each matrix. `nf4`
+is that of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): blocks of 64 numbers of a row
+with a scale each, every number the nearest of 16, two to a byte.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_template.stored import Form, use
+
+BLOCK = 64  # Numbers of one scale.
+# Quantiles of a normal distribution, as the paper's appendix E lists them.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8(Form):
+    """Values [..., I, O] of 8 bits, and their scales [..., 1, O]."""
+
+    values: Any
+    scale: Any
+
+    @classmethod
+    def store(cls, array: Any) -> "Int8":
+        """Quantizes an array of NumPy's or of JAX's, [..., I, O]."""
+        np_ = _numpy_of(array)
+        array = array.astype(np.float32)
+        scale = np_.max(np_.abs(array), axis=-2, keepdims=True) / np.float32(127)
+        values = np_.round(array / np_.where(scale > 0, scale, 1))
+        return cls(values.astype(np.int8), scale)
+
+    def use(self, dtype: Any, zero: Any = 0) -> jax.Array:
+        """Makes the array that a model uses."""
+        values, scale = use(self.values, None), use(self.scale, None) + zero
+        return (values * scale).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nf4(Form):
+    """Pairs of values of 4 bits [..., I, O / 2], and their scales [..., I, O / 64]."""
+
+    pairs: Any
+    scale: Any
+
+    @classmethod
+    def store(cls, array: Any) -> "Nf4":
+        """Quantizes an array of NumPy's or of JAX's, [..., I, O]; 64 divides O."""
+        np_ = _numpy_of(array)
+        blocks = array.astype(np.float32).reshape(*array.shape[:-1], -1, BLOCK)
+        scale = np_.max(np_.abs(blocks), axis=-1)
+        shares = blocks / np_.where(scale > 0, scale, 1)[..., None]
+        table = np.asarray(NF4, np.float32)
+        # Ties are of measure 0.
+        values = np_.searchsorted((table[1:] + table[:-1]) / 2, shares.ravel())
+        values = values.astype(np.uint8).reshape(*array.shape[:-1], -1, 2)
+        return cls(values[..., 0] * np.uint8(16) + values[..., 1], scale)
+
+    def use(self, dtype: Any, zero: Any = 0) -> jax.Array:
+        """Makes the array that a model uses."""
+        pairs, scale = use(self.pairs, None), use(self.scale, None) + zero
+        values = jnp.stack([pairs >> 4, pairs & 15], axis=-1)
+        shares = jnp.asarray(NF4, jnp.float32)[values]
+        blocks = shares.reshape(*scale.shape, BLOCK) * scale[..., None]
+        return blocks.reshape(*pairs.shape[:-1], -1).astype(dtype)
+
+
+FORMS = {"int8": Int8, "nf4": Nf4}
+
+
+def is_possible(name: str, shape: tuple[int, ...]) -> bool:
+    """Tests if an array of a shape can be stored so; scales would outweigh vectors."""
+    return len(shape) > 1 and (name != "nf4" or shape[-1] % BLOCK == 0)
+
+
+def _numpy_of(array: Any) -> Any:
+    return jnp if isinstance(array, jax.Array) else np

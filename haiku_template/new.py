@@ -1,0 +1,50 @@
+"""Starts a project of yours, which depends on this package as it is installed.
+
+    python -m haiku_template.new my_project [--dest=DIR] [--eject=loop] [--vendor]
+
+`make new` in a clone is the same. `--eject=loop` copies the loop and the mathematics of
+a step, to be changed; `--vendor`, in a clone, puts a wheel into the project.
+`--notebooks=DIR` copies the notebooks. Exit codes: 0 done, 64 the name or the folder
+cannot be used, or it is not known what to depend on; nothing was written.
+"""
+
+if __name__ == "__main__":
+    from haiku_template import signals
+
+    signals.install()
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+from haiku_template import shipped
+
+
+def main(words: list[str]) -> int:
+    """Makes the project, or copies the notebooks; returns the exit code."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    flags = [word for word in words if word != name]
+    copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
+    home = shipped.folder("notebooks" if copies else "skeleton")
+    if home is None:
+        return _refuse("this installation has neither notebooks nor a skeleton")
+    if copies:
+        if Path(copies[0]).exists():
+            return _refuse(f"{copies[0]} exists, and nothing is overwritten")
+        shutil.copytree(home, copies[0])
+        print(f"{copies[0]}: {len(list(home.glob('*.ipynb')))} notebooks")
+        return 0
+    if name is not None:
+        is_elsewhere = any(x.startswith("--dest") for x in flags)
+        flags = [f"--name={name}", *[f"--dest={name}"] * (not is_elsewhere), *flags]
+    return runpy.run_path(str(home / "new.py"))["main"](flags)
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return 64
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

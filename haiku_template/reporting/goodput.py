@@ -1,0 +1,113 @@
+"""Goodput of a run: seconds of all its starts, of steps that count and of the rest."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+from haiku_template import signals
+from haiku_template.bounded import contents, parse
+from haiku_template.devices import Ledger
+from haiku_template.storage.files import Note
+from haiku_template.storage.workdir import MOST_METRICS
+
+GOODPUT = "goodput.jsonl"
+# Seconds of the ledger, by the name that they have here; what is left is of steps.
+PARTS = {"data": "waiting", "evaluation": "evaluation", "saving": "saving"}
+ONCE = ("evaluation", "saving")  # At the step that the next start resumes from.
+
+
+class Progress:  # Why: docs/decisions/storage.md#goodput
+    """File of when a start of a run began, got on, and ended.
+
+    A row has the seconds since the epoch, the step, and the seconds of `PARTS` so far.
+    """
+
+    def __init__(self, workdir: Path, start: int, ledger: Ledger) -> None:
+        self._note, self._ledger, self._step = Note(workdir / GOODPUT), ledger, start
+        self._before = ledger.totals()
+        self.add(start, began=_began())
+
+    def add(self, step: int, **values: Any) -> None:
+        """Appends a row of this step."""
+        self._step, totals = step, self._ledger.totals() - self._before
+        values |= {name: totals[key] for name, key in PARTS.items() if key in totals}
+        row = {"time": time.time(), "step": step} | values
+        self._note.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Appends the exit code of this start; one that is killed has none."""
+        error = sys.exc_info()[1]  # On its way through the loop.
+        self.add(self._step, code=getattr(error, "exit_code", 1) if error else 0)
+        self._note.close()
+
+
+def _began() -> float:
+    """Time at which this command began; now in a script, which may do other things."""
+    now = time.time()
+    with suppress(OSError, ValueError, IndexError):  # Linux alone has them.
+        if signals.are_installed():
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            uptime = float(Path("/proc/uptime").read_text().split()[0])
+            return now - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return now
+
+
+def goodput(workdir: Path) -> dict[str, float]:
+    """Seconds of all starts of a run by what they were spent on.
+
+    `steps` that the run is made of, its `data`, `evaluation` and `saving`; `starting`
+    up to the first step, with compilation; `lost CODE` of steps that were done again,
+    by the exit code of the start that lost them, or `lost killed`. {} without a file.
+    The time between two starts is in none of them.
+    """
+    starts: list[list[dict[str, Any]]] = []
+    with suppress(OSError, ValueError):
+        for line in contents(workdir / GOODPUT, MOST_METRICS).splitlines():
+            with suppress(ValueError):  # A kill cuts off the last one.
+                row = parse(line, dict)
+                if "began" in row:
+                    starts.append([])
+                for rows in starts[-1:]:
+                    rows.append(row)
+    seconds: Counter[str] = Counter()
+    for rows, following in zip_longest(starts, starts[1:]):
+        seconds.update(_of_start(rows, following and following[0]["step"]))
+    return dict(seconds)
+
+
+def _of_start(rows: list[dict[str, Any]], resumed: int | None) -> Counter[str]:
+    """Seconds of a start, of which the next one resumed a step; None for the last."""
+    lost = f"lost {rows[-1].get('code', 'killed')}"
+    seconds = Counter(starting=rows[0]["time"] - rows[0]["began"])
+    for old, new in pairwise(rows):
+        parts = {k: new.get(k, 0.0) - old.get(k, 0.0) for k in PARTS}
+        parts["steps"] = new["time"] - old["time"] - sum(parts.values())
+        share = _share(old["step"], new["step"], resumed)
+        for name, value in parts.items():
+            # What was done after the step that was resumed counts, too.
+            counts = name in ONCE and old["step"] == resumed
+            seconds[name] += value if counts else share * value
+            seconds[lost] += 0.0 if counts else (1 - share) * value
+    return Counter({name: value for name, value in seconds.items() if value > 0})
+
+
+def _share(old: int, new: int, resumed: int | None) -> float:
+    """Share of the steps after `old`, up to `new`, that were not done again."""
+    if resumed is None or new <= resumed:
+        return 1.0
+    return 0.0 if old >= resumed else (resumed - old) / (new - old)
+
+
+def described(seconds: dict[str, float]) -> str:
+    """Line of a goodput: the share of steps that count, and all of the parts."""
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{name} {value:.1f} s" for name, value in parts)
+    share = 100 * seconds.get("steps", 0.0) / (total or 1.0)
+    return f"goodput   {share:.0f} % of {total:.1f} s in all starts: {text}"

@@ -1,0 +1,117 @@
+"""Writers of metrics for the trackers of others: `config.writers = ("csv", "wandb")`.
+
+Each is called with the workdir and the first step, when config.json and run.json are
+there, and returns a function of (step, metrics). A resumed run has the same id there.
+"""
+
+import csv
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+from haiku_template.registry import resolve
+from haiku_template.storage import read
+from haiku_template.storage import workdir as workdirs
+
+PROJECT = "haiku_template"  # Where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says none.
+TAG = "haiku_template.run"
+LONGEST = 500  # Characters of a parameter that MLflow takes in every version.
+WRITERS = {
+    name: f"haiku_template.reporting.trackers:{name}_writer"
+    for name in ("csv", "mlflow", "wandb")
+}
+
+
+def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
+    """Looks up `config.writers`, by a name of the table or as `module:function`.
+
+    Raises `ConfigError` for an unknown name, and for a package that is not installed.
+    """
+    for name in names:
+        if name in WRITERS and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"config.writers={name!r} needs the package {name}, which is not "
+                f"installed: pip install {name}"
+            )
+    return tuple(resolve("writers", name, WRITERS) for name in names)
+
+
+def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], None]:
+    """Writes metrics.csv, a row for each of metrics.jsonl's, as far as `start`."""
+    path, columns = workdir / "metrics.csv", []
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        unknown = [name for name in metrics if name not in columns]
+        if unknown:  # Written anew, with more columns.
+            rows = read(workdir / workdirs.METRICS)
+            columns[:] = dict.fromkeys([*columns, *(k for row in rows for k in row)])
+            with path.open("w", newline="") as file:
+                table = csv.DictWriter(file, columns)
+                table.writeheader()
+                table.writerows(rows)
+        else:
+            with path.open("a", newline="") as file:
+                csv.DictWriter(file, columns).writerow({"step": step} | metrics)
+
+    return write
+
+
+def wandb_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], None]:
+    """Logs to Weights & Biases; WANDB_MODE=offline keeps it in the workdir."""
+    import wandb
+
+    run = wandb.init(
+        id=workdirs.run_id(workdir),
+        resume="allow",
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=workdir.name,
+        dir=workdir,
+        config=workdirs.read_json(workdir / workdirs.CONFIG),
+    )
+    # Its own counter only rises, and a resumed run begins below the last line.
+    run.define_metric("*", step_metric="step")
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        run.log({"step": step} | metrics)
+
+    write.close = run.finish
+    return write
+
+
+def mlflow_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], None]:
+    """Logs to MLflow, at MLFLOW_TRACKING_URI or in mlruns beside the workdir."""
+    import mlflow
+
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:  # A folder of files, which newer versions want asked for.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(uri or (workdir.absolute().parent / "mlruns").as_uri())
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    experiment = client.get_experiment_by_name(project)
+    number = (
+        experiment.experiment_id if experiment else client.create_experiment(project)
+    )
+    identity = workdirs.run_id(workdir)
+    runs = client.search_runs([number], f"tags.`{TAG}` = '{identity}'")
+    if runs:
+        key = runs[0].info.run_id
+        client.set_terminated(key, "RUNNING")
+    else:
+        key = client.create_run(number, tags={TAG: identity}, run_name=workdir.name)
+        key = key.info.run_id
+        values = flatten(workdirs.read_json(workdir / workdirs.CONFIG))
+        for name, value in values.items():
+            client.log_param(key, name.replace("/", "."), str(value)[:LONGEST])
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        points = [mlflow.entities.Metric(k, x, now, step) for k, x in metrics.items()]
+        client.log_batch(key, metrics=points)
+
+    write.close = lambda: client.set_terminated(key)
+    return write

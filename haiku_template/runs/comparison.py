@@ -1,0 +1,141 @@
+"""Comparison of the runs below a folder: what differs, and how each one did."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from haiku_template import config as configs
+from haiku_template.errors import ConfigError
+from haiku_template.reporting import plots
+from haiku_template.reporting.display import table
+from haiku_template.runs.early_stop import early_stop
+from haiku_template.storage import read
+from haiku_template.storage import workdir as workdirs
+
+PICTURE = "comparison.png"
+EARLY = "stopped early"
+
+
+class Summary(NamedTuple):
+    """A run as its workdir has it."""
+
+    name: str  # Path below the folder.
+    keys: dict[str, Any]  # Of its config, dotted; {} of a script's.
+    rows: list[dict[str, Any]]  # Of metrics.jsonl.
+    metric: str
+    best: tuple[float, int] | None  # Its best value, and the first step that has it.
+    state: str  # `running`, `done`, `stopped early`, `stopped at 120`, `not saved`.
+
+
+def summarize_run(
+    workdir: Path, name: str = "", metric: str | None = None, mode: str | None = None
+) -> Summary:
+    """Summarizes one workdir; metric and mode are by default its config's.
+
+    Raises `ConfigError` if its config cannot be read.
+    """
+    values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
+    rows = read(workdir / workdirs.METRICS)
+    if metric is None:
+        metric = values.get("best_metric", "eval/loss")
+        mode = mode or values.get("best_mode", "min")
+    points = [(row[metric], row["step"]) for row in rows if row.get(metric) is not None]
+    best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
+    keys = configs.flatten(values)
+    return Summary(name, keys, rows, metric, best, state_of(workdir, values, rows))
+
+
+def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """State of a run in words, by its config and metrics."""
+    if workdirs.is_locked(workdir):
+        return "running"
+    saved = workdirs.saved_steps(workdir / workdirs.CHECKPOINTS)
+    if not saved:
+        return "not saved"
+    last = saved[-1]
+    if last >= values.get("num_steps", last):
+        return "done"
+    stopping = values.get("early_stop", {})
+    if stopping.get("patience") is not None and early_stop(**stopping)(rows):
+        return EARLY
+    return f"stopped at {last}"
+
+
+def summarize_runs(
+    folder: Path, metric: str | None = None, mode: str | None = None
+) -> list[Summary]:
+    """Summarizes all runs below a folder, sorted by their best values, then by name.
+
+    Raises `ConfigError` if there are none.
+    """
+    files = sorted(folder.rglob(workdirs.RUN)) if folder.is_dir() else []
+    files = [x for x in files if workdirs.PROCESSES not in x.relative_to(folder).parts]
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no runs: workdirs, each with its {workdirs.RUN}; name the "
+            "folder that they are in"
+        )
+    runs = []
+    for file in files:
+        name = str(file.parent.relative_to(folder))
+        runs.append(summarize_run(file.parent, name, metric, mode))
+    lowest = mode or runs[0].keys.get("best_mode", "min")
+    sign = -1 if lowest == "max" else 1
+    return sorted(
+        runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
+    )
+
+
+def differing(runs: Sequence[Summary]) -> list[str]:
+    """Keys of the configs that are not the same in all runs."""
+    keys = dict.fromkeys(key for run in runs for key in run.keys)
+    return [key for key in keys if len({repr(run.keys.get(key)) for run in runs}) > 1]
+
+
+def records(runs: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Names of the columns, and a row of text for each run."""
+    keys = differing(runs)
+    metrics = {run.metric for run in runs}
+    title = metrics.pop() if len(metrics) == 1 else "best metric"
+    rows = []
+    for run in runs:
+        values = ["" if (x := run.keys.get(key)) is None else str(x) for key in keys]
+        value, step = ("", "") if run.best is None else run.best
+        number = f"{value:.6g}" if step != "" else ""
+        rows.append([run.name, *values, number, str(step), run.state])
+    return ["run", *keys, title, "at step", "state"], rows
+
+
+def as_table(runs: Sequence[Summary]) -> Table:
+    """Tabulates runs; long keys are shortened to their last word where it is enough."""
+    columns, rows = records(runs)
+    last = [column.rpartition(".")[2] for column in columns]
+    names = [y if last.count(y) == 1 else x for x, y in zip(columns, last, strict=True)]
+    return table("Runs", names, rows)
+
+
+def as_csv(runs: Sequence[Summary]) -> str:
+    """Tabulates runs as comma-separated values."""
+    columns, rows = records(runs)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()
+
+
+def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
+    """Draws the curves of all runs over each other; None without matplotlib."""
+    keys = [key.rpartition(".")[2] for key in differing(runs)]
+    values = [[run.keys.get(key) for key in differing(runs)] for run in runs]
+    labels = [
+        ", ".join(f"{k}={x}" for k, x in zip(keys, items, strict=True))
+        for items in values
+    ]
+    if len(set(labels)) < len(runs):  # As of scripts' runs, which have no config.
+        labels = [run.name for run in runs]
+    rows = {label: run.rows for label, run in zip(labels, runs, strict=True)}
+    metrics = dict.fromkeys(["train/loss", *(run.metric for run in runs)])
+    return plots.write_comparison(folder / PICTURE, rows, list(metrics))

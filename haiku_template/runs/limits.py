@@ -1,0 +1,69 @@
+"""Limits of a run in minutes, and of its evaluations in batches."""
+
+import dataclasses
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from haiku_template.errors import ConfigError, Interrupted
+from haiku_template.runs.stopping import StopSignals
+from haiku_template.training import Experiment
+
+POLL_SECONDS = 0.05
+
+
+class FirstBatches:
+    """The first batches of an evaluation set."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self._dataset = dataset
+        self.num_batches = min(count, dataset.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def with_eval_batches(experiment: Experiment, count: int) -> Experiment:
+    """Cuts the evaluation sets down to their first batches."""
+    data = experiment.data
+    if data.evaluation is None:
+        raise ConfigError(
+            f"config.eval_batches={count}, and the data set has nothing to evaluate on"
+        )
+    further = {k: FirstBatches(x, count) for k, x in data.evaluations.items()}
+    first = FirstBatches(data.evaluation, count)
+    data = data._replace(evaluation=first, evaluations=further)
+    return dataclasses.replace(experiment, data=data)
+
+
+def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `train`: after so many minutes of this start it ends, saved, as by SIGUSR1.
+
+    The signal is noted by the handler of a run that listens, and sent to no other.
+    """
+    passed, over = threading.Event(), threading.Event()
+
+    def end() -> None:
+        over.wait(60 * minutes)
+        while not over.wait(POLL_SECONDS):
+            handler = signal.getsignal(signal.SIGUSR1)
+            if isinstance(getattr(handler, "__self__", None), StopSignals):
+                passed.set()
+                return handler(signal.SIGUSR1, None)
+
+    @functools.wraps(train)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        threading.Thread(target=end, daemon=True).start()
+        try:
+            return train(*args, **kwargs)
+        except Interrupted as error:
+            if not passed.is_set():
+                raise
+            reason = f"after {minutes:g} minutes, as config.max_minutes says"
+            print(f"stopped   {reason}: {error}".replace("SIGUSR1 received: ", ""))
+        finally:
+            over.set()
+
+    return limited

@@ -1,0 +1,119 @@
+"""Going back to the last good step, and on without the steps that went wrong."""
+
+import copy
+import re
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from haiku_template.data import without_workers
+from haiku_template.errors import ConfigError
+from haiku_template.storage import workdir as workdirs
+from haiku_template.storage.files import dispensable
+from haiku_template.training.trainer import Trainer
+
+RECORD = "nonfinite.json"  # Steps that may have made a state infinite or NaN.
+AUTO = "auto"
+
+
+def record(workdir: Path, dataset: Any, steps: Collection[int]) -> None:
+    """Records the steps that ended a run, and the numbers of their rows if known."""
+    rows = getattr(without_workers(dataset), "rows", None)
+    numbers = {step: np.asarray(rows(step - 1)).tolist() for step in steps if rows}
+    with dispensable(workdir / RECORD):
+        workdirs.write_json(workdir / RECORD, {"steps": [*steps], "rows": numbers})
+
+
+def steps_of(text: str, workdir: Path) -> set[int]:
+    """Reads `auto`, the recorded steps if any, or numbers such as `812,815:820`.
+
+    Both ends of an interval are left out. Raises `ConfigError`.
+    """
+    if text == AUTO:
+        return {*map(int, workdirs.read_json(workdir / RECORD).get("steps", ()))}
+    steps: set[int] = set()
+    for word in text.split(","):
+        match = re.fullmatch(r"([1-9]\d{0,9})(?::(\d{1,10}))?", word)
+        interval = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not 0 < len(interval) <= 10_000:
+            raise ConfigError(
+                f"--rewind={text} is not understood; possible are {AUTO}, the steps "
+                "that ended the run, and steps such as 812,815:820, 10,000 at most"
+            )
+        steps |= {*interval}
+    return steps
+
+
+def go_back(workdir: Path, text: str) -> None:
+    """Makes the next start of a run leave steps out, from the checkpoint before them.
+
+    Newer checkpoints are renamed. Nothing happens for steps that are left out already:
+    the same command resumes the run.
+
+    Raises:
+      ConfigError: the steps are not understood, the run has no checkpoint before them,
+        or is running.
+    """
+    with workdirs.locked(workdir):
+        run = workdirs.read_json(workdir / workdirs.RUN)
+        steps = {*run.get(workdirs.LEFT_OUT, ())} | steps_of(text, workdir)
+        if new := sorted(steps.difference(run.get(workdirs.LEFT_OUT, ()))):
+            _set_aside(workdir, new[0])
+            # Last: who is killed before does it again.
+            values = run | {workdirs.LEFT_OUT: sorted(steps)}
+            workdirs.write_json(workdir / workdirs.RUN, values)
+
+
+def _set_aside(workdir: Path, first: int) -> None:
+    folder = workdir / workdirs.CHECKPOINTS
+    saved = workdirs.saved_steps(folder)
+    if not saved or saved[0] >= first:
+        raise ConfigError(
+            f"--rewind goes back to a checkpoint before step {first}, and {folder} has "
+            f"{saved or 'none'}; a new run with a smaller config.save_every has one, "
+            "and config.max_consecutive_nonfinite skips such steps"
+        )
+    with workdirs.usable(workdir):
+        for step in [step for step in saved[::-1] if step >= first]:
+            away = workdirs.unused(folder / f"{step}.rewound")
+            folder.joinpath(str(step)).rename(away)
+
+
+# Why: docs/decisions/training.md#left-out
+def leaving_out(trainer: Trainer, steps: Collection[int]) -> Trainer:
+    """Makes the trainer whose calls leave these steps' updates out.
+
+    All of the state but its step stays as it was, and the step's scalars are NaN.
+    """
+    other = copy.copy(trainer)
+    other.left_out = frozenset(steps)
+    following = jax.jit(lambda step: step + 1)
+
+    def calls(start: int, stop: int, ends: Any) -> AbstractContextManager:
+        alone = other.left_out | {step - 1 for step in steps}
+        return trainer.calls(start, stop, lambda step: step in alone or ends(step))
+
+    def advance(state: Any, call: range, arrays: Any) -> Any:
+        if call[-1] not in other.left_out:
+            return trainer.advance(state, call, arrays)
+        return state._replace(step=following(state.step)), _no_scalars(trainer)
+
+    other.calls, other.advance = calls, advance
+    return other
+
+
+def _no_scalars(trainer: Trainer) -> Any:
+    """Scalars of no step: NaN, where their dtype has one."""
+    with trainer.devices.implicit_transfers():  # Tracing, as of a model's constants.
+        _, scalars = trainer.trace(trainer.feed.host_shapes()[0]).out_info
+    return trainer.devices.replicate(jax.tree.map(_missing, scalars))
+
+
+def _missing(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    value = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+    return np.full(x.shape, value, x.dtype)

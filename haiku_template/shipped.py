@@ -1,0 +1,45 @@
+"""Folders that lie beside the package in a clone, and in `share` of an installation."""
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+CLONE = Path(__file__).parents[1]
+SHARE = "share/haiku_template/"
+
+
+def folder(name: str) -> Path | None:
+    """Finds `configs`, `skeleton` or `notebooks`; None where neither has it."""
+    if (CLONE / "setup.cfg").is_file() and (CLONE / name).is_dir():
+        return CLONE / name
+    try:
+        files = importlib.metadata.files("haiku_template") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:  # Wherever the scheme of the installation puts its data.
+        place = str(file).partition(f"{SHARE}{name}/")
+        if place[1]:
+            path = Path(file.locate()).resolve()
+            return Path(str(path).partition(f"{SHARE}{name}/")[0], SHARE, name)
+    return None
+
+
+def config_file(name: str) -> Path | None:
+    """Finds a shipped config by its name: `digits`, or `configs/digits.py`."""
+    match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
+    home = match and folder("configs")
+    file = home and home / f"{match[1]}.py"
+    return file if file and file.is_file() else None
+
+
+def with_shipped(argv: list[str], file: Path) -> list[str] | None:
+    """Names the shipped config in place of a file that is not here; None for none.
+
+    Such configs may import one another, as `configs.NAME`.
+    """
+    if (found := config_file(str(file))) is None:
+        return None
+    sys.path.append(str(found.parents[1]))
+    pattern = re.compile(rf"(--?config=|^){re.escape(str(file))}(?=:|$)")
+    return [pattern.sub(lambda match: f"{match[1]}{found}", word) for word in argv]

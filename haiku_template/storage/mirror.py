@@ -1,0 +1,196 @@
+"""Mirror of a run's checkpoints on a second disk: `config.mirror`.
+
+Why: docs/decisions/storage.md#mirror
+"""
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from haiku_template import bounded
+from haiku_template.errors import ConfigError, DamagedError, StorageError
+from haiku_template.storage import manifest as manifests
+from haiku_template.storage import workdir as workdirs
+from haiku_template.storage.checkpoint import (
+    UNFINISHED,
+    Checkpoints,
+    check_files,
+    remove,
+    remove_unfinished,
+    sync,
+)
+
+logger = logging.getLogger(__name__)
+
+# What a run needs beside its checkpoints to go on.
+NAMES = (workdirs.CONFIG, workdirs.RUN, workdirs.PROGRAM, workdirs.BASE)
+MOST_BYTES = 2**24  # Of each of them.
+CLOSING_SECONDS = 600.0  # At the end of a run, for a copy that is under way.
+
+
+class Mirror:
+    """Copier of the checkpoints in a workdir to a folder on another disk.
+
+    `update` starts a thread that copies what is new, as it was committed, and then
+    removes what the workdir has no more. An error is a warning.
+    """
+
+    def __init__(self, workdir: Path, folder: Path, run: str) -> None:
+        self._workdir, self.folder = workdir, folder
+        try:
+            self.checkpoints: Any = _Copies(workdir, folder, run)
+        except StorageError as error:
+            logger.warning("%s; the run goes on without a mirror to read", error)
+            self.checkpoints = SimpleNamespace(steps=[], close=lambda: None)
+        self._thread: threading.Thread | None = None
+        self._is_stale = threading.Event()
+
+    def update(self) -> None:
+        """Starts to copy, or has the thread that copies do so once more."""
+        self._is_stale.set()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._copy, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the copies; warns after `CLOSING_SECONDS`."""
+        if self._thread is not None:
+            self._thread.join(CLOSING_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("%s is not up to date: copying takes long", self.folder)
+        self.checkpoints.close()
+
+    def _copy(self) -> None:
+        while self._is_stale.is_set():
+            self._is_stale.clear()
+            try:
+                copy_run(self._workdir, self.folder)
+            except Exception as error:
+                logger.warning(
+                    "the checkpoints are not copied to %s, which the next save tries "
+                    "again: %s",
+                    self.folder,
+                    error,
+                )
+
+
+class _Copies(Checkpoints):
+    """Checkpoints of a mirror, to read."""
+
+    def __init__(self, workdir: Path, folder: Path, run: str) -> None:
+        self._workdir = workdir
+        super().__init__(folder / workdirs.CHECKPOINTS, run=run)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps on disk, but for those that the run went back from."""
+        folder = self._workdir / workdirs.CHECKPOINTS
+        return [x for x in super().steps if not any(folder.glob(f"{x}.rewound*"))]
+
+    def restore(self, *args: Any) -> Any:
+        """Restores as `Checkpoints.restore` does; what is not there is damaged."""
+        try:
+            return super().restore(*args)
+        except StorageError as error:
+            raise DamagedError(str(error)) from error
+
+    def close(self) -> None:
+        """Ends the threads of reading."""
+        self.__exit__(None, None, None)
+
+
+def copy_run(source: Path, target: Path) -> None:
+    """Copies what a run needs to go on, and its checkpoints; removes older ones.
+
+    Raises `OSError`, or `ValueError` for a checkpoint that is damaged.
+    """
+    steps = workdirs.saved_steps(source / workdirs.CHECKPOINTS)
+    folder = target / workdirs.CHECKPOINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(folder)
+    for name in NAMES:
+        if (source / name).is_file():
+            data = bounded.contents(source / name, MOST_BYTES)
+            workdirs.write_atomically(target / name, data)
+    for step in sorted(steps, reverse=True):
+        _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
+    for step in {*workdirs.saved_steps(folder)} - {*steps}:
+        remove(folder / str(step))
+
+
+def _copy_step(source: Path, target: Path) -> None:
+    """Copies a checkpoint, synced and under its name at once, if it is another."""
+    if not source.exists():  # A newer one took its place.
+        return
+    if target.exists():
+        if _manifest(source) == _manifest(target):
+            return
+        remove(target)
+    copy = target.with_name(f"{target.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
+    try:
+        check_files(source)  # Nothing is copied without end.
+        shutil.copytree(source, copy)
+        if manifest := manifests.read(copy):
+            manifests.check_sizes(manifest, copy)
+    except (OSError, ValueError):
+        if source.exists():
+            raise
+        return
+    sync(copy)
+    copy.rename(target)
+    sync(target.parent, recursive=False)
+
+
+def _manifest(step: Path) -> bytes | None:
+    file = step / manifests.MANIFEST / manifests.MANIFEST
+    return file.read_bytes() if file.is_file() else None
+
+
+def check(workdir: Path, folder: Path) -> None:
+    """Raises `ConfigError` for a mirror that is the workdir, or of another run."""
+    if folder.absolute() == workdir.absolute():
+        raise ConfigError(f"config.mirror={folder} is --workdir; use another disk")
+    run = workdirs.run_id(workdir)
+    if run is None or not workdirs.has_checkpoints(folder):
+        return
+    try:
+        other = workdirs.run_id(folder)
+    except ConfigError as error:
+        return logger.warning("whose mirror it is cannot be told: %s", error)
+    if other != run:
+        raise ConfigError(
+            f"config.mirror={folder} holds the checkpoints of another run than "
+            f"{workdir}; use another folder"
+        )
+
+
+def bring_back(workdir: Path, folder: Path) -> None:
+    """Copies a mirror's run into a workdir that has lost its checkpoints, or is new."""
+    check(workdir, folder)
+    if workdirs.has_checkpoints(workdir) or not workdirs.has_checkpoints(folder):
+        return
+    if (workdir / workdirs.CHECKPOINTS).is_symlink():
+        return  # Which a run refuses.
+    with workdirs.locked(workdir), workdirs.usable(workdir):
+        steps = workdirs.saved_steps(folder / workdirs.CHECKPOINTS)
+        logger.warning(
+            "%s has no checkpoints: those of steps %s are copied there from %s",
+            workdir,
+            steps,
+            folder,
+        )
+        for name in NAMES:
+            if (folder / name).is_file() and not (workdir / name).exists():
+                data = bounded.contents(folder / name, MOST_BYTES)
+                workdirs.write_atomically(workdir / name, data)
+        (workdir / workdirs.CHECKPOINTS).mkdir(exist_ok=True)
+        for step in sorted(steps):
+            source = folder / workdirs.CHECKPOINTS / str(step)
+            try:
+                _copy_step(source, workdir / workdirs.CHECKPOINTS / str(step))
+            except ValueError as error:
+                logger.warning("step %d in %s is damaged: %s", step, folder, error)

@@ -1,0 +1,120 @@
+"""Parameters as stored and as used: where a model asks for one, its form is undone.
+
+A form takes the place of a parameter in the tree that the model's `apply` is given: 8
+bits with their scales, a frozen matrix with its adapter. The model gets the array that
+it expects, inside the module that asks, so that no two layers' arrays need exist at
+once, and in a rematerialized module none is kept for the backward pass.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+Apply = Callable[..., Any]
+NOTE = (
+    "Parameters of this run are stored in another form than they are used in (LoRA, "
+    "int8, nf4, shares of a layout), and become arrays where hk.get_parameter asks for "
+    "them. A model that reads its parameters by other means can have none of these."
+)
+
+STACK = (
+    "Vectors of a stack of layers (hk.layer_stack) are a matrix by their shape; those "
+    "that this run quantizes belong into config.finetuning.unquantized."
+)
+
+
+class Form:  # Why: docs/decisions/finetuning.md#forms
+    """Form of a stored parameter: a pytree node of its arrays."""
+
+    def use(self, dtype: Any, zero: Any = 0) -> jax.Array:
+        """Makes the array that a model uses, after a `zero` was computed.
+
+        The zero is added to the smallest of the arrays that it is made of.
+        """
+        raise NotImplementedError
+
+
+def is_form(leaf: Any) -> bool:
+    """Tests for a parameter that is stored in another form than it is used in."""
+    return isinstance(leaf, Form)
+
+
+def use(leaf: Any, dtype: Any, zero: Any = 0) -> Any:
+    """Makes a parameter as it is used: the one place where stored becomes used."""
+    return leaf.use(dtype, zero) if is_form(leaf) else leaf
+
+
+def used(params: Any, dtype: Any) -> Any:
+    """Makes all parameters of a tree as they are used; others stay."""
+    return jax.tree.map(lambda leaf: use(leaf, dtype), params, is_leaf=is_form)
+
+
+def using(apply: Apply, dtype: Any) -> Apply:
+    """Makes an `apply(params, ...)` of a Haiku model that takes forms, too.
+
+    A model that reads its parameters by other means than `hk.get_parameter` and
+    `hk.get_params` raises what its first operation on a form does, with a note.
+    """
+
+    inputs: list[Any] = []  # Of the modules that are being called, outermost first.
+
+    def call(run: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        del context
+        inputs.append(next(filter(_is_array, jax.tree.leaves((args, kwargs))), None))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            inputs.pop()
+
+    def get(next_getter: Callable[[Any], Any], value: Any, context: Any) -> Any:
+        del context
+        return next_getter(use(value, dtype, _zero(inputs)))
+
+    def run(*args: Any) -> Any:
+        with hk.custom_getter(get), hk.intercept_methods(call), _whole_trees(dtype):
+            return apply(*args)
+
+    # A frame of its own, which stays empty: getters reach the frames inside it.
+    outer = hk.transform(run)
+
+    def apply_stored(*args: Any) -> Any:
+        try:
+            return outer.apply({}, None, *args)
+        except (TypeError, AttributeError, ValueError) as error:
+            if any(form.__name__ in str(error) for form in Form.__subclasses__()):
+                error.add_note(NOTE)
+            if "leading axis sizes" in str(error):
+                error.add_note(STACK)
+            raise
+
+    return apply_stored
+
+
+def _is_array(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and leaf.size > 0
+    return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _zero(inputs: Sequence[Any]) -> Any:
+    """Zero that is computed from a module's inputs, if it has any."""
+    # Why: docs/decisions/finetuning.md#forms-after-inputs
+    if not inputs or inputs[-1] is None:
+        return 0
+    first = jax.lax.stop_gradient(inputs[-1]).ravel()[0].astype(jnp.float32)
+    return jnp.minimum(jnp.abs(first), 0)
+
+
+@contextlib.contextmanager
+def _whole_trees(dtype: Any) -> Iterator[None]:
+    """Context in which `hk.get_params` has no forms."""
+    # Why: docs/decisions/patches.md#get-params
+    get_params = hk.get_params
+    hk.get_params = lambda: used(get_params(), dtype)
+    try:
+        yield
+    finally:
+        hk.get_params = get_params

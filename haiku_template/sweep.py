@@ -1,0 +1,157 @@
+"""Trains a config once for each combination of values, each in a workdir of its own.
+
+    python -m haiku_template.sweep --config=configs/digits.py --workdir=runs/sweep \\
+        'optimizer.learning_rate=1e-4,3e-4,1e-3' seed=0,1
+
+One process imports JAX once and makes run after run; with `--parallel=N` so many
+processes make one each, and share what --device lists (gpu:0,1,2,3). The same command
+resumes: runs that are done are passed by. A run whose loss is not finite is said, and
+the next one begins. At the end comes the table of `python -m haiku_template.runs`. Exit
+codes: 0 all are done, else as of `train`.
+"""
+
+if __name__ == "__main__":  # Before imports, which take a second.
+    from haiku_template import signals
+
+    signals.install()
+
+import contextlib
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from haiku_template import cli, config, signals
+from haiku_template.combinations import Member, combinations, shares
+from haiku_template.errors import ConfigError, NonFiniteError
+
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "The experiment: a .py file.",
+    accept_new_attributes=True,
+    lock_config=False,
+)
+flags.DEFINE_string("workdir", None, "Folder of the runs, a workdir for each.")
+flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bound=1)
+flags.DEFINE_string("only", None, "Name of the one combination to train.")
+flags.adopt_module_key_flags(cli)
+POLL_SECONDS = 0.1
+
+
+def main(words: list[str]) -> None:
+    """Trains all combinations that are not done, and prints the table."""
+    cli.need("config", "workdir")
+    folder = Path(FLAGS.workdir)
+    members = combinations(FLAGS.config, folder, words)
+    if FLAGS.only is not None:
+        names = [member.workdir.name for member in members]
+        if FLAGS.only not in names:
+            raise ConfigError(f"--only={FLAGS.only}; possible are {' '.join(names)}")
+        members = [members[names.index(FLAGS.only)]]
+    train = _train_here if FLAGS.parallel == 1 else _train_in_processes
+    codes = train(members)
+    if FLAGS.only is None:
+        _show(folder)
+    faults = {name: code for name, code in codes.items() if code}
+    if faults:
+        error = NonFiniteError(
+            f"{len(faults)} of {len(members)} runs ended early: {' '.join(faults)}; "
+            "the same command resumes them"
+        )
+        error.exit_code = next(iter(faults.values()))
+        raise error
+
+
+def _train_here(members: list[Member]) -> dict[str, int]:
+    """Trains one after another in this process; returns the exit code of each."""
+    devices = cli.device_manager()  # From here on JAX is imported.
+    import jax
+
+    from haiku_template.runs import start
+
+    codes = {}
+    for number, member in enumerate(members, 1):
+        name = member.workdir.name
+        state = _state(member)
+        print(f"run       {number}/{len(members)} {name}{state and f', {state}'}")
+        if not state:
+            codes[name] = 0
+            try:
+                start.run(member.config, devices, str(member.workdir))
+            except NonFiniteError as error:
+                print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+                codes[name] = error.exit_code
+            jax.clear_caches()  # Programs of this run; what they hold on devices.
+            gc.collect()
+    return codes
+
+
+def _state(member: Member) -> str:
+    """State of a run with nothing to do; raises `ConfigError` for another's workdir."""
+    from haiku_template.runs import comparison
+    from haiku_template.storage import read, workdir
+
+    values = config.to_dict(member.config)
+    workdir.check(member.workdir, values)
+    saved = workdir.read_json(member.workdir / workdir.CONFIG)
+    epochs = values.get("num_epochs")
+    if epochs is not None and saved.get("num_epochs") == epochs:
+        values["num_steps"] = saved["num_steps"]
+    rows = read(member.workdir / workdir.METRICS)
+    state = comparison.state_of(member.workdir, values, rows)
+    return state if state in ("done", comparison.EARLY) else ""
+
+
+def _train_in_processes(members: list[Member]) -> dict[str, int]:
+    """Trains so many at a time, each in a process; returns the exit code of each."""
+    places, waiting = shares(FLAGS.device, FLAGS.parallel), list(members)
+    running: dict[subprocess.Popen, tuple[str, str, Any]] = {}
+    codes: dict[str, int] = {}
+    ends = signals.called(lambda *_: [process.terminate() for process in running])
+    with contextlib.ExitStack() as files, ends:
+        while waiting or running:
+            while waiting and places:
+                name, place = waiting.pop(0).workdir.name, places.pop(0)
+                errors = files.enter_context(tempfile.TemporaryFile("w+"))
+                print(f"run       {name}{place and f' on {place}'}", flush=True)
+                running[_start(name, place, errors)] = name, place, errors
+            time.sleep(POLL_SECONDS)
+            for process in [x for x in running if x.poll() is not None]:
+                name, place, errors = running.pop(process)
+                places.append(place)
+                codes[name] = process.returncode
+                errors.seek(0)
+                lines = errors.read().strip().splitlines()
+                word = "done" if not process.returncode else (lines or ["ended"])[-1]
+                print(f"          {name}: {word}", flush=True)
+    return codes
+
+
+def _start(name: str, place: str, errors: Any) -> subprocess.Popen:
+    command = [sys.executable, "-m", "haiku_template.sweep", *sys.argv[1:]]
+    command += ["--parallel=1", f"--only={name}"]
+    command += [f"--device={place}"] if place else []
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def _show(folder: Path) -> None:
+    from rich.console import Console
+
+    from haiku_template.runs import comparison
+
+    runs = comparison.summarize_runs(folder)
+    Console(highlight=False, markup=False).print(comparison.as_table(runs))
+    if picture := comparison.write_picture(folder, runs):
+        print(picture)
+
+
+if __name__ == "__main__":
+    cli.run(main, arguments=True)

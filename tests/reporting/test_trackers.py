@@ -1,0 +1,143 @@
+"""Metrics in the trackers of others, by their real packages: `make test-trackers`."""
+
+import csv
+import importlib.util
+import json
+
+import pytest
+
+from haiku_template.config import default_config
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.reporting import trackers
+from haiku_template.runs import start
+from haiku_template.storage import read
+from haiku_template.storage.workdir import run_id
+from tests.runs import ROOT, run_command
+
+CPU = DeviceManager.create("cpu", num_devices=1)
+
+
+def needs(package):
+    found = importlib.util.find_spec(package) is not None
+    reason = f"{package} is not installed: make test-trackers"
+    return pytest.mark.skipif(not found, reason=reason)
+
+
+def train(workdir, num_steps, writer, **variables):
+    flags = ["--config=configs/digits.py", f"--workdir={workdir}", "--device=cpu"]
+    flags += [f"--config.num_steps={num_steps}", "--config.log_every=5"]
+    flags += ["--config.optimizer.schedule=constant", f"--config.writers=('{writer}',)"]
+    flags += ["--config.optimizer.warmup_steps=0"]
+    variables |= {"PYTHONPATH": str(ROOT), "HOME": str(workdir.parent)}
+    done = run_command("train", *flags, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "not written" not in done.stderr
+    return done
+
+
+def expected(workdir):
+    """Values of each metric by step, as metrics.jsonl has them."""
+    values = {}
+    for row in read(workdir / "metrics.jsonl"):
+        for name, value in row.items():
+            if name != "step":
+                values.setdefault(name, {})[row["step"]] = value
+    return values
+
+
+def config(**values):
+    made = default_config()
+    made.update_from_flattened_dict(values | {"writers": ("csv",), "log_every": 2})
+    made.optimizer.schedule = "constant"
+    return made
+
+
+def test_the_table_has_each_metric_of_a_resumed_run_once(tmp_path):
+    for num_steps in (4, 8):
+        start.run(config(num_steps=num_steps), CPU, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    lines = read(tmp_path / "metrics.jsonl")
+    assert len(rows) == len(lines) == 6
+    for row, line in zip(rows, lines, strict=True):
+        assert {k: float(x) for k, x in row.items() if x} == line
+
+
+def test_a_writer_that_is_not_there_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, words in (
+        ("wandb", "needs the package wandb, which is not installed: pip install"),
+        ("wandbb", "did you mean wandb.*possible are csv, mlflow, wandb"),
+    ):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=words):
+            trackers.by_name((name,))
+
+
+def records(data):
+    """Records of a .wandb file: LevelDB's log, in blocks of 32 KiB, after 7 bytes."""
+    place, parts = 7, []
+    while place + 7 <= len(data):
+        if 2**15 - place % 2**15 < 7:  # Too short for a header: padding.
+            place += 2**15 - place % 2**15
+            continue
+        size, kind = (
+            int.from_bytes(data[place + 4 : place + 6], "little"),
+            data[place + 6],
+        )
+        parts.append(data[place + 7 : place + 7 + size])
+        place += 7 + size
+        if kind in (1, 4):  # A whole record, or its last part.
+            yield b"".join(parts)
+            parts = []
+
+
+@needs("wandb")
+def test_weights_and_biases_offline_resumes_under_the_same_id(tmp_path):
+    from wandb.proto import wandb_internal_pb2
+
+    workdir = tmp_path / "run"
+    for num_steps in (10, 20):
+        train(workdir, num_steps, "wandb", WANDB_MODE="offline")
+    files = sorted((workdir / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    values, ids, keys = {}, set(), {}
+    for file in files:
+        for data in records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                ids.add(record.run.run_id)
+                for item in record.run.config.update:
+                    keys[item.key] = json.loads(item.value_json)
+            elif kind == "history":
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                for name, value in row.items():
+                    values.setdefault(name, {})[row["step"]] = value
+    assert ids == {run_id(workdir)}
+    assert keys["optimizer"]["learning_rate"] == 1e-3
+    for name, points in expected(workdir).items():
+        assert values[name] == pytest.approx(points), name
+
+
+@needs("mlflow")
+def test_mlflow_resumes_under_the_same_id(tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    for num_steps in (10, 20):
+        train(workdir, num_steps, "mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    number = client.get_experiment_by_name(trackers.PROJECT).experiment_id
+    (run,) = client.search_runs([number])
+    assert run.data.tags[trackers.TAG] == run_id(workdir)
+    assert run.data.params["optimizer.learning_rate"] == "0.001"
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    for name, points in expected(workdir).items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert {x.step: x.value for x in history} == pytest.approx(points), name

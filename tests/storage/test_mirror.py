@@ -1,0 +1,163 @@
+"""A second disk with copies of the checkpoints: `config.mirror`."""
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from haiku_template.errors import ConfigError, StorageError
+from haiku_template.runs import train
+from haiku_template.storage import mirror as mirrors
+from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.workdir import run_id, saved_steps
+from tests.storage.test_verified import bits, flip_payload, lines, made
+
+
+def run(path, num_steps=4, **options):
+    options = {"log_every": 1, "save_every": 2, "mirror": path.parent / "m"} | options
+    return bits(train(made(), num_steps=num_steps, workdir=path, **options).state)
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """A run of four steps beside its mirror, and what it is after step 6."""
+    folder = tmp_path_factory.mktemp("mirrored")
+    run(folder / "a/run")
+    shutil.copytree(folder / "a", folder / "on")
+    return folder / "a", (run(folder / "on/run", 6), lines(folder / "on/run"))
+
+
+@pytest.fixture
+def copy(tmp_path, mirrored):
+    """The workdir of a copy of the run, and what it is to end as."""
+    shutil.copytree(mirrored[0], tmp_path / "a")
+    return tmp_path / "a/run", mirrored[1]
+
+
+def steps(folder):
+    return saved_steps(folder / "checkpoints")
+
+
+def test_the_mirror_has_what_the_workdir_has(copy):
+    workdir, (expected, _) = copy
+    mirror = workdir.parent / "m"
+    assert steps(mirror) == steps(workdir) == [2, 4]
+    with Checkpoints(mirror / "checkpoints", run=run_id(workdir)) as checkpoints:
+        assert all(checkpoints.verify(step) for step in checkpoints.steps)
+    assert run(workdir, 6) == expected
+    assert steps(mirror) == steps(workdir) == [4, 6]
+    assert sorted(os.listdir(mirror / "checkpoints")) == ["4", "6"]
+
+
+def test_a_workdir_that_is_gone_is_brought_back(copy, caplog):
+    workdir, (expected, _) = copy
+    shutil.rmtree(workdir)
+    assert run(workdir, 6) == expected
+    assert "has no checkpoints: those of steps [2, 4] are copied there" in caplog.text
+    shutil.rmtree(workdir / "checkpoints")
+    assert run(workdir, 8) == run(workdir.with_name("b"), 8, mirror=None)
+
+
+def test_the_mirror_itself_is_a_workdir(copy):
+    workdir, (expected, _) = copy
+    assert run(workdir.with_name("m"), 6, mirror=None) == expected
+
+
+@pytest.mark.parametrize("damaged", [["4"], ["2", "4"]])
+def test_a_damaged_step_is_read_from_the_mirror(copy, caplog, damaged):
+    workdir, (expected, losses) = copy
+    for step in damaged:
+        flip_payload(workdir / "checkpoints" / step)
+    assert run(workdir, 6) == expected and lines(workdir) == losses
+    assert "4.damaged now, and the run goes on from step 4" in caplog.text
+    assert f"step 4 is that of {workdir.with_name('m')}/checkpoints" in caplog.text
+    assert steps(workdir) == [2, 6]
+
+
+def test_a_newer_step_of_the_mirror_is_used(copy):
+    workdir, (expected, _) = copy
+    shutil.rmtree(workdir / "checkpoints/4")
+    assert run(workdir, 6) == expected
+    assert steps(workdir) == [2, 6] == steps(workdir.with_name("m"))
+
+
+def test_damage_on_both_ends_the_run_and_moves_nothing(copy):
+    workdir, _ = copy
+    folders = [workdir / "checkpoints", workdir.with_name("m") / "checkpoints"]
+    for folder in folders:
+        for step in "24":
+            flip_payload(folder / step)
+    with pytest.raises(StorageError, match=r"none .* \[2, 4\] is whole") as caught:
+        run(workdir, 6)
+    assert caught.value.exit_code == 74
+    assert all(str(caught.value).count(f"in {folder} is") == 2 for folder in folders)
+    assert [sorted(os.listdir(folder)) for folder in folders] == [["2", "4"]] * 2
+
+
+def test_a_mirror_that_fails_is_a_warning(copy, caplog, monkeypatch):
+    workdir, (expected, losses) = copy
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", fail)
+        assert run(workdir, 6) == expected and lines(workdir) == losses
+    assert "are not copied to" in caplog.text and "No space left" in caplog.text
+    assert steps(workdir.with_name("m")) == [2, 4]  # Nothing is removed.
+    run(workdir, 8)
+    assert steps(workdir.with_name("m")) == [6, 8]
+
+
+def test_a_mirror_that_cannot_be_used_at_all_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    run(tmp_path / "run", mirror=tmp_path / "file/mirror")
+    assert "goes on without a mirror to read" in caplog.text
+    assert "are not copied to" in caplog.text
+    assert steps(tmp_path / "run") == [2, 4]
+
+
+def test_a_mirror_that_cannot_be_read_is_a_warning(copy, caplog):
+    workdir, (expected, _) = copy
+    (workdir.with_name("m") / "run.json").write_text("[")
+    assert run(workdir, 6) == expected
+    assert "whose mirror it is cannot be told" in caplog.text
+    assert steps(workdir.with_name("m")) == [4, 6]
+
+
+def test_a_step_is_not_held_up_by_a_slow_mirror(copy, monkeypatch):
+    """Its copies are those of the newest saves, and not of each."""
+    workdir, _ = copy
+    copies, copytree = [], shutil.copytree
+
+    def wait(source, target):
+        copies.append(source.name)
+        while len(copies) == 1 and steps(workdir)[-1] < 10:
+            pass
+        return copytree(source, target)
+
+    monkeypatch.setattr(mirrors, "shutil", SimpleNamespace(copytree=wait))
+    run(workdir, 12)
+    assert copies[0] == "6" and copies[1] in ("10", "12")
+    assert steps(workdir.with_name("m")) == [10, 12]
+
+
+def test_the_mirror_of_another_run_and_the_workdir_itself_are_refused(copy):
+    workdir, _ = copy
+    run(workdir.with_name("b"), mirror=None)
+    with pytest.raises(ConfigError, match="checkpoints of another run"):
+        run(workdir.with_name("b"), 6)
+    with pytest.raises(ConfigError, match="is --workdir"):
+        run(workdir, 6, mirror=workdir)
+
+
+def test_a_step_that_the_run_went_back_from_is_not_read_from_the_mirror(copy):
+    workdir, (expected, _) = copy
+    folder = workdir / "checkpoints"
+    (folder / "4").rename(folder / "4.rewound")
+    with Checkpoints(folder, run=run_id(workdir)):
+        mirror = mirrors.Mirror(workdir, workdir.with_name("m"), run_id(workdir))
+        assert mirror.checkpoints.steps == [2]
+    assert run(workdir, 6) == expected
+    assert steps(workdir.with_name("m")) == [4, 6]

@@ -1,0 +1,270 @@
+"""New examples for a finished run: every kind of file, by a command and in Python."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from haiku_template.config import default_config
+from haiku_template.data.examples import read_examples
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.runs import Run, train
+from haiku_template.runs.predictions import read_labelled, write_predictions
+from haiku_template.training import Experiment
+from tests.runs import ROOT
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(70, 2, 3)).astype(np.float32)
+Y = (X.sum(axis=(1, 2)) > 0).astype(np.int32)
+NEW = X[:11]  # No multiple of the batch size, nor of four devices.
+
+
+def config_of(folder, x=X, y=Y, **data):
+    np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x[:16], y_test=y[:16])
+    config = default_config()
+    config.num_steps, config.batch_size = 6, 8
+    config.model = {"name": "mlp", "width": 8}
+    config.data = {"name": "npz", "path": str(folder / "data.npz"), **data}
+    return config
+
+
+def fit(config, workdir):
+    devices = DeviceManager.create("cpu", num_devices=1)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    train(trainer, num_steps=config.num_steps, workdir=workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    return fit(config_of(folder), folder / "run")
+
+
+@pytest.fixture
+def run(workdir, one_device):
+    return Run.open(workdir, one_device)
+
+
+@pytest.fixture(scope="module")
+def expected(workdir):
+    """Outputs of the pure function, which knows neither batches nor devices."""
+    run = Run.open(workdir, DeviceManager.create("cpu", num_devices=1))
+    model, variables = run.model()
+    return np.asarray(jax.jit(model)(variables, NEW))
+
+
+def test_predictions_do_not_depend_on_devices_or_batches(workdir, devices, expected):
+    run = Run.open(workdir, devices)
+    np.testing.assert_allclose(run.predict(NEW), expected, atol=1e-6)
+    np.testing.assert_allclose(run.predict({"inputs": NEW}), expected, atol=1e-6)
+    np.testing.assert_allclose(run.predict(NEW[:1]), expected[:1], atol=1e-6)
+    np.testing.assert_allclose(run.predict(NEW.astype(float)), expected, atol=1e-6)
+
+
+def test_a_run_opens_without_devices(workdir):
+    assert Run.open(workdir).devices.num_devices == 8  # All of the tests'.
+
+
+def save(path, kind):
+    if kind == "npy":
+        np.save(path, NEW)
+    elif kind == "npz":
+        np.savez(path, x=NEW, y=Y[:11])
+    elif kind == "alone.npz":
+        np.savez(path, anything=NEW)
+    else:
+        names = [f"v{i}" for i in range(6)]
+        header = ",".join([*names[:2], "label", *names[2:]])
+        rows = np.insert(NEW.reshape(11, 6).astype(object), 2, Y[:11], axis=1)
+        lines = [",".join(map(str, row)) for row in rows]
+        if kind == "bare.csv":
+            header, lines = None, [",".join(map(str, x)) for x in NEW.reshape(11, 6)]
+        path.write_text("\n".join(filter(None, [header, *lines])) + "\n")
+    return path
+
+
+KINDS = ["npy", "npz", "alone.npz", "csv", "bare.csv"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_file_is_read(run, expected, tmp_path, kind):
+    file = save(tmp_path / f"new.{kind}", kind)
+    experiment = run.trainer.experiment
+    examples = read_examples(str(file), experiment.data, 8)
+    assert write_predictions(run, tmp_path / "out.npz", examples) == 11
+    saved = np.load(tmp_path / "out.npz")
+    np.testing.assert_allclose(saved["outputs"], expected, atol=1e-6)
+    assert (saved["class"] == expected.argmax(axis=1)).all()
+    assert ("labels" in saved) == (kind in ("npz", "csv"))
+    if "labels" in saved:
+        dataset = read_labelled(run, str(file))
+        accuracy = (expected.argmax(axis=1) == Y[:11]).mean()
+        assert run.evaluate(dataset)["eval/accuracy"] == pytest.approx(accuracy)
+    else:
+        with pytest.raises(ConfigError, match="has no labels"):
+            read_labelled(run, str(file))
+
+
+def test_the_command_prints_a_class_and_its_probability(
+    workdir, expected, tmp_path, command
+):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        f"def fresh():\n    return np.load({str(tmp_path / 'new.npy')!r})\n"
+    )
+    np.save(tmp_path / "new.npy", NEW)
+    flags = [f"--workdir={workdir}", "--simulate_devices=4"]
+    called = functools.partial(command, PYTHONPATH=str(ROOT), cwd=tmp_path)
+    done = called("predict", *flags, "--inputs=mine:fresh")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    shares = np.asarray(jax.nn.softmax(expected)).max(axis=1)
+    assert [row["class"] for row in rows] == expected.argmax(axis=1).tolist()
+    np.testing.assert_allclose([r["probability"] for r in rows], shares, atol=1e-4)
+    assert done.stderr == ""
+    done = called("predict", *flags, "--inputs=new.pny")
+    assert done.returncode == 64 and done.stderr.startswith("error: --inputs=new.pny")
+    assert "new.npy" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_head_ends_the_command_quietly(workdir, tmp_path):
+    np.save(tmp_path / "many.npy", np.repeat(X, 200, axis=0))
+    command = (
+        f"{sys.executable} -m haiku_template.predict --workdir={workdir} --device=cpu "
+        f"--inputs={tmp_path / 'many.npy'} | head -1"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=200
+    )
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
+
+
+REFUSED = {
+    "shape": (X[:, :1], "shape .70, 1, 3., and the run was trained on .N, 2, 3."),
+    "one": (X[0], "the first axis of an array is that of the examples"),
+    "bytes": (X.astype(np.uint8), "uint8, and the run was trained on float32"),
+    "none": (X[:0], "one at least"),
+    "names": ({"a": X, "b": X}, "has a, b, and a batch of the run inputs, labels"),
+    "rows": ({"inputs": X, "labels": Y[:3]}, "70 inputs, 3 labels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_arrays_are_refused_in_a_sentence(run, tmp_path, name):
+    arrays, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        run.predict(arrays)
+
+
+FILES = {
+    "text.npy": ("no array", "damaged, or of another kind"),
+    "few.csv": ("1,2\n", "2 columns of inputs.*6 values"),
+    "words.csv": ("1,2,3,4,5,six\n1,2,3,4,5,6\n,,,,,\n", "line 3 is not one number"),
+    "a.txt": ("text", "of no kind that is read here; possible are .npy"),
+    "a.jsonl": ("{}", "of no kind that is read here"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_is_named(run, tmp_path, name):
+    text, words = FILES[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_examples(str(tmp_path / name), run.trainer.experiment.data, 8)
+
+
+@pytest.fixture(scope="module")
+def of_pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    x = RNG.integers(0, 256, (32, 4, 5, 3)).astype(np.uint8)
+    y = (x.mean(axis=(1, 2, 3)) > 127).astype(np.int32)
+    return fit(config_of(folder, x, y, scale_pixels=True), folder / "run"), x
+
+
+def test_a_folder_of_pictures_is_read_by_name(of_pictures, one_device, tmp_path):
+    workdir, x = of_pictures
+    for i in (2, 0, 1):
+        Image.fromarray(x[i]).save(tmp_path / f"{i}.png")
+    run = Run.open(workdir, one_device)
+    examples = read_examples(str(tmp_path), run.trainer.experiment.data, 8)
+    assert examples.files == ("0.png", "1.png", "2.png")
+    np.testing.assert_array_equal(examples.dataset.batch(0)["inputs"], x[:3])
+    write_predictions(run, tmp_path / "out.jsonl", examples)
+    rows = [
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
+    assert [row["file"] for row in rows] == ["0.png", "1.png", "2.png"]
+    outputs = [row["outputs"] for row in rows]
+    np.testing.assert_allclose(outputs, run.predict(x[:3]), atol=1e-6)
+
+
+def test_pictures_of_another_size_are_resized_and_said(
+    of_pictures, one_device, tmp_path, caplog
+):
+    run = Run.open(of_pictures[0], one_device)
+    Image.new("L", (50, 40), 200).save(tmp_path / "grey.png")
+    data = run.trainer.experiment.data
+    read = read_examples(str(tmp_path), data, 8).dataset.batch(0)["inputs"]
+    assert read.shape == (1, 4, 5, 3) and (read == 200).all()
+    assert "1 of 1 pictures were resized to 4 x 5, the first grey.png" in caplog.text
+    with pytest.raises(ConfigError, match="holds no pictures"):
+        (tmp_path / "empty").mkdir()
+        read_examples(str(tmp_path / "empty"), data, 8)
+    named = data._replace(class_names=("cat", "dog"))
+    for name in ("dog", "cat"):
+        (tmp_path / "sorted" / name).mkdir(parents=True)
+        Image.new("RGB", (5, 4)).save(tmp_path / "sorted" / name / "a.png")
+    labelled = read_examples(str(tmp_path / "sorted"), named, 8).dataset.batch(0)
+    assert labelled["labels"].tolist() == [0, 1]
+
+
+def test_pictures_for_a_run_of_fractions_are_scaled(tmp_path, caplog):
+    x = RNG.random(size=(16, 4, 5, 1)).astype(np.float32)
+    config = config_of(tmp_path, x, (x.mean(axis=(1, 2, 3)) > 0.5).astype(np.int32))
+    devices = DeviceManager.create("cpu", num_devices=1)
+    data = Experiment.from_config(config, devices).data
+    (tmp_path / "new").mkdir()
+    Image.new("L", (5, 4), 51).save(tmp_path / "new" / "a.png")
+    read = read_examples(str(tmp_path / "new"), data, 8).dataset.batch(0)["inputs"]
+    assert read.dtype == np.float32 and np.allclose(read, 0.2)
+    assert "scaled from bytes to [0, 1]" in caplog.text
+
+
+def test_new_texts_need_no_label_and_get_their_class_s_name(tmp_path, one_device):
+    lines = [{"text": "good " * n, "label": "praise"} for n in range(1, 9)]
+    lines += [{"text": "bad " * n, "label": "blame"} for n in range(1, 9)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = default_config()
+    config.num_steps, config.batch_size = 2, 4
+    sizes = {"num_layers": 1, "width": 8, "num_heads": 2}
+    config.model = {"name": "bert", "context": 64, **sizes}
+    config.data = {"name": "jsonl", "path": str(tmp_path / "t.jsonl"), "context": 64}
+    run = Run.open(fit(config, tmp_path / "run"), one_device)
+    texts = [{"text": "good good good"}, {"text": "bad"}, {"text": "good"}]
+    (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    data = run.trainer.experiment.data
+    examples = read_examples(str(tmp_path / "new.jsonl"), data, 4)
+    write_predictions(run, tmp_path / "out.jsonl", examples)
+    rows = [
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 3 and "labels" not in rows[0]
+    for row in rows:
+        assert row["class"] == ["blame", "praise"][int(np.argmax(row["outputs"]))]
+    # In the order of the file: each alone gets the same.
+    for text, row in zip(texts, rows, strict=True):
+        (tmp_path / "one.jsonl").write_text(json.dumps(text))
+        one = read_examples(str(tmp_path / "one.jsonl"), data, 4)
+        outputs = next(iter(run.trainer.predict(run.state, one.dataset)))
+        np.testing.assert_allclose(outputs[0], row["outputs"], atol=1e-5)
+    with pytest.raises(ConfigError, match="has no labels"):
+        read_labelled(run, str(tmp_path / "new.jsonl"))
+    assert run.evaluate(read_labelled(run, str(tmp_path / "t.jsonl")))["eval/loss"] > 0

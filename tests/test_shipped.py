@@ -1,0 +1,159 @@
+"""The wheel without a clone: configs by name, a new project, notebooks."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from haiku_template import shipped
+from skeleton import new
+from tests.runs import ROOT, run_command
+
+BUILT = (*new.PACKAGED, "configs", "notebooks", "skeleton")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Python of an environment that has the wheel, and of this one what it needs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in BUILT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--wheel-dir", "out", "."]
+    subprocess.run([sys.executable, *pip, *build], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
+    python = folder / "env" / "bin" / "python"
+    site = next((folder / "env").glob("lib/python*/site-packages"))
+    # Its packages, and not this editable one, whose own .pth is not read there.
+    (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    wheel = next((folder / "out").glob("*.whl"))
+    install = ["install", "--no-deps", "--no-index", "--force-reinstall", wheel]
+    subprocess.run([python, *pip, *install], check=True)
+    return python
+
+
+def run(python, folder, *words, **variables):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    return subprocess.run(
+        [python, "-m", *words], cwd=folder, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_a_shipped_config_trains_in_an_empty_folder(installed, tmp_path):
+    flags = ["--config=digits", "--workdir=run", "--device=cpu"]
+    done = run(installed, tmp_path, "haiku_template.train", *flags, "--check")
+    assert done.returncode == 0, done.stderr
+    assert "check     loss " in done.stdout
+    flags += ["--config.num_steps=5"]
+    done = run(installed, tmp_path, "haiku_template.train", *flags)
+    assert done.returncode == 0, done.stderr
+    done = run(
+        installed, tmp_path, "haiku_template.evaluate", "--workdir=run", "--device=cpu"
+    )
+    assert json.loads(done.stdout)["step"] == 5
+    done = run(installed, tmp_path, "haiku_template.train", "--config=dgits")
+    assert done.returncode == 64 and "by name there are cifar10_resnet" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_project_of_an_installed_wheel_depends_on_it(installed, tmp_path):
+    done = run(installed, tmp_path, "haiku_template.new", "my_first", "--eject=loop")
+    assert done.returncode == 0, done.stderr
+    project = (tmp_path / "my_first" / "pyproject.toml").read_text()
+    assert "haiku_template[plots] @ file:///" in project and ".whl" in project
+    assert "on this machine" in done.stdout or "installs here alone" in done.stdout
+    assert (tmp_path / "my_first" / "my_first" / "loop.py").is_file()
+    flags = ["--config=configs/first.py", "--workdir=run", "--check", "--device=cpu"]
+    done = run(installed, tmp_path / "my_first", "haiku_template.train", *flags)
+    assert done.returncode == 0, done.stderr
+    done = run(installed, tmp_path, "haiku_template.new", "--notebooks=books")
+    names = {path.name for path in (tmp_path / "books").iterdir()}
+    assert done.returncode == 0 and names >= {"quickstart.ipynb", "devices.ipynb"}
+    for words in (["my_first"], ["--notebooks=books"], ["other", "--vendor"]):
+        done = run(installed, tmp_path, "haiku_template.new", *words)
+        assert done.returncode == 64 and done.stderr.startswith("error: ")
+        assert not (tmp_path / "other").exists()
+
+
+def test_configs_are_found_by_name_in_a_clone(tmp_path):
+    assert shipped.config_file("digits") == ROOT / "configs" / "digits.py"
+    assert shipped.config_file("configs/digits.py") == ROOT / "configs" / "digits.py"
+    for name in ("nothing", "../digits", "/configs/digits.py", "configs/digits.txt"):
+        assert shipped.config_file(name) is None
+    words = ["train", "--config=digits:a", "--workdir=digits", "--config", "digits"]
+    named = shipped.with_shipped(words, Path("digits"))
+    file = ROOT / "configs" / "digits.py"
+    assert named == [
+        *("train", f"--config={file}:a", "--workdir=digits", "--config"),
+        str(file),
+    ]
+
+
+def test_a_config_of_the_folder_comes_before_a_shipped_one(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "digits.py").write_text("raise ValueError('mine')")
+    done = run_command(
+        "train", "--config=configs/digits.py", "--workdir=w", cwd=tmp_path
+    )
+    assert done.returncode == 64 and "mine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (None, "haiku_template[plots]==0.1.0"),
+        (
+            {
+                "url": "https://me:secret@host/a.git",
+                "vcs_info": {"vcs": "git", "commit_id": "abc"},
+            },
+            "haiku_template[plots] @ git+https://host/a.git@abc",
+        ),
+        (
+            {"url": "file:///srv/a.whl", "archive_info": {}},
+            "haiku_template[plots] @ file:///srv/a.whl",
+        ),
+    ],
+)
+def test_the_pin_is_what_pip_installed(monkeypatch, facts, expected):
+    class Distribution:
+        version = "0.1.0"
+
+        def read_text(self, name):
+            return facts and json.dumps(facts)
+
+    monkeypatch.setattr(
+        new.importlib.metadata, "distribution", lambda name: Distribution()
+    )
+    assert new.installed_requirement()[0] == expected
+
+
+def test_windows_gets_one_line():
+    code = "import sys; sys.platform = 'win32'; import haiku_template"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "install it in WSL" in done.stderr
+
+
+def test_an_old_python_gets_one_line_from_make(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.8.10 && exit\nexit 1\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", f"PYTHON={old}", f"VENV={tmp_path / 'env'}", "train"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and not (tmp_path / "env").exists()
+    line = next(x for x in done.stderr.splitlines() if x.startswith("error: "))
+    assert "Python 3.11 or newer is needed" in line and "Python 3.8.10" in line

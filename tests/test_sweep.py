@@ -1,0 +1,198 @@
+"""Runs compared, and a config trained for each combination of values."""
+
+import csv
+import io
+import json
+
+import pytest
+from ml_collections import config_dict
+
+from configs import digits
+from haiku_template import combinations as sweep
+from haiku_template.errors import ConfigError
+from haiku_template.runs import comparison
+from haiku_template.storage import workdir as workdirs
+from tests.runs import ROOT, run_command
+
+RATES = "optimizer.learning_rate=1e-4,1e-3,1e30"
+SHORT = ["--config.num_steps=60", "--config.eval_every=20", "--config.save_every=20"]
+SHORT += ["--config.optimizer.warmup_steps=0"]
+
+
+def sweep_in(folder, *words):
+    flags = ["--config=configs/digits.py", f"--workdir={folder}", "--device=cpu"]
+    return run_command("sweep", *flags, *SHORT, *words, PYTHONPATH=str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep") / "runs"
+    return folder, sweep_in(folder, RATES, "seed=0")
+
+
+def test_a_sweep_trains_each_combination_in_one_process(swept):
+    folder, done = swept
+    names = [f"learning_rate={x},seed=0" for x in ("1e-4", "1e-3", "1e30")]
+    assert sorted(x.name for x in folder.iterdir() if x.is_dir()) == sorted(names)
+    for name in names:
+        saved = json.loads((folder / name / "config.json").read_text())
+        assert saved["optimizer"]["learning_rate"] == float(name.split("=")[1][:4])
+    # One run is not finite, which is said and ends no other.
+    assert done.returncode == 70 and "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: 1 of 3 runs ended early: learning_rate=1e30,seed=0")
+    assert done.stdout.count("Parameters") == 3
+    assert "┃ learning_rate ┃" in done.stdout and "not saved" in done.stdout
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_same_sweep_again_passes_by_what_is_done(swept):
+    folder, _ = swept
+    before = workdirs.read_json(folder / "learning_rate=1e-3,seed=0" / "run.json")
+    done = sweep_in(folder, "optimizer.learning_rate=1e-4,1e-3", "seed=0")
+    assert done.returncode == 0, done.stderr
+    assert "1/2 learning_rate=1e-4,seed=0, done" in done.stdout
+    assert "Parameters" not in done.stdout
+    after = workdirs.read_json(folder / "learning_rate=1e-3,seed=0" / "run.json")
+    assert before == after
+
+
+def test_runs_are_compared_by_the_keys_that_differ(swept):
+    folder, _ = swept
+    done = run_command("runs", str(folder), "--csv")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert list(rows[0]) == [
+        "run",
+        "optimizer.learning_rate",
+        "eval/accuracy",
+        "at step",
+        "state",
+    ]
+    assert [row["optimizer.learning_rate"] for row in rows] == [
+        "0.001",
+        "0.0001",
+        "1e+30",
+    ]
+    assert [row["state"] for row in rows] == ["done", "done", "not saved"]
+    file = folder / rows[0]["run"] / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    best = max(x["eval/accuracy"] for x in lines if "eval/accuracy" in x)
+    assert float(rows[0]["eval/accuracy"]) == pytest.approx(best, abs=1e-6)
+    lowest = comparison.summarize_runs(folder, "train/loss", "min")
+    losses = [run.best[0] for run in lowest if run.best]
+    assert losses == sorted(losses)
+
+
+def test_a_folder_without_runs_and_a_metric_without_a_mode_are_refused(tmp_path):
+    for flags, words in (
+        ([str(tmp_path)], "holds no runs"),
+        ([], "name one folder of runs"),
+        ([str(tmp_path), "--metric=eval/loss"], "needs --mode=min or --mode=max"),
+    ):
+        done = run_command("runs", *flags)
+        assert done.returncode == 64 and words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    """A workdir with these metrics, a checkpoint of this step, and keys."""
+
+    def write(step, values, **keys):
+        config = digits.get_config()
+        config.update_from_flattened_dict({"num_steps": 30} | keys)
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+        (folder / "checkpoints" / str(step) / workdirs.COMMIT).touch()
+        workdirs.write_json(folder / "run.json", {"id": "a"})
+        workdirs.write_json(folder / "config.json", config.to_dict())
+        rows = [{"step": 10 * n, "eval/accuracy": x} for n, x in enumerate(values, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return folder
+
+    return write
+
+
+def test_the_state_of_a_run_is_said(run_with):
+    early = {"early_stop.metric": "eval/accuracy", "early_stop.mode": "max"}
+    early["early_stop.patience"] = 1
+    folders = {
+        "done": run_with(30, [0.1, 0.2, 0.3]),
+        "stopped at 20": run_with(20, [0.1, 0.2]),
+        "stopped early": run_with(20, [0.2, 0.1], **early),
+    }
+    for state, folder in folders.items():
+        assert comparison.summarize_run(folder).state == state
+    with workdirs.locked(folders["done"]):
+        assert comparison.summarize_run(folders["done"]).state == "running"
+
+
+def test_of_equal_values_the_first_is_the_best(run_with):
+    assert comparison.summarize_run(run_with(30, [0.2, 0.3, 0.3])).best == (0.3, 20)
+
+
+REFUSED = {
+    "no words": ([], "needs keys with values"),
+    "no values": (["seed"], "'seed' is not understood"),
+    "no such key": (["optimiser.learning_rate=1"], "optimiser"),
+    "misspelled": (["optimizer.learning_rat=1,2"], "did you mean learning_rate"),
+    "type": (["seed=0,x"], "seed"),
+    "range": (["seed=0,-1"], "config.seed=-1; possible is 0 to"),
+    "twice": (["seed=0,0"], "two runs of the sweep have the same name, seed=0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sweep_that_cannot_be_is_refused_before_any_run(tmp_path, name):
+    words, sentence = REFUSED[name]
+    with pytest.raises(ConfigError, match=sentence):
+        sweep.combinations(digits.get_config(), tmp_path, words)
+
+
+def test_combinations_are_all_of_them_the_last_key_fastest(tmp_path):
+    words = ["model.width=8,16", "data.path=a/b,c", "optimizer.clip_norm=None,1"]
+    base = digits.get_config()
+    members = sweep.combinations(base, tmp_path, words)
+    assert len(members) == 8
+    assert members[0].workdir == tmp_path / "width=8,path=a_b,clip_norm=None"
+    assert isinstance(members[0].config, config_dict.ConfigDict)
+    values = [(x.config.model.width, x.config.optimizer.clip_norm) for x in members]
+    assert values[:3] == [(8, None), (8, 1.0), (8, None)] and values[-1] == (16, 1.0)
+    assert members[0].config.data.path == "a/b"
+    assert base.model.get("width") != 8
+
+
+def test_processes_share_the_devices_that_are_listed(monkeypatch):
+    assert sweep.shares("cpu", 3) == ["", "", ""]
+    assert sweep.shares("gpu:0,1,2,5", 2) == ["gpu:0,2", "gpu:1,5"]
+    for device in ("gpu", "gpu:0", "tpu"):
+        with pytest.raises(ConfigError, match="needs a device for each process"):
+            sweep.shares(device, 2)
+
+
+@pytest.mark.slow
+def test_processes_train_beside_each_other_and_a_later_sweep_finds_them(tmp_path):
+    words = ("seed=0,1", "model.width=8,-8")
+    done = sweep_in(tmp_path / "a", "seed=0,1,2", "--parallel=2")
+    assert done.returncode == 0, done.stderr
+    for seed in range(3):
+        assert f"seed={seed}: done" in done.stdout
+    again = sweep_in(tmp_path / "a", "seed=0,1,2")
+    assert again.stdout.count(", done") == 3
+    # Bitwise as one after another.
+    alone = sweep_in(tmp_path / "b", "seed=2")
+    assert alone.returncode == 0
+    a, b = (
+        [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("perf/")}
+            for line in (tmp_path / x / "seed=2" / "metrics.jsonl")
+            .read_text()
+            .splitlines()
+        ]
+        for x in "ab"
+    )
+    assert a == b
+    failed = sweep_in(tmp_path / "c", *words, "--parallel=2")
+    assert failed.returncode != 0 and "Traceback" not in failed.stderr

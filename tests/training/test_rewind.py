@@ -1,0 +1,202 @@
+"""Row C23 of the reliability bench: back to a good step, and on without bad ones."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import digits
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.data import digits as load
+from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.runs import start, train
+from haiku_template.runs.rewind import go_back, record, steps_of
+from haiku_template.storage.metrics import read
+from haiku_template.storage.workdir import left_out, locked
+from tests.test_commands import digest, numbers
+from tests.training.test_skipping import INPUTS, LABELS, each_place, trainer
+
+RUN = {"num_steps": 40, "save_every": 4, "log_every": 1, "keep_last": 20}
+BAD = {11: np.nan}
+
+
+def ended(workdir, values=BAD, *place, **options):
+    """A run that a batch ended, and went back from."""
+    with pytest.raises(NonFiniteError):
+        train(trainer(values, *place), workdir=workdir, **RUN | options)
+    go_back(workdir, "auto")
+    return workdir
+
+
+def steps(workdir, kind=""):
+    names = [path.name for path in (workdir / "checkpoints").iterdir()]
+    names = [x.removesuffix(kind) for x in names if x.endswith(kind)]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def losses(workdir):
+    rows = read(workdir / "metrics.jsonl")
+    return {row["step"]: row["train/loss"] for row in rows}
+
+
+@each_place
+@pytest.mark.slow(but="4-7")
+def test_a_run_that_went_back_ends_without_the_batch(tmp_path, num_devices, count):
+    """And bitwise so when it is stopped before, at and after that step."""
+    place = num_devices, count
+    clean, workdir = tmp_path / "clean", tmp_path / "run"
+    for name in ("run", "stopped"):
+        ended(tmp_path / name, BAD, *place)
+        assert left_out(tmp_path / name) == [11] and steps(tmp_path / name) == [4, 8]
+    result = train(trainer(BAD, *place), workdir=workdir, **RUN)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.state.params))
+    assert int(result.state.step) == 40
+    train(trainer({}, *place), workdir=clean, **RUN)
+    seen, expected = losses(workdir), losses(clean)
+    assert seen.keys() == expected.keys()
+    assert [step for step in seen if seen[step] is None] == [11]
+    assert {k: seen[k] for k in range(1, 11)} == {k: expected[k] for k in range(1, 11)}
+    # Within noise: one batch of forty less.
+    last = [np.mean([x[k] for k in range(31, 41)]) for x in (seen, expected)]
+    assert abs(last[0] - last[1]) < 0.05 * last[1]
+    stopped = {**RUN, "workdir": tmp_path / "stopped"}
+    for stop in (10, 11, 12, 40):
+        train(trainer(BAD, *place), **stopped | {"num_steps": stop})
+    assert digest(tmp_path / "stopped") == digest(workdir)
+    assert numbers(tmp_path / "stopped") == numbers(workdir)
+
+
+def test_a_left_out_step_is_as_a_skipped_one(tmp_path):
+    """The rest of the run is, to rounding, that of a run that skipped the step."""
+    train(trainer(BAD), workdir=ended(tmp_path / "run"), **RUN)
+    skips = RUN | {"max_consecutive_nonfinite": 2, "workdir": tmp_path / "skips"}
+    train(trainer(BAD), **skips)
+    first, second = losses(tmp_path / "run"), losses(tmp_path / "skips")
+    for step in range(12, 41):
+        assert first[step] == pytest.approx(second[step], rel=1e-4)
+
+
+def test_the_same_command_goes_back_once(tmp_path):
+    workdir = ended(tmp_path)
+    train(trainer(BAD), workdir=workdir, **RUN | {"num_steps": 20})
+    for text in ("auto", "11"):
+        go_back(workdir, text)
+        assert steps(workdir) == [4, 8, 12, 16, 20] and left_out(workdir) == [11]
+
+
+def test_later_bad_steps_join_the_first(tmp_path):
+    values = BAD | {23: np.inf}
+    workdir = ended(tmp_path, values)
+    ended(workdir, values)
+    assert left_out(workdir) == [11, 23] and steps(workdir) == [4, 8, 12, 16, 20]
+    train(trainer(values), workdir=workdir, **RUN)
+    assert [k for k, x in losses(workdir).items() if x is None] == [11, 23]
+
+
+def test_steps_of_a_spike_are_named_and_newer_checkpoints_renamed(tmp_path):
+    train(trainer({}), workdir=tmp_path, **RUN)
+    go_back(tmp_path, "18:19,30")
+    assert steps(tmp_path) == [4, 8, 12, 16]
+    assert steps(tmp_path, ".rewound") == [20, 24, 28, 32, 36, 40]
+    train(trainer({}), workdir=tmp_path, **RUN)
+    assert [k for k, x in losses(tmp_path).items() if x is None] == [18, 19, 30]
+
+
+def test_a_gradient_that_made_the_state_infinite_is_recorded(tmp_path):
+    """C22: its loss is finite, and that of the next step is not."""
+    values = {11: 1e25}
+    ended(tmp_path, values)
+    assert left_out(tmp_path)[0] == 11
+    train(trainer(values), workdir=tmp_path, **RUN)
+    assert set(left_out(tmp_path)) == {k for k, x in losses(tmp_path).items() if not x}
+
+
+def test_the_rows_of_a_batch_are_recorded(tmp_path):
+    """C22: ids of the batch, where the data set has them."""
+    data = ArrayDataset(INPUTS[0], LABELS[0], BatchSpec(4))
+    record(tmp_path, data, [1, 2])
+    values = json.loads((tmp_path / "nonfinite.json").read_text())
+    rows = {str(step): data.rows(step - 1).tolist() for step in (1, 2)}
+    assert values == {"steps": [1, 2], "rows": rows}
+
+
+def test_data_on_the_devices_are_left_out_too(tmp_path):
+    data = ArrayDataset(INPUTS.reshape(-1, 6), LABELS.reshape(-1), BatchSpec(8))
+    run = {**RUN, "workdir": tmp_path}
+    made = trainer(Data(data, None, 2), 4, 7, placement="device")
+    train(made, **run)
+    go_back(tmp_path, "14")
+    train(trainer(Data(data, None, 2), 4, 7, placement="device"), **run)
+    assert [k for k, x in losses(tmp_path).items() if x is None] == [14]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("11,", "--rewind=11, is not understood; possible are auto"),
+        ("0", "not understood"),
+        ("9:3", "not understood"),
+        ("1:99999999", "not understood"),
+        ("-3", "not understood"),
+        ("4", r"checkpoint before step 4, and .* has \[4, 8, 12, 16, 20\]"),
+    ],
+)
+def test_what_cannot_be_left_out_is_refused(tmp_path_factory, finished, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        go_back(finished, text)
+    assert caught.value.exit_code == 64 and not left_out(finished)
+    assert steps(finished) == [4, 8, 12, 16, 20]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    train(trainer({}), workdir=workdir, **RUN | {"num_steps": 20})
+    return workdir
+
+
+def test_a_run_that_is_alive_is_left_alone(finished):
+    with locked(finished), pytest.raises(ConfigError, match="another run is writing"):
+        go_back(finished, "18")
+
+
+def test_without_a_record_there_is_nothing_to_go_back_from(finished):
+    assert steps_of("auto", finished) == set()
+    go_back(finished, "auto")
+    assert steps(finished) == [4, 8, 12, 16, 20]
+
+
+class Poisoned:
+    """A NaN in the pixels of step 7."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def batch(self, step):
+        batch = self.dataset.batch(step)
+        return batch | {
+            "inputs": np.float32(np.nan if step == 6 else 1) * batch["inputs"]
+        }
+
+
+def poisoned(spec):
+    data = load(spec)
+    return data._replace(train=Poisoned(data.train), evaluation=None)
+
+
+def test_the_command_goes_back(tmp_path, one_device):
+    config = digits.get_config()
+    config.num_steps, config.save_every, config.log_every = 12, 3, 1
+    config.optimizer.schedule = "constant"
+    config.data = {"name": f"{__name__}:poisoned"}
+    run = config, one_device, str(tmp_path)
+    with pytest.raises(NonFiniteError, match="loss of step 7 is"):
+        start.run(*run)
+    record = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert record == {"steps": [7], "rows": {}}
+    start.run(*run, dry_run=True, rewind="auto")
+    assert left_out(tmp_path) == []
+    for _ in range(2):
+        start.run(*run, rewind="auto")
+        assert left_out(tmp_path) == [7] and steps(tmp_path)[-1] == 12

@@ -1,0 +1,253 @@
+"""Parameters that are sharded are gathered where the model asks for them."""
+
+import re
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager
+from haiku_template.finetuning import Finetuning, Lora
+from haiku_template.models import resnet
+from haiku_template.params import flatten
+from haiku_template.training import Experiment, classification
+from haiku_text import models as text_models
+from haiku_text import tasks as text_tasks
+from tests.runs import run_steps
+
+RNG = np.random.default_rng(0)
+WIDTH = 128  # A matrix of 64 KiB, which is not gathered before the step.
+INPUTS = RNG.normal(size=(48, WIDTH)).astype(np.float32)
+LABELS = RNG.integers(0, 4, 48).astype(np.int32)
+ALL = (("*", "data"),)
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def data_of(inputs, labels, outputs, batch_size=24):
+    spec = BatchSpec(batch_size)
+    evaluation = EvaluationSet(inputs, labels, batch_size)
+    return Data(ArrayDataset(inputs, labels, spec), evaluation, outputs)
+
+
+def layer(x, name="layer"):
+    return x + jnp.tanh(hk.Linear(WIDTH, name=name)(x))
+
+
+def plain(x):
+    return hk.Linear(4)(layer(layer(x)))
+
+
+def shared(x):
+    same = hk.Linear(WIDTH, name="same")
+    return hk.Linear(4)(jnp.tanh(same(jnp.tanh(same(x)))))
+
+
+def stacked(x):
+    return hk.Linear(4)(hk.experimental.layer_stack(4)(layer)(x))
+
+
+def scanned(x):
+    body = hk.remat(lambda x: layer(x))
+    return hk.Linear(4)(hk.experimental.layer_stack(3)(body)(x))
+
+
+def top_level(x):
+    w = hk.get_parameter("w", (WIDTH, WIDTH), init=hk.initializers.RandomNormal(0.1))
+    return hk.Linear(4)(jnp.tanh(x @ w))
+
+
+def lifted(x):
+    inner = hk.transform(layer)
+    params = hk.lift(inner.init, name="lifted")(hk.maybe_next_rng_key(), x)
+    return hk.Linear(4)(inner.apply(params, None, x))
+
+
+def rematerialized(x):
+    return hk.Linear(4)(hk.remat(lambda x: layer(layer(x)))(x))
+
+
+FORWARDS = [plain, shared, stacked, scanned, top_level, lifted, rematerialized]
+
+
+def losses(num_devices, steps=20, sharding=(), **parts):
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    defaults = {
+        "task": classification,
+        "data": data_of(INPUTS, LABELS, 4),
+        "optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3)),
+    }
+    trainer = Experiment(**defaults | parts, sharding=sharding).trainer(devices)
+    state, history = run_steps(trainer, steps)
+    rows = [(float(x["loss"]), float(x["grad_norm"])) for x in history]
+    return trainer, state, np.array(rows)
+
+
+def model_of(forward):
+    return hk.without_apply_rng(hk.transform(forward))
+
+
+@pytest.mark.slow(but="stacked")
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_twenty_steps_are_those_of_one_device(forward):
+    one, state, expected = losses(1, model=model_of(forward))
+    trainer, sharded, found = losses(4, model=model_of(forward), sharding=ALL)
+    assert any(x.sharding.spec for x in jax.tree.leaves(sharded.params))
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    for path, leaf in flatten(state.params).items():
+        np.testing.assert_allclose(flatten(sharded.params)[path], leaf, atol=2e-5)
+    evaluation = one.evaluate(state)
+    assert trainer.evaluate(sharded) == pytest.approx(evaluation, abs=2e-6)
+    outputs = np.concatenate([*one.predict(state)])
+    np.testing.assert_allclose(
+        np.concatenate([*trainer.predict(sharded)]), outputs, atol=2e-5
+    )
+
+
+OPTIONS = {
+    "accumulation": {"accumulate_steps": 3},
+    "averages": {"ema_decay": 0.9},
+    "muon": {"optimizer": optax.contrib.muon(1e-3)},
+    "adafactor": {"optimizer": optax.adafactor(1e-3)},
+}
+
+
+@pytest.mark.slow(but="accumulation")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_give_the_numbers_of_one_device(options):
+    _, _, expected = losses(1, 8, model=model_of(plain), **options)
+    _, _, found = losses(4, 8, model=model_of(plain), sharding=ALL, **options)
+    np.testing.assert_allclose(found, expected, rtol=5e-6, atol=2e-6)
+
+
+@pytest.mark.slow(but="float16")
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_gathers_half_the_bytes(precision):
+    options = {"model": model_of(plain), "precision": precision}
+    _, _, expected = losses(4, 5, **options)
+    trainer, _, found = losses(4, 5, sharding=ALL, **options)
+    np.testing.assert_allclose(found, expected, rtol=0.05)
+    program = trainer.trace(trainer.feed.host_shapes()[0]).jaxpr.pretty_print()
+    short = {"bfloat16": "bf16", "float16": "f16"}[precision]
+    assert f":{short}[{WIDTH},{WIDTH}] = all_gather[" in program
+    assert f":f32[{WIDTH},{WIDTH}] = all_gather[" not in program
+
+
+def program_of(trainer):
+    return trainer.lower(trainer.feed.host_shapes()[0]).compile().as_text()
+
+
+def counts(text):
+    return {x: len(re.findall(rf" {x}(?:-start)?\(", text)) for x in COLLECTIVES}
+
+
+def test_each_pass_gathers_a_parameter_once_and_scatters_its_gradient_once():
+    """In the backward pass again only where a block is rematerialized."""
+    bare = [("layer", "w"), ("layer_1", "w")]
+    trainer, _, _ = losses(4, 1, model=model_of(plain), sharding=ALL)
+    specs = trainer.specs.params
+    shares = [(m, n) for m, leaves in specs.items() for n, x in leaves.items() if x]
+    assert shares == bare
+    text = program_of(trainer)
+    matrix = rf"f32\[{WIDTH},{WIDTH}\]\S* all-gather\("
+    assert len(re.findall(matrix, text)) == 2
+    assert counts(text)["reduce-scatter"] == 2
+    assert not re.search(rf"f32\[{WIDTH},{WIDTH}\]\S* all-reduce\(", text)
+
+
+def test_one_device_has_the_program_without_a_layout():
+    programs = []
+    for rules in ((), ALL):
+        trainer, _, _ = losses(1, 1, model=model_of(plain), sharding=rules)
+        programs.append(trainer.lower(trainer.feed.host_shapes()[0]).as_text())
+    assert programs[0] == programs[1]
+
+
+def test_arguments_are_a_share_of_the_state():
+    sizes = []
+    for rules in ((), ALL):
+        trainer, _, _ = losses(4, 1, model=model_of(plain), sharding=rules)
+        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        sizes.append(compiled.memory_analysis().argument_size_in_bytes)
+    state = 3 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
+    assert sizes[0] - sizes[1] > 0.74 * state
+
+
+@pytest.mark.slow
+def test_a_resnet_with_norms_over_the_batch():
+    images = RNG.normal(size=(48, 8, 8, 3)).astype(np.float32)
+    parts = {
+        "model": resnet(num_outputs=4, axis_name="data", channels=(32, 64), blocks=1),
+        "data": data_of(images, LABELS, 4),
+        "optimizer": optax.sgd(1e-2),
+    }
+    _, _, expected = losses(4, **parts)
+    _, _, found = losses(4, sharding=ALL, **parts)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+TOKENS = RNG.integers(0, 64, (48, 16)).astype(np.int32)
+
+
+def gpt(**options):
+    sizes = {"width": WIDTH, "num_layers": 2, "num_heads": 2, "context": 16}
+    return {
+        "model": text_models.gpt(
+            num_outputs=64, axis_name=None, dropout=0.0, **sizes, **options
+        ),
+        "task": text_tasks.language_model,
+        "data": data_of(TOKENS, TOKENS, 64),
+    }
+
+
+@pytest.mark.slow(but="whole")
+@pytest.mark.parametrize("remat", [False, True], ids=["whole", "remat"])
+def test_a_language_model(remat):
+    _, _, expected = losses(1, **gpt(remat=remat))
+    _, _, found = losses(4, sharding=ALL, **gpt(remat=remat))
+    np.testing.assert_allclose(found, expected, rtol=5e-6)
+
+
+LORA = Lora(rank=4, dropout=0.0)
+
+
+@pytest.mark.slow(but="int8")
+@pytest.mark.parametrize("dtype", ["float32", "int8", "nf4"])
+def test_frozen_parameters_are_sharded_in_their_form(dtype):
+    tuning = Finetuning(lora=LORA, base_dtype=dtype)
+    parts = {"model": model_of(plain), "finetuning": tuning}
+    one, state, expected = losses(1, 8, **parts)
+    trainer, sharded, found = losses(4, 8, sharding=ALL, **parts)
+    np.testing.assert_allclose(found, expected, rtol=5e-6, atol=2e-6)
+    leaves = flatten(sharded.frozen)
+    large = [k for k, x in leaves.items() if x.nbytes >= 2**14]
+    assert large or dtype == "nf4"
+    assert all(leaves[k].sharding.spec for k in large)
+    merged, expected_merged = trainer.merged(sharded)[0], one.merged(state)[0]
+    for path, leaf in flatten(expected_merged).items():
+        np.testing.assert_allclose(
+            np.asarray(flatten(merged)[path], np.float32),
+            np.asarray(leaf, np.float32),
+            atol=1e-5,
+        )
+
+
+def test_a_custom_step_sees_whole_parameters():
+    def step(state, batch, axis_name):
+        shapes = [x.shape for x in jax.tree.leaves(state.params)]
+        assert (WIDTH, WIDTH) in shapes
+        return state, {"loss": jnp.float32(0)}
+
+    devices = DeviceManager.create("cpu", num_devices=4)
+    experiment = Experiment(
+        model=model_of(plain),
+        task=classification,
+        data=data_of(INPUTS, LABELS, 4),
+        optimizer=optax.sgd(0.1),
+        step=step,
+        sharding=ALL,
+    )
+    assert experiment.trainer(devices).specs is None
