@@ -50,11 +50,8 @@ def _faults(leaves: list[jax.Array]) -> jax.Array:
 
 def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     """Finds non-finite leaves on their devices: `NaN` or `infinite` by path."""
-    leaves = {
-        path: leaf
-        for path, leaf in leaves_by_path(tree).items()
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
+    leaves = leaves_by_path(tree).items()
+    leaves = {k: x for k, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
     faults = devices.fetch(_faults(list(leaves.values())))
     return {
         name: "NaN" if is_nan else "infinite"
@@ -150,7 +147,7 @@ class Guards:
     def finite(self, steps: range, scalars: Scalars) -> dict[str, float]:
         """Fetches a call's last scalars; raises `NonFiniteError` as of any step before.
 
-        Steps that were skipped so far are counted, as `skipped_steps`.
+        `skipped_steps` are those so far.
         """
         columns = self._devices.fetch(scalars)
         self._scalars.look(steps[-1])
@@ -238,12 +235,7 @@ class Guards:
 
     # Why: docs/decisions/training.md#checked-state
     def before_save(self, steps: range, scalars: Scalars, state: Any) -> None:
-        """Asserts that the whole state is finite, and replicas equal.
-
-        Raises:
-          NonFiniteError: a number is not finite, or of too many steps.
-          ReplicaError: a leaf differs between devices.
-        """
+        """Raises `NonFiniteError` or `ReplicaError` for a state not to be saved."""
         self.finite(steps, scalars)
         self._check(steps[-1], state)
         self._suspects = []

@@ -2,24 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.preflight import (
-    Budget,
-    check_before_start,
-    fingerprint,
-    settle,
-)
-from haiku_template.reporting import (
-    Report,
-    Writer,
-    first_lines,
-    matmul_peak,
-)
+from haiku_template.preflight import Budget, check_before_start, fingerprint, settle
+from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.resume import (
     brought_back,
@@ -91,12 +81,9 @@ def train(
 ) -> Result:
     """Trains, or resumes the run in `workdir`.
 
-    Intervals are in steps, None means at the end alone; other options, `save_minutes`
-    too, as in a config.
+    Options are those of a config; intervals are in steps, None is at the end alone.
 
     Args:
-      num_steps: updates in all, also when resuming.
-      workdir: folder of metrics, checkpoints and the report.
       config: saved as config.json; by default that of `Experiment.from_config`. On
         resume only config.py's `MAY_CHANGE` may differ.
       memory_limit: bytes on each device; None asks JAX.
@@ -108,16 +95,14 @@ def train(
         metrics.jsonl so far; ends the run if True, as `early_stop` does.
 
     Raises:
-      ConfigError: the run would not fit, `workdir` belongs to another run, or its
-        frozen parameters changed.
-      StorageError: the last checkpoint, or one for a signal, cannot be written, or
-        `max_failed_saves` in a row; or one cannot be read.
+      ConfigError: the run would not fit, or `workdir` is that of another.
+      StorageError: a checkpoint cannot be read; the last, or one for a signal, cannot
+        be written, or `max_failed_saves` in a row.
       PlacementError: a part of the state is not averaged over devices.
       ReplicaError: a part of the state came to differ between devices.
-      NonFiniteError: a loss or a part of the state is infinite or NaN; it is not saved.
-        Fewer than `max_consecutive_nonfinite` such steps in a row are skipped.
+      NonFiniteError: a loss or the state is infinite or NaN, and is not saved.
       ReplayError: a step of `sdc_replay` gave other bits when it was made again.
-      Interrupted: SIGTERM, SIGINT, SIGHUP or SIGUSR1 came; the state is saved.
+      Interrupted: a signal came; the state is saved.
     """
     directory, devices = brought_back(trainer, workdir, mirror), trainer.devices
     if config is None:
@@ -206,10 +191,11 @@ class _Run(NamedTuple):
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
         """
-        unlogged = ExitStack()
+        unlogged, watched = ExitStack(), nullcontext(self)
+        if self.watchdog_minutes is not None:
+            watched = self.signals.watched(self, self.watchdog_minutes)
         save = functools.partial(self._save_latest, unlogged)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
-        watched = self.signals.watched(self, self.watchdog_minutes)
         explicit = self.trainer.devices.explicit_transfers()
         with explicit, self.signals.saving(save, self.guards.unsaved), watched as run:
             return run._steps(state, start, stop, unlogged)
@@ -217,13 +203,18 @@ class _Run(NamedTuple):
     def _steps(
         self, state: TrainState, start: int, stop: int, unlogged: ExitStack
     ) -> tuple[TrainState, int]:
+        every, timer = self.every, self.checkpoints.timer
         if start and start not in self.checkpoints.evaluated:
             self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
         if 0 < start < stop and self._stops_early():
             return state, start
-        ends = functools.partial(self._ends_call, start, stop)
+
+        def ends_call(step: int) -> bool:
+            due = _due(step, stop, *every) or self.report.due(step)
+            return due or bool(self.hooks) or step == start + 1
+
         # A thread makes them ahead: `training/feed.py`.
-        with self.trainer.calls(start, stop, ends) as calls, unlogged:
+        with self.trainer.calls(start, stop, ends_call) as calls, unlogged:
             self.report.restart(start)
             for steps, arrays in calls:
                 step = steps[-1]
@@ -234,55 +225,46 @@ class _Run(NamedTuple):
                     self.signals.latest = steps, state, scalars
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
-                if _due(step, self.every.log, stop):
+                if _due(step, stop, every.log):
                     unlogged.callback(self._log, steps, scalars)
                 if self.hooks:  # Then calls are of one step each.
                     self._tell("step", step, state, scalars.first())
                 first = step == start + 1
-                if self._something_due(step, stop, scalars) or first:
+                late = timer is not None and timer.due(step, scalars)
+                due = _due(step, stop, every.evaluate, every.save)
+                if self.signals.due() or late or due or first or self.report.due(step):
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
                     if first:
                         self.guards.agree(state)
                     unlogged.close()
-                    if self._between(steps, stop, state, scalars):
+                    if self._between(steps, stop, state, scalars, late):
                         return state, step
                     if first:  # Checked and waited for: not throughput.
                         self.report.restart(step)
                 # Why: docs/decisions/training.md#late-lines
-                elif _due(step, self.every.log, stop):
+                elif _due(step, stop, every.log):
                     self.guards.collect()
         return state, stop
 
-    def _ends_call(self, start: int, last: int, step: int) -> bool:
-        due = any(_due(step, every, last) for every in self.every)
-        return due or bool(self.hooks) or step == start + 1 or self.report.due(step)
-
-    def _something_due(self, step: int, last: int, scalars: Any) -> bool:
-        timer = self.checkpoints.timer
-        late = timer is not None and timer.due(step, scalars)
-        due = late or any(_due(step, every, last) for every in self.every[1:])
-        return self.signals.due() or due or self.report.due(step)
-
     def _between(
-        self, steps: range, last: int, state: TrainState, scalars: Any
+        self, steps: range, stop: int, state: TrainState, scalars: Any, late: bool
     ) -> bool:
-        """Evaluates and saves, if due; True ends the run early."""
+        """Evaluates and saves, if due or late; True ends the run early."""
         step = steps[-1]
         with self.report.paused():
-            metrics = self._evaluate(step, state, last)
-            early = metrics is not None and step < last and self._stops_early()
-            stopping = self.signals.received is not None and step < last
-            if stopping:
+            metrics = self._evaluate(step, state, stop)
+            early = metrics is not None and step < stop and self._stops_early()
+            waits = self.signals.received is not None and step < stop
+            if waits or early or late or _due(step, stop, self.every.save):
                 with self.signals.lock:
-                    self._begin_save(steps, state, scalars, metrics)
-                    self.checkpoints.wait()
-                    self.signals.save = None
-                self._tell("save", step, state, metrics)
+                    is_saving = self._save(steps, state, scalars, metrics, waits)
+                    if waits:
+                        self.signals.save = None
+                if is_saving:
+                    self._tell("save", step, state, metrics)
+            if waits:
                 raise self.signals.error(step)
-            late = self.checkpoints.timer is not None and self.checkpoints.timer.is_due
-            if early or late or _due(step, self.every.save, last):
-                self._save(steps, state, scalars, metrics)
         self.signals.restart()
         if self.report.due(step):
             self.report.profile(step)
@@ -305,10 +287,10 @@ class _Run(NamedTuple):
         for hook in self.hooks:
             hook(Event(what, step, state, values))
 
-    def _evaluate(self, step: int, state: TrainState, last: int) -> Metrics | None:
+    def _evaluate(self, step: int, state: TrainState, stop: int) -> Metrics | None:
         """Evaluates, if it is due and there is data to evaluate on."""
         data = self.trainer.experiment.data
-        if data.evaluation is None or not _due(step, self.every.evaluate, last):
+        if data.evaluation is None or not _due(step, stop, self.every.evaluate):
             return None
         with self.trainer.devices.ledger.timed("evaluation"):
             metrics = self.trainer.evaluate(state)
@@ -319,26 +301,21 @@ class _Run(NamedTuple):
         return metrics
 
     def _save(
-        self, steps: range, state: TrainState, scalars: Any, metrics: Metrics | None
-    ) -> None:
+        self, steps: range, state: TrainState, scalars: Any, metrics: Any, waits: bool
+    ) -> bool:
         """Begins a save, or raises unless all is finite and replicas are equal.
 
-        A save that fails is a warning, and an error when it is waited for.
+        One that fails is a warning, and an error if it `waits`. True if it has begun.
         """
         with self.signals.lock, self.trainer.devices.ledger.timed("saving"):
-            is_saving = self._begin_save(steps, state, scalars, metrics)
-        if is_saving:
-            self._tell("save", steps[-1], state, metrics)
-
-    def _begin_save(
-        self, steps: range, state: TrainState, scalars: Any, metrics: Metrics | None
-    ) -> bool:
-        self.guards.before_save(steps, scalars, state)
-        with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
-            is_saving = self.checkpoints.save(steps[-1], state.saved(), metrics)
-        if is_saving:
-            workdirs.mark_saved(self.workdir, steps[-1])
-        return is_saving
+            self.guards.before_save(steps, scalars, state)
+            with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
+                is_saving = self.checkpoints.save(steps[-1], state.saved(), metrics)
+            if is_saving:
+                workdirs.mark_saved(self.workdir, steps[-1])
+            if waits:
+                self.checkpoints.wait()
+        return is_saving or waits
 
     def _save_latest(self, unlogged: ExitStack) -> int | None:
         """Saves what the last call made; returns its step, None if there was none.
@@ -352,11 +329,10 @@ class _Run(NamedTuple):
             leaves = jax.tree.leaves(state)
             if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
                 return None  # Donated to a call that failed.
-            self._begin_save(steps, state, scalars, None)
-            self.checkpoints.wait()
+            self._save(steps, state, scalars, None, waits=True)
             unlogged.close()
             return steps[-1]
 
 
-def _due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)
+def _due(step: int, stop: int, *intervals: int | None) -> bool:
+    return step == stop or any(x is not None and step % x == 0 for x in intervals)

@@ -26,10 +26,8 @@ logger = logging.getLogger(__name__)
 def open_workdir(
     trainer: Trainer, workdir: Path, config: dict[str, Any]
 ) -> Callable[[int], dict[str, Any]]:
-    """Opens a run's workdir; makes the function of a step that gives facts to save.
-
-    Why: docs/decisions/storage.md#facts
-    """
+    """Opens a run's workdir; makes the function of a step that gives facts to save."""
+    # Why: docs/decisions/storage.md#facts
     number = trainer.feed.steps_per_call
     environment = workdirs.open_workdir(workdir, config, trainer.devices, number)
     dataset = whole_batches(trainer.experiment.data.train)
@@ -113,24 +111,16 @@ def restored_or_first(
 ) -> tuple[int, TrainState]:
     """Restores the newest whole checkpoint or initializes; returns step and state.
 
-    Newer ones, which are damaged, are set aside. `workdir` is that of this process.
-
-    Raises:
-      ConfigError: it is beyond `num_steps`, or the frozen parameters changed.
-      DamagedError: all are damaged; they stay where they are.
-      StorageError: it does not fit.
+    Newer ones, which are damaged, are set aside; if all are, `DamagedError`.
+    `ConfigError`: it is beyond `num_steps`, or the frozen parameters changed.
     """
     start = checkpoints.latest or 0
     if checkpoints.mirror is not None:
         copies = trainer.devices.processes.first(checkpoints.mirror.checkpoints.steps)
         start = max([start, *copies])
-    trainer.devices.processes.agree(
-        {
-            "the newest checkpoint": start,
-            "num_steps": num_steps,
-            "the placement of the data": trainer.feed.placement,
-        }
-    )
+    facts = {"the newest checkpoint": start, "num_steps": num_steps}
+    facts |= {"the placement of the data": trainer.feed.placement}
+    trainer.devices.processes.agree(facts)
     if start > num_steps:
         raise ConfigError(
             f"{checkpoints.directory.parent} has a checkpoint of step {start}, and "

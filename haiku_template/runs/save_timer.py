@@ -23,23 +23,19 @@ class SaveTimer:
         self._seconds, self._checkpoints = 60 * minutes, checkpoints
         self._devices, self._asking = devices, 0  # The step to ask process 0 at.
         self._first: tuple[int, float] | None = None  # Step and second.
-        self.is_due = False
 
     def due(self, step: int, scalars: Any) -> bool:
         """Tests if a save is due after a step, whose scalars are on the devices."""
         now = time.monotonic()
-        self.is_due = self._is_late(now)
+        seconds = max(self._seconds, FAILED_SECONDS * self._checkpoints.failed)
+        late = now - self._checkpoints.began >= seconds
+        late = late and not self._checkpoints.is_saving
         if (processes := self._devices.processes).count > 1:
             self._first = self._first or (step, now)
-            self.is_due, late = False, self.is_due
-            if step >= self._asking:
-                self._devices.wait(scalars)  # Of the step's own collectives.
-                pace = (step - self._first[0]) / max(now - self._first[1], 1e-9)
-                asking = step + max(1, int(ASK_SECONDS * pace))
-                self.is_due, self._asking = processes.first([late, asking])
-        return self.is_due
-
-    def _is_late(self, now: float) -> bool:
-        checkpoints = self._checkpoints
-        seconds = max(self._seconds, FAILED_SECONDS * checkpoints.failed)
-        return now - checkpoints.began >= seconds and not checkpoints.is_saving
+            if step < self._asking:
+                return False
+            self._devices.wait(scalars)  # Of the step's own collectives.
+            pace = (step - self._first[0]) / max(now - self._first[1], 1e-9)
+            asking = step + max(1, int(ASK_SECONDS * pace))
+            late, self._asking = processes.first([late, asking])
+        return late

@@ -30,10 +30,8 @@ def run(
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
-    `memory_limit` is in bytes on each device; None asks JAX. `profile` traces the steps
-    after its first number, up to the second. `dry_run` prints the memory budget and
-    writes nothing. `rewind` names steps to leave out, as `runs/rewind.py` reads them.
-    Raises as `train` and `Experiment.from_config`.
+    `dry_run` prints the memory budget and writes nothing. `rewind` names steps to leave
+    out, as `runs/rewind.py` reads them; others are options of `runs/loop.py`.
     """
     if config.num_epochs is not None:
         config = in_steps(config, devices)

@@ -123,10 +123,8 @@ class StopSignals:
             with self.lock:
                 self.save = None
 
-    def watched(self, run: Any, minutes: float | None) -> Any:
-        """Context of the loop, whose work a watchdog times; None for no watchdog."""
-        if minutes is None:
-            return contextlib.nullcontext(run)
+    def watched(self, run: Any, minutes: float) -> Any:
+        """Context of the loop, whose work a watchdog times."""
         from haiku_template.runs.watchdog import watched
 
         return watched(run, minutes)

@@ -31,10 +31,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        floor: float,
-        progress: Callable[[], Any],
-        end: Callable[[str], None],
+        self, floor: float, progress: Callable[[], Any], end: Callable[[str], None]
     ) -> None:
         self._floor, self._progress, self._end = floor, progress, end
         self._seconds: dict[str, deque[float]] = defaultdict(
