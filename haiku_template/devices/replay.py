@@ -148,7 +148,8 @@ class Replay:
         The step's axis has one device, so that no sum's order is in the bits.
         """
         trainer, everyone = self._trainer, self._devices.everyone
-        gradients = trainer.feed.indexing(trainer.functions(AXIS_NAME).gradients)
+        gradients = trainer.functions(AXIS_NAME).gradients
+        gradients = trainer.feed.gathering(gradients, of_calls=True)
         replicated, sharded = PartitionSpec(), PartitionSpec(SHARE)
 
         def digest(*args: Any) -> jax.Array:

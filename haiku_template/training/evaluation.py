@@ -30,12 +30,10 @@ from haiku_template.training.tasks import example_values, weighted_sum
 
 
 def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
-    """Pads a batch with zeros to `size` rows, and numbers the rows from `first`.
+    """Pads a batch with zeros to `size` rows, if it has fewer.
 
-    Returns:
-      The batch, and the places of its rows in the set, int32 [size]: negative for
-      padding. They are beside the batch, whose names are the user's. A batch with more
-      rows than `size`, such as 0, is not padded.
+    Beside it, as its names are the user's, are the places of its rows in the set, whose
+    first is `first`: int32 [size], negative for padding.
     """
     rows = num_rows(batch)
     size = max(size, rows)
@@ -55,10 +53,7 @@ def add_up(
     dataset: Any,
     size: int,
 ) -> dict[str, Any]:
-    """Sums `eval_step` over an evaluation set in float64, within a batch in float32.
-
-    `size` is from `padded_size`.
-    """
+    """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
     padded, sums = _padded(dataset, size), None
     cut = own_rows(devices.processes)
 
@@ -96,9 +91,7 @@ def placed_inputs(
 def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
     """Rows of a padded batch: a multiple of n, of the devices; 0 unless `pads`.
 
-    Raises:
-      ConfigError: the set has no batches.
-      PlacementError: a batch that may not be padded cannot be sharded over the devices.
+    Raises `PlacementError` if it may not be padded and does not shard evenly.
     """
     count_batches(dataset)
     rows = num_rows(dataset.batch(0))
@@ -121,11 +114,9 @@ def summarize(
     sums: dict[str, Any],
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]],
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Computes metrics from the sums of `add_up`.
+    """Computes metrics, NaN where no example counts, of the sums of `add_up`.
 
-    Returns:
-      `eval/NAME` for each value and derived metric, NaN where no example counts; and
-      the counts by name.
+    Returns `eval/NAME` for each value and derived metric; and the counts by name.
     """
     counts, weight = sums["counts"], float(sums["weight"])
     averages = {
@@ -141,9 +132,8 @@ def make_eval_step(
 ) -> Callable[..., dict[str, Any]]:
     """Makes `eval_step(variables, frozen, (batch, places))`: a batch's sums.
 
-    `variables` are (params, net_state, step). `places` is from `pad`: int32 [B],
-    negative where a row is padding. The seed and the place of a device's first row are
-    the source of randomness. `forward` is that of `training.step`, or a user's.
+    `variables` are (params, net_state, step), `places` is from `pad`. The seed and the
+    place of a device's first row are the source of randomness.
 
     Sums over all devices: `values`, the task's values times the examples' weights;
     `weight`, these weights; `counts`, the task's.

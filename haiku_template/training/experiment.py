@@ -11,12 +11,7 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import (
-    check,
-    code_names,
-    default_config,
-    to_dict,
-)
+from haiku_template.config import check, code_names, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data, by_name
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -162,6 +157,7 @@ class Experiment:
         function = resolve("model", keys.pop("name"), MODELS)
         if data.vocab_size:
             check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
+        moments = (SHARDED_MOMENTS,) if config.optimizer.get("shard_moments") else ()
         flops = family and family.flops_per_token
         flops = flops and functools.partial(flops, data.num_outputs, **keys)
         experiment = cls(
@@ -170,7 +166,8 @@ class Experiment:
             data=data,
             optimizer=optimizer,
             schedule=schedule,
-            sharding=sharding_rules(config),
+            # The rule of `shard_moments` before others.
+            sharding=(*moments, *map(tuple, config.sharding)),
             placement=config.data.get("placement", "host"),
             skips=config.max_consecutive_nonfinite > 1,
             **{key: config[key] for key in SAME},
@@ -220,12 +217,6 @@ def _refuse_parts(data: Any, optimizer: Any) -> None:
         f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
         f"haiku_template.data it is {advice}"
     )
-
-
-def sharding_rules(config: config_dict.ConfigDict) -> tuple[tuple[str, str], ...]:
-    """Rules of `config.sharding`, that of `optimizer.shard_moments` before them."""
-    moments = (SHARDED_MOMENTS,) if config.optimizer.get("shard_moments") else ()
-    return (*moments, *map(tuple, config.sharding))
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:

@@ -66,8 +66,7 @@ class Feed:
             )
         rows = self._own(example)
         self.batch_size = check_host_batch(rows) * devices.processes.count
-        self._kinds, self._described = _kinds(rows), _described(rows)
-        self._example = rows
+        self._example, self._kinds = rows, _kinds(rows)
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.example = canonical_shapes(example, rows=self.batch_size)
         if experiment.placement == "device":
@@ -83,13 +82,13 @@ class Feed:
         else:
             reason = self._experiment.why_on_host
             place = f"on the host, {reason or 'from where each batch travels'}"
-        facts = place, getattr(self._source, "note", ""), self._preprocessing()
+        facts = [place, getattr(self._source, "note", "")]
+        if self._experiment.data.preprocess is not Data._field_defaults["preprocess"]:
+            facts.append(self._preprocessing())
         return "; ".join(filter(None, facts))
 
     def _preprocessing(self) -> str:
         preprocess = self._experiment.data.preprocess
-        if preprocess is Data._field_defaults["preprocess"]:
-            return ""
         inputs = jax.tree.leaves(inputs_of(self.example))
         dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in inputs))
         name = getattr(preprocess, "__name__", type(preprocess).__name__)
@@ -101,15 +100,12 @@ class Feed:
 
     def host_shapes(self) -> list[Any]:
         """Host arrays of a call, one for each shape of batches, the largest first."""
-        batches = map(self._own, each_shape(self._source))
-        return [
-            jax.tree.map(self._in_each_step, batch) if self._stacks else batch
-            for batch in batches
-        ]
-
-    def _in_each_step(self, x: np.ndarray) -> np.ndarray:
-        shape = (len(x), self.steps_per_call, *x.shape[1:])
-        return np.broadcast_to(x[:, None], shape)
+        batches = [*map(self._own, each_shape(self._source))]
+        if not self._stacks:
+            return batches
+        n = self.steps_per_call
+        repeat = lambda x: np.broadcast_to(x[:, None], (len(x), n, *x.shape[1:]))  # noqa: E731
+        return jax.tree.map(repeat, batches)
 
     def abstract(self, batch: Any) -> tuple[Any, ...]:
         """Shapes and shardings of a step's last arguments, for such a host batch."""
@@ -142,7 +138,8 @@ class Feed:
         elif self.staged is not None:
             make = self._gather_from_staged()
         if not gathers(self._source):
-            make = self._with_user_code(make)
+            # A data set of the user's may copy, also in the loop's thread.
+            make = self._devices.implicit_transfers()(make)
         stacks = range(first, stop, size)
         source = ahead(self._source, start, stop)
         # An iterator may wait for its source, which only a thread should.
@@ -156,15 +153,6 @@ class Feed:
                 for steps in _cut(max(n, start), min(n + size, stop), ends, errors)
             )
 
-    def _with_user_code(self, make: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Lets a data set of the user's copy as it likes, also in the loop's thread."""
-
-        def allowed(step: int) -> Any:
-            with self._devices.implicit_transfers():
-                return make(step)
-
-        return allowed
-
     def _next(self, step: int) -> Any:
         with self._devices.ledger.timed("data"):
             try:
@@ -176,7 +164,7 @@ class Feed:
     def _rows(self, step: int) -> Any:
         rows = self._own(self._next(step))
         if _kinds(rows) != self._kinds:
-            _check_alike(self._described, _described(rows), step)
+            _check_alike(self._example, rows, step)
         return rows
 
     def _put(self, step: int) -> Any:
@@ -190,9 +178,7 @@ class Feed:
     ) -> Any:
         """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
 
-        Of arrays in memory all are gathered at once. The first error ends the stack,
-        and the next; `errors` has it by its step, as the steps before it are made all
-        the same.
+        The first error ends the stack, and the next; `_cut` raises it at its step.
         """
         last = first + self.steps_per_call
         if gathers(self._source):
@@ -204,7 +190,7 @@ class Feed:
         for step in range(max(first, steps.start), min(last, steps.stop)):
             try:
                 self._fill(stack, first, step)
-            except Exception as error:  # Raised by `_cut`.
+            except Exception as error:
                 errors[step] = error
                 break
         return self._devices.shard(stack)
@@ -245,37 +231,28 @@ class Feed:
 
         return make
 
-    def indexing(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes gradients take what `calls` gives: a stack of batches, if any."""
-        if not self._stacks:
-            return self.gathering(gradients)
-
-        @functools.wraps(gradients)
-        def index_and_differentiate(
-            state: TrainState, frozen: hk.Params, stack: Any
-        ) -> Any:
-            place = state.step % self.steps_per_call
-            batch = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, keepdims=False),
-                stack,
-            )
-            return gradients(state, frozen, batch)
-
-        return index_and_differentiate
-
-    def gathering(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes gradients of what `batches` gives: staged arrays and row numbers."""
-        if self.staged is None:
+    def gathering(
+        self, gradients: Callable[..., Any], of_calls: bool = False
+    ) -> Callable[..., Any]:
+        """Makes gradients of what `batches` gives, or `calls`: a stack of batches."""
+        stacked = of_calls and self._stacks
+        if self.staged is None and not stacked:
             return gradients
 
         @functools.wraps(gradients)
-        def gather_and_differentiate(
-            state: TrainState, frozen: hk.Params, arrays: Any, rows: Any
-        ) -> Any:
-            batch = self._source.gather(arrays, rows, state.step)
+        def differentiate(state: TrainState, frozen: hk.Params, *arrays: Any) -> Any:
+            if stacked:
+                place = state.step % self.steps_per_call
+                take = functools.partial(_at, place)
+                return gradients(state, frozen, jax.tree.map(take, *arrays))
+            batch = self._source.gather(*arrays, state.step)
             return gradients(state, frozen, batch)
 
-        return gather_and_differentiate
+        return differentiate
+
+
+def _at(place: jax.Array, stack: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, place, 1, keepdims=False)
 
 
 def _cut(
@@ -306,11 +283,19 @@ def _kinds(batch: Any) -> list[Any]:
     return [(getattr(x, "dtype", None), np.shape(x)[:1]) for x in leaves]
 
 
-def _check_alike(expected: dict[str, str], actual: dict[str, str], step: int) -> None:
+def _check_alike(first: Any, batch: Any, step: int) -> None:
     """Raises `ConfigError` for a batch of other leaves, rows or dtypes than the first.
 
     Its step would be compiled anew, and weigh as much as one with more rows.
     """
+    check_host_batch(batch)
+    expected, actual = (
+        {
+            path: f"{x.dtype} of {len(x)} rows"
+            for path, x in leaves_by_path(tree).items()
+        }
+        for tree in (first, batch)
+    )
     paths = (k for k in expected | actual if expected.get(k) != actual.get(k))
     if (path := next(paths, None)) is not None:
         raise ConfigError(
@@ -319,12 +304,6 @@ def _check_alike(expected: dict[str, str], actual: dict[str, str], step: int) ->
             "have as many examples and the same dtypes: leave out a last one that is "
             "shorter"
         )
-
-
-def _described(batch: Any) -> dict[str, str]:
-    check_host_batch(batch)
-    leaves = leaves_by_path(batch)
-    return {path: f"{x.dtype} of {len(x)} rows" for path, x in leaves.items()}
 
 
 class Prefetcher:

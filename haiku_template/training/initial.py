@@ -55,17 +55,13 @@ class Initializer:
         example: Any,
     ) -> None:
         self._experiment, self._devices, self._example = experiment, devices, example
-        if experiment.init is None:
-            self._first, shapes, self.from_batch = trace_model_init(
-                recipe, example, devices.axis_name
-            )
+        axis_name, init = devices.axis_name, experiment.init
+        if init is None:
+            traced = trace_model_init(recipe, example, axis_name)
         else:
-            self._first = functools.partial(
-                init_custom, recipe, experiment.init, example
-            )
-            shapes, self.from_batch = dependents(
-                self._first, example, devices.axis_name
-            )
+            first = functools.partial(init_custom, recipe, init, example)
+            traced = first, *dependents(first, example, axis_name)
+        self._first, shapes, self.from_batch = traced
         shapes = Layout(devices.devices).place(shapes)
         self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
         # Why: docs/decisions/finetuning.md#no-finetuning
@@ -91,9 +87,7 @@ class Initializer:
     def init(self, layout: Layout) -> TrainState:
         """Makes the train state before step 0 where a layout has it.
 
-        Raises:
-          ConfigError: pretrained parameters cannot be read, or do not fit; or what is
-            of the first batch cannot be had, as this process reads a part of that.
+        Raises `ConfigError` if pretrained parameters cannot be read, or do not fit.
         """
         experiment, frozen = self._experiment, self.frozen(layout)
         leaves, net_state = {}, None
@@ -181,9 +175,6 @@ def init_model(
 
     `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as is
     `example`, the inputs; these are so many rows of zeros by default.
-
-    Raises:
-      ConfigError: the task takes labels, and the batch has no inputs.
     """
     inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
@@ -209,10 +200,7 @@ def init_model(
 def trace_model_init(
     recipe: Recipe, batch: Any, axis_name: str | None
 ) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
-    """Binds `init_model`, and traces it as `dependents`: on one row of inputs.
-
-    It is of a whole batch if it depends on that. Raises as the model does for one row.
-    """
+    """Binds `init_model`, and traces it as `dependents`: on one row if that will do."""
     inputs = inputs_of(batch, recipe.task.whole_batch)
 
     def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
@@ -297,9 +285,8 @@ def first_state(
 ) -> TrainState:
     """Makes the state before step 0, without frozen parameters.
 
-    `first(inputs)` gives fields of it, others follow from `params`. `leaves` are
-    pretrained parameters by path, {} without any; a `net_state` of None is the model's
-    own.
+    `first(inputs)` gives fields of it, others follow from `params`; `leaves` are
+    pretrained parameters by path, and replace them, as does a `net_state`.
     """
     optimizer, fields = recipe.optimizer, {"net_state": {}} | first(inputs)
     if recipe.plan.frozen:

@@ -34,28 +34,15 @@ def make_schedule(
 ) -> Schedule:
     """Builds a learning-rate schedule: linear warm-up from 0, then a decay by name.
 
-    Args:
-      name: `cosine`, `linear`, `constant`; `wsd` (warm-up-stable-decay: constant, then
-        linear in the last fifth of the steps); or `module:function`, called with all
-        these arguments, which makes its own warm-up.
-      learning_rate: its maximum, reached after the warm-up.
-      num_steps: steps until the end of the decay.
-      warmup_steps: among `num_steps`; cut if the run is not longer, so that a long
-        run's settings can be tried for a few steps.
-      final_fraction: of `learning_rate`, reached at the end; not for `constant`.
-
-    Raises:
-      ConfigError: another name.
+    Names are `cosine`, `linear`, `constant`, `wsd` (warm-up-stable-decay: constant,
+    then linear in the last fifth of the steps), and `module:function`, called with all
+    these arguments, which makes its own warm-up; `ConfigError` for another. A warm-up
+    of all steps is cut, so that a long run's settings can be tried for a few.
     """
     if warmup_steps >= num_steps:
-        cut = max(num_steps - 1, 0)
-        logger.warning(
-            "warmup_steps=%s leaves nothing of num_steps=%s, and is cut to %s",
-            warmup_steps,
-            num_steps,
-            cut,
-        )
-        warmup_steps = cut
+        fault = f"warmup_steps={warmup_steps} leaves nothing of num_steps={num_steps}"
+        warmup_steps = max(num_steps - 1, 0)
+        logger.warning("%s, and is cut to %s", fault, warmup_steps)
     make = resolve("optimizer.schedule", name, SCHEDULES)
     if name not in SCHEDULES:
         return make(
@@ -86,11 +73,7 @@ SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
 
 
 def matrices(params: Any) -> Any:
-    """Weight-decay mask: True for leaves of two or more dimensions.
-
-    Biases, scales and offsets are left out by name: those of `hk.BatchNorm` have four
-    dimensions.
-    """
+    """Weight-decay mask: True for leaves of two or more dimensions, but of no norm."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x.ndim > 1 and getattr(path[-1], "key", "") not in NOT_DECAYED,
         params,
@@ -109,18 +92,16 @@ def make_optimizer(
     """Builds an optimizer by name, with gradient clipping and decoupled weight decay.
 
     Args:
-      name: an optimizer of optax or optax.contrib that takes a learning rate, such as
-        `adamw`, `sgd`, `lion`, `adafactor`, `muon`; or `module:function`.
+      name: an optimizer of optax or optax.contrib that takes a learning rate, or
+        `module:function`.
       weight_decay: times the learning rate, for the leaves of `matrices`; with `sgd` it
         is L2 regularization, added to the gradient.
-      clip_norm: largest global norm of the gradient; None means no clipping.
-      shard_moments: a rule of the train state's layout, not of the optimizer.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises:
       ConfigError: another name, or a key that this optimizer does not take.
     """
-    del shard_moments
+    del shard_moments  # A rule of the layout.
     function = resolve("optimizer", name, _optimizers())
     parameters = inspect.signature(function).parameters
     keys = {key: value for key, value in kwargs.items() if value is not None}
@@ -148,9 +129,8 @@ def make_optimizer(
     else:
         optimizer = function(schedule, **keys)
         if weight_decay:
-            decay = optax.add_decayed_weights(
-                lambda step: -weight_decay * schedule(step), mask=matrices
-            )
+            rate = lambda step: -weight_decay * schedule(step)  # noqa: E731
+            decay = optax.add_decayed_weights(rate, mask=matrices)
             optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
@@ -178,10 +158,7 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
 
 
 def own_averages(opt_state: Any, params: Any) -> Any:
-    """Averages of the parameters that a schedule-free optimizer keeps; or None.
-
-    Its gradients are taken at other points, and only the averages are the model.
-    """
+    """Averages of the parameters that a schedule-free optimizer keeps; or None."""
     # Why: docs/decisions/training.md#schedule-free
     kind = optax.contrib.ScheduleFreeState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))

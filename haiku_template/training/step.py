@@ -34,6 +34,8 @@ from haiku_template.training.tasks import divide, example_values, weighted_sum
 
 Batch = Any  # A tree of arrays.
 Scalars = dict[str, jax.Array]
+# Gradients, and net_state, scalars and a device's mean weight.
+Graded = tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]
 Gradients = Callable[[TrainState, hk.Params, Batch], Any]
 Update = Callable[[TrainState, Any], tuple[TrainState, Scalars]]
 
@@ -106,12 +108,31 @@ def make_gradients(recipe: Recipe) -> Gradients:
 
 def share_gradients(
     recipe: Recipe, state: TrainState, frozen: hk.Params, rng: jax.Array, batch: Batch
-) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
+) -> Graded:
     """Gradients of a share's scaled loss; its net_state, scalars and mean weight."""
-    gradient = jax.grad(functools.partial(_loss, recipe), has_aux=True)
     scale = recipe.precision.loss_scale(state.loss_scale)
-    of_batch = functools.partial(gradient, state.params, frozen, state.step, scale)
-    return _accumulate(of_batch, state.net_state, rng, batch, recipe)
+
+    def loss(
+        params: hk.Params, net_state: hk.State, rng: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
+        variables, rngs = (params, net_state, state.step), tuple(jax.random.split(rng))
+        facts, new = forward(recipe, variables, frozen, batch, rngs, True)
+        net_state = new if new is net_state else in_dtypes_of(net_state, new)
+        values, weights = example_values(recipe.task, **facts)
+        if weights is None:
+            scalars = {name: jnp.mean(value) for name, value in values.items()}
+            return scale.scale(scalars["loss"]), (net_state, scalars, None)
+        # Averaged before differentiation: no factor differs between devices after.
+        # Why: docs/decisions/training.md#weights
+        weight = mean_over(recipe.axis_name, jnp.sum(weights))
+        sums = {name: weighted_sum(x, weights) for name, x in values.items()}
+        scalars = divide(sums, weight)  # Why: docs/decisions/training.md#averages
+        return scale.scale(scalars["loss"]), (net_state, scalars, weight)
+
+    gradient = functools.partial(jax.grad(loss, has_aux=True), state.params)
+    if recipe.accumulate_steps == 1:
+        return gradient(state.net_state, rng, batch)
+    return _accumulate(gradient, state.net_state, rng, batch, recipe)
 
 
 def make_update(recipe: Recipe) -> Update:
@@ -154,32 +175,6 @@ def make_update(recipe: Recipe) -> Update:
     return update
 
 
-def _loss(
-    recipe: Recipe,
-    params: hk.Params,
-    frozen: hk.Params,
-    step: jax.Array,
-    scale: Any,
-    net_state: hk.State,
-    rng: jax.Array,
-    batch: Batch,
-) -> tuple[jax.Array, tuple[hk.State, Scalars, jax.Array | None]]:
-    """Computes the scaled loss, new net_state, scalars and a device's mean weight."""
-    variables, rngs = (params, net_state, step), tuple(jax.random.split(rng))
-    facts, new = forward(recipe, variables, frozen, batch, rngs, True)
-    net_state = new if new is net_state else in_dtypes_of(net_state, new)
-    values, weights = example_values(recipe.task, **facts)
-    if weights is None:
-        scalars = {name: jnp.mean(value) for name, value in values.items()}
-        return scale.scale(scalars["loss"]), (net_state, scalars, None)
-    # Averaged before differentiation, so that no factor differs between devices after.
-    # Why: docs/decisions/training.md#weights
-    weight = mean_over(recipe.axis_name, jnp.sum(weights))
-    sums = {name: weighted_sum(x, weights) for name, x in values.items()}
-    scalars = divide(sums, weight)  # Why: docs/decisions/training.md#averages
-    return scale.scale(scalars["loss"]), (net_state, scalars, weight)
-
-
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
     """PRNG key of the seed, the step and the device."""
     # Why: docs/decisions/training.md#rng
@@ -190,19 +185,17 @@ def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
 
 
 def _accumulate(
-    gradient: Callable[..., Any],
+    gradient: Callable[..., Graded],
     net_state: hk.State,
     rng: jax.Array,
     batch: Batch,
     recipe: Recipe,
-) -> tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]:
+) -> Graded:
     """Gradient accumulation: averages gradients and scalars over micro-batches.
 
     Each micro-batch updates net_state.
     """
     n = recipe.accumulate_steps
-    if n == 1:
-        return gradient(net_state, rng, batch)
     # Every n-th row: the same rows on any number of devices.
     # Why: docs/decisions/training.md#micro-batches
     batch = jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1), batch)

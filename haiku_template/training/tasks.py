@@ -62,10 +62,7 @@ class Task(NamedTuple):
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
-    """Makes a task of a plain function or a partial task; a task stays as it is.
-
-    Raises `ConfigError` for anything else, or another kind of labels.
-    """
+    """Makes a task of a plain function, a partial task, or a task; or `ConfigError`."""
     if not callable(task):
         raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
     if isinstance(task, functools.partial) and isinstance(task.func, Task):
@@ -155,9 +152,8 @@ def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> No
     # where inputs are B wide.
     # Why: docs/decisions/house.md#task-values
     is_square = len(shape) > 1 and shape[1] == rows
-    of_batch = _shapes(_beside_inputs(batch) if is_square else batch)
-    if not is_square:
-        of_batch = {x[: len(shape)] for x in of_batch}
+    leaves = jax.tree.leaves(_beside_inputs(batch) if is_square else batch)
+    of_batch = {jnp.shape(x)[: None if is_square else len(shape)] for x in leaves}
     if shape not in {(), (rows,)} | of_batch:
         pairs = ", which may be all pairs of them" if is_square else ""
         raise ConfigError(
@@ -166,10 +162,6 @@ def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> No
             "array of the batch has them, or one for the batch: []; take the mean over "
             "other dimensions"
         )
-
-
-def _shapes(tree: Any) -> set[tuple[int, ...]]:
-    return {jnp.shape(leaf) for leaf in jax.tree.leaves(tree)}
 
 
 def _beside_inputs(batch: Any) -> Any:

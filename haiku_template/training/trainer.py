@@ -17,11 +17,7 @@ import optax
 from haiku_template import finetuning as tuning
 from haiku_template import stored
 from haiku_template.data import each_shape
-from haiku_template.devices import (
-    DeviceManager,
-    Layout,
-    check_host_batch,
-)
+from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
 from haiku_template.devices.shares import on_shares
@@ -99,7 +95,9 @@ class Trainer:
         recipe = _recipe(experiment, devices)
         self.initializer = Initializer(experiment, devices, recipe, self.feed.example)
         self.recipe = self.initializer.recipe
-        self.layout = _layout(devices, experiment.sharding, self.initializer.abstract)
+        self.layout = Layout(devices.everyone, experiment.sharding)
+        if experiment.sharding:
+            self.layout.check(self.initializer.abstract)
         self.abstract = self.layout.place(self.initializer.abstract)
         # Of what a step sees of the state; a custom step sees all of it.
         is_whole = devices.axis_name is None or experiment.step is not None
@@ -119,7 +117,7 @@ class Trainer:
             specs=specs,
         )
         self._call = devices.compile_call(
-            self.feed.indexing(gradients),
+            self.feed.gathering(gradients, of_calls=True),
             self._skipping(functions.update),
             shardings,
             self.feed.steps_per_call,
@@ -136,10 +134,7 @@ class Trainer:
     def _on_shares(
         self, function: Callable[..., Any], fields: Callable[[TrainState], tuple]
     ) -> tuple[Callable[..., Any], Specs | None]:
-        """Makes a function of `fields` of the state one of the devices' shares of them.
-
-        Returns their specs, too; None if all are seen whole.
-        """
+        """Makes a function of `fields` of the state one of their shares, with specs."""
         if self.specs is None:
             return function, None
         arguments = fields(self.specs)
@@ -252,25 +247,19 @@ class Trainer:
     def advance(
         self, state: TrainState, steps: range, arrays: Any
     ) -> tuple[TrainState, Scalars]:
-        """Makes the updates of a call; returns the new state and the steps' scalars.
-
-        The state is donated.
-        """
+        """Makes the updates of a call: a new state, as this is donated, and scalars."""
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
-        count = self._counts.get(len(steps))
-        if count is None:
-            count = self.devices.replicate(np.int32(len(steps)))
-            self._counts[len(steps)] = count
+        if (n := len(steps)) not in self._counts:
+            self._counts[n] = self.devices.replicate(np.int32(n))
         new, scalars = self._call(
-            state.without_frozen(), state.frozen, *staged, count, batch
+            state.without_frozen(), state.frozen, *staged, self._counts[n], batch
         )
         return new._replace(frozen=state.frozen), scalars
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
         """Computes metrics over an evaluation set, exact on any number of devices.
 
-        By default over all of the experiment's: those of a further set are
-        `eval/NAME/...`.
+        By default over all of the experiment's, the further as `eval/NAME/...`.
         """
         return self.measure(state, dataset)[0]
 
@@ -278,26 +267,27 @@ class Trainer:
         self, state: TrainState, dataset: Any = None
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Evaluates as `evaluate`; returns the metrics, and the first set's counts."""
-        data = self.experiment.data
+        data, sets = self.experiment.data, {"eval/": dataset}
         if dataset is None:
-            metrics, counts = self.measure(state, data.evaluation)
-            for name, further in data.evaluations.items():
-                further_metrics, _ = self.measure(state, further)
-                metrics |= {
-                    k.replace("/", f"/{name}/", 1): x
-                    for k, x in further_metrics.items()
-                }
-            return metrics, counts
+            sets = {
+                f"eval/{name}/": further for name, further in data.evaluations.items()
+            }
+            sets = {"eval/": data.evaluation} | sets
         eval_step = functools.partial(self._eval_step, state.variables(), state.frozen)
-        size = self.padded_size(dataset)
-        shapes = size, dataset.num_batches
-        with contextlib.ExitStack() as stack:
-            if shapes not in self._evaluated:
-                # Compiling may read arrays that a task or a model closes over.
-                stack.enter_context(self.devices.implicit_transfers())
-            sums = add_up(self.devices, eval_step, dataset, size)
-        self._evaluated.add(shapes)
-        return summarize(sums, self.recipe.task.derive)
+        metrics, counts = {}, []
+        for prefix, dataset in sets.items():
+            size = self.padded_size(dataset)
+            shapes = size, dataset.num_batches
+            with contextlib.ExitStack() as stack:
+                if shapes not in self._evaluated:
+                    # Compiling may read arrays that a task or a model closes over.
+                    stack.enter_context(self.devices.implicit_transfers())
+                sums = add_up(self.devices, eval_step, dataset, size)
+            self._evaluated.add(shapes)
+            values, of_set = summarize(sums, self.recipe.task.derive)
+            metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
+            counts.append(of_set)
+        return metrics, counts[0]
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
@@ -328,10 +318,7 @@ class Trainer:
         )
 
     def padded_size(self, dataset: Any) -> int:
-        """Rows to pad the batches of an evaluation set to; 0 for none.
-
-        Raises `PlacementError` if they cannot be padded, nor sharded evenly.
-        """
+        """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         return padded_size(shares, dataset, self.pads)
 
@@ -359,17 +346,14 @@ class Trainer:
         return params, state.net_state
 
     def trace(self, arrays: Any) -> Any:
-        """Traces a call of the run for such host arrays, or finds its trace.
-
-        They are a batch, or what `feed.host_shapes` has for several steps a call.
-        """
+        """Traces a call of the run for host arrays as of `feed.host_shapes`."""
         state, frozen = self.abstract.without_frozen(), self.abstract.frozen
         *staged, batch = self.feed.abstract(arrays)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
         return self._call.trace(state, frozen, *staged, count, batch)
 
     def lower(self, arrays: Any) -> Any:
-        """Lowers a call of the run for such host arrays, as `trace` takes them."""
+        """Lowers a call of the run, as `trace` does."""
         return self.trace(arrays).lower()
 
     def lower_evaluation(self) -> Any:
@@ -388,10 +372,7 @@ class Trainer:
 
 
 def _with_outputs(task: Task, num_outputs: int) -> Task:
-    """Wraps classification, to refuse logits of another number of classes.
-
-    A label beyond the last logit would make its loss NaN.
-    """
+    """Wraps classification, to refuse logits of another number of classes."""
     if task.function is not losses.classification:
         return task
 
@@ -408,7 +389,6 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
 
 
 def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
-    """Recipe of an experiment, but for its plan, which `Initializer` makes."""
     data, model = experiment.data, experiment.model
     task = as_task(experiment.task or _NO_TASK)
     facts_of(task.values)  # Raises for parameters that no fact fits.
@@ -434,13 +414,6 @@ def _with_forms(recipe: Recipe) -> Recipe:
     if model is not None:
         model = model._replace(apply=stored.using(model.apply, dtype))
     return recipe._replace(model=model, has_forms=True)
-
-
-def _layout(devices: DeviceManager, rules: Any, state: TrainState) -> Layout:
-    """Makes the layout of a state, given its shapes; raises `ConfigError`."""
-    layout = Layout(devices.everyone, rules)
-    layout.check(state)
-    return layout
 
 
 def _pass_on(state: TrainState, results: Any) -> Any:
