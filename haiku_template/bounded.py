@@ -14,11 +14,11 @@ MOST, DEPTH = 2**24, 100  # Bytes of a file; levels of JSON.
 DEEP = f"it is nested too deeply: {DEPTH} levels are read"
 
 
-def opened(path: Path) -> BinaryIO:
-    """Opens a regular file to read; raises `OSError` for anything else."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def opened(path: Path, mode: str = "rb", flags: int = os.O_RDONLY) -> BinaryIO:
+    """Opens a regular file, by default to read; raises `OSError` for anything else."""
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
-        return open(file, "rb")
+        return open(file, mode)
     os.close(file)
     raise OSError(f"{path} is no regular file")
 

@@ -100,10 +100,8 @@ class Checkpoints:
 
     def best_first(self, metrics: dict[int, dict[str, float]]) -> list[int]:
         """Steps whose metric is a number, the best first and of equals the earlier."""
-        ranks = [
-            (self._sign * values.get(self._metric, math.nan), step)
-            for step, values in metrics.items()
-        ]
+        key, sign = self._metric, self._sign
+        ranks = [(sign * x.get(key, math.nan), step) for step, x in metrics.items()]
         # Why: docs/decisions/storage.md#ties
         return [step for rank, step in sorted(x for x in ranks if math.isfinite(x[0]))]
 
@@ -171,10 +169,9 @@ class Checkpoints:
     def check_metric(self, metrics: dict[str, float]) -> None:
         """Raises `StorageError` unless `best_metric` is among the metrics."""
         if self._metric not in metrics:
-            raise StorageError(
-                f"best_metric={self._metric} is not measured; possible are "
-                f"{', '.join(metrics)}"
-            )
+            possible = ", ".join(metrics)
+            fault = f"best_metric={self._metric} is not measured"
+            raise StorageError(f"{fault}; possible are {possible}")
 
     def save(
         self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
@@ -183,9 +180,7 @@ class Checkpoints:
 
         Every process calls it. The first save waits until it is on disk, and is read
         back. False if it failed already; later it is known when the next one begins.
-
-        Raises:
-          StorageError: too many in a row failed; one, where processes save together.
+        `StorageError`: too many in a row failed.
         """
         is_joint = any(map(spans_processes, jax.tree.leaves(state)))
         if not (self._is_first or is_joint):
@@ -204,13 +199,7 @@ class Checkpoints:
         return self._failures.error is None
 
     def check_room(self, state: Any, steps: int, every: int | None) -> None:
-        """Asserts that the disk has room for the saves of so many steps.
-
-        Of those that are kept, and one more beside them; not what is kept as the best.
-
-        Raises:
-          StorageError: it has less; names the bytes.
-        """
+        """Raises `StorageError` unless the disk has room for saves of so many steps."""
         # Why: docs/decisions/storage.md#room
         saves = -(-steps // (every or steps or 1))
         count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
@@ -250,12 +239,9 @@ class Checkpoints:
         self._finish()
 
     def wait(self) -> None:
-        """Waits until the last save is on disk, and removes what it replaces.
+        """Waits until the last save is on disk; `StorageError` if it failed.
 
-        One that failed is tried again, but not where processes save together.
-
-        Raises:
-          StorageError: the save failed.
+        It is tried again before, but not where processes save together.
         """
         for seconds in (*RETRY_SECONDS, None):
             with contextlib.suppress(StorageError):

@@ -4,10 +4,11 @@ import contextlib
 import io
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from haiku_template import bounded
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +23,10 @@ def dispensable(target: str | Path) -> Iterator[None]:
 
 
 def appended(path: Path) -> BinaryIO:
-    """Opens a file of the run to append to; raises `OSError` for a link or a device.
-
-    Why: docs/decisions/storage.md#links
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return open(file, "ab")
-    os.close(file)
-    raise OSError(f"{path} is no regular file")
+    """Opens a file of the run to append to; raises `OSError` for a link or a device."""
+    # Why: docs/decisions/storage.md#links
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return bounded.opened(path, "ab", flags)
 
 
 class Note:  # Why: docs/decisions/storage.md#notes

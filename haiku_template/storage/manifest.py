@@ -30,8 +30,7 @@ def of(
 ) -> dict[str, Any]:
     """Manifest of a state on the host, which `Handler` completes as it saves.
 
-    `facts(step)` are the run's, such as its versions. Of leaves that span processes
-    there are this one's shares, and in another process than the first nothing else.
+    Of leaves that span processes it has this one's shares; the first has all others.
     """
     leaves = flatten(state)
     shares = {k: Shares.of(x) for k, x in leaves.items() if spans_processes(x)}
@@ -91,21 +90,15 @@ def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:
     """Entry of a leaf: its form, and the digest of its bits or of those of shares."""
     if not isinstance(leaf, Shares):
         return {"form": form(leaf), "digest": _digest(path, leaf, save)}
-    digests = {
-        where: _digest(path, leaf, save, array, where)
-        for where, array in leaf.arrays.items()
-    }
+    digests = {k: _digest(path, leaf, save, x, k) for k, x in leaf.arrays.items()}
     return {"form": form(leaf), "digest": None, "shares": digests}
 
 
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file of a checkpoint's arrays, by its path."""
-    paths = Path(folder).glob("state/**/*")
-    return {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(paths)
-        if path.is_file() and path.name != COMMIT
-    }
+    paths = [x for x in sorted(Path(folder).glob("state/**/*")) if x.is_file()]
+    paths = [x for x in paths if x.name != COMMIT]
+    return {str(x.relative_to(folder)): x.stat().st_size for x in paths}
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -65,10 +65,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
 
 
 def _check_links(workdir: Path) -> None:
-    """Raises `ConfigError` for a folder of the run that lies elsewhere.
-
-    A run removes checkpoints: others may have made this workdir, with those of another.
-    """
+    """Raises `ConfigError` for a folder of the run that lies elsewhere."""
     for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
         if (workdir / name).is_symlink():
             raise ConfigError(
@@ -81,10 +78,8 @@ def _check_links(workdir: Path) -> None:
 def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    Raises:
-      ConfigError: another run is writing there; it is another experiment's workdir
-        (lists the differences), or one without its config, id or checkpoints; it holds
-        exported files; or it cannot be a directory.
+    Raises `ConfigError` if another run is writing there, or for another's workdir, one
+    that lost a part, or holds exported files.
     """
     with usable(workdir):
         _wait_for_lock(workdir, lambda: not is_locked(workdir))
@@ -215,19 +210,15 @@ def open_workdir(
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. With the id goes the `number` of steps in a call, which
-    holds when the run resumes.
-
-    Raises:
-      ConfigError: `check` refuses it, or the directory cannot be written to.
+    Call it under the lock. The `number` of steps in a call holds when the run resumes.
+    `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            write_json(
-                workdir / RUN, {"id": uuid.uuid4().hex, "steps_per_call": number}
-            )
+            run = {"id": uuid.uuid4().hex, "steps_per_call": number}
+            write_json(workdir / RUN, run)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
     env = environment(devices)
@@ -273,11 +264,7 @@ os.register_at_fork(after_in_child=_LOCKS.close)
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Locks `workdir`, made where needed, against other runs.
-
-    Raises:
-      ConfigError: another run is in it, or it cannot be written to.
-    """
+    """Makes `workdir` and locks it against other runs, or raises `ConfigError`."""
     with usable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         file = appended(workdir / LOCK)
@@ -285,11 +272,8 @@ def locked(workdir: Path) -> Iterator[None]:
         try:
             _wait_for_lock(workdir, lambda: _lock(file))
         except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): see to it that no other run writes there",
-                workdir,
-                error.strerror,
-            )
+            fault = f"{workdir} cannot be locked ({error.strerror})"
+            logger.warning("%s: see to it that no other run writes there", fault)
         _LOCKS.callback(file.close)
         yield
 
@@ -355,10 +339,7 @@ def usable(workdir: Path) -> Iterator[None]:
 
 
 def environment(devices: DeviceManager) -> dict[str, Any]:
-    """Versions, devices, flags and commit, as written to env.json and with each save.
-
-    Of flags those that change what a program computes.
-    """
+    """Versions, devices, flags and commit, for env.json and each save."""
     return {
         "host": platform.node(),
         "python": platform.python_version(),
