@@ -18,14 +18,7 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 import jax_doctor
-from haiku_template import (
-    cluster,
-    config,
-    program_cache,
-    registry,
-    shipped,
-    signals,
-)
+from haiku_template import cluster, config, program_cache, registry, shipped, signals
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -98,7 +91,7 @@ signals.when_ended(lambda *_: jax_doctor.end_children())
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
     """Imports JAX and picks the devices that the flags ask for, or says why not.
 
-    `num_devices` counts where no flag does; None means all. Raises `DeviceError`.
+    `num_devices` counts where no flag does; None means all.
     """
     if "target" in FLAGS and FLAGS.target is not None:
         return _target_devices()
@@ -111,7 +104,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
         _join(*processes)
     from haiku_template.devices import DeviceManager
 
-    if not cluster.is_joined():
+    if processes is None or not cluster.is_joined():
         program_cache.use()
     if signals.are_installed():
         signals.watch()  # From here on the main thread may be in C for long.

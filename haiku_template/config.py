@@ -250,11 +250,8 @@ def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Adds keys that came later to a saved config, and drops those that are retired.
-
-    An empty one stays empty. Raises `ConfigError` for a value instead of keys. Why:
-    docs/decisions/storage.md#completed-configs
-    """
+    """Adds keys that came later to a saved config, and drops those that are retired."""
+    # Why: docs/decisions/storage.md#completed-configs
     return _merged(to_dict(default_config()), values, "config") if values else values
 
 

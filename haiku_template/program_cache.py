@@ -4,6 +4,7 @@ Commands use it unless JAX was told otherwise: by JAX_COMPILATION_CACHE_DIR, whi
 another folder, or by JAX_ENABLE_COMPILATION_CACHE=0.
 """
 
+import contextlib
 import copy
 import functools
 import os
@@ -25,10 +26,8 @@ def use() -> None:
     has_folder = jax.config.jax_compilation_cache_dir is not None
     if has_folder or not jax.config.jax_enable_compilation_cache:
         return
-    if "xla_dump" in os.environ.get("XLA_FLAGS", ""):
-        return  # What is not compiled is not dumped.
-    folder = _folder()
-    if folder is None:
+    # What is not compiled is not dumped.
+    if "xla_dump" in os.environ.get("XLA_FLAGS", "") or (folder := _folder()) is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if SECONDS.upper() not in os.environ:
@@ -84,13 +83,11 @@ def prune(folder: Path, largest: int, most: int) -> None:
     """Removes the files read longest ago, beyond so many bytes or files."""
     files = []
     for path in folder.rglob("*"):
-        try:
-            facts = path.stat()
-        except FileNotFoundError:  # Another process removed it.
-            continue
-        if not path.is_dir():
-            last = max(facts.st_atime, facts.st_mtime)
-            files.append((last, facts.st_size, path))
+        with contextlib.suppress(FileNotFoundError):  # Another process removed it.
+            if not path.is_dir():
+                facts = path.stat()
+                last = max(facts.st_atime, facts.st_mtime)
+                files.append((last, facts.st_size, path))
     total = 0
     for number, (_, size, path) in enumerate(sorted(files, reverse=True), 1):
         total += size

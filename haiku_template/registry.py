@@ -12,11 +12,7 @@ IMPORTING: list[str] = []  # Modules of a user that are being imported.
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
-    """Looks up a name in a table, or imports `module:function`.
-
-    An entry of the table may be `module:function` too, imported when it is asked for.
-    If neither is there, `ConfigError` lists the table and the nearest name.
-    """
+    """Looks up a name in a table, or imports `module:function`, as an entry may be."""
     entry = table.get(name)
     if isinstance(entry, str):
         module, _, function = entry.partition(":")
@@ -93,8 +89,7 @@ def make(
 ) -> Any:
     """Calls the function of `values.name` with the other values as keyword arguments.
 
-    `*args` and `**kwargs` are further arguments. Of an unknown name or key, or a value
-    that does not fit, `ConfigError` names `config.` and `key`.
+    Of an unknown name or key, or a value that does not fit, `ConfigError` names `key`.
     """
     name = values.pop("name", None)
     function = resolve(key, name, table)

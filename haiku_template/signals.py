@@ -71,8 +71,7 @@ def leave(number: int, _: FrameType | None, sentence: str = NOTHING_SAVED) -> No
 def watch() -> None:
     """Starts a thread that hears signals also while the main thread sits in C.
 
-    It ends a command whose handler does not run. Call it in the main thread. Where an
-    event loop hears signals in the same way, nothing is done.
+    Where an event loop hears signals in the same way, nothing is done.
     """
     if HEARERS:
         return
@@ -160,10 +159,7 @@ def when_ended(call: Callable[[str, int], object]) -> None:
 
 
 def ignore() -> None:
-    """Ignores signals while a command ends by itself, its work done or its error known.
-
-    Only a second SIGINT ends it before.
-    """
+    """Ignores signals but a second SIGINT, as the command ends by itself."""
     for number in EXIT_CODES:
         if signal.getsignal(number) is leave:
             signal.signal(number, signal.SIG_IGN)

@@ -68,11 +68,7 @@ def check_files(key: str, name: str, workdir: Path, roots: Iterable[str] = ()) -
 
 
 def check_definition(
-    key: str,
-    name: str,
-    function: Any,
-    table: Iterable[Any],
-    roots: Iterable[str] = (),
+    key: str, name: str, function: Any, table: Iterable[Any], roots: Iterable[str] = ()
 ) -> None:
     """Asserts that a function was written in a trusted file, and not imported there.
 

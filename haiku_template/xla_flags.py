@@ -17,11 +17,7 @@ from pathlib import Path
 
 OPTION = "--xla_cpu_experimental_ynn_fusion_type"
 FLAG = f"{OPTION}=-reduce"
-LIBRARIES = {
-    "jaxlib": "*jax_common*",
-    "jax_plugins": "*/*.so",
-    "libtpu": "libtpu.so",
-}
+LIBRARIES = {"jaxlib": "*jax_common*", "jax_plugins": "*/*.so", "libtpu": "libtpu.so"}
 
 
 def set_flag() -> None:

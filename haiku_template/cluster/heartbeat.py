@@ -21,12 +21,7 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
-from haiku_template.errors import (
-    ConfigError,
-    DeviceError,
-    NonFiniteError,
-    StorageError,
-)
+from haiku_template.errors import ConfigError, DeviceError, NonFiniteError, StorageError
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0  # Why: docs/decisions/cluster.md#heartbeat
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.

@@ -122,10 +122,7 @@ def without_workers(dataset: Any) -> Any:
 
 
 def whole_batches(dataset: Dataset) -> Dataset:
-    """Makes a data set that reads shares of batches read whole ones.
-
-    Sets that are no dataclass stay as they are.
-    """
+    """Makes a data set that reads shares of batches, a dataclass, read whole ones."""
     dataset = without_workers(dataset)
     spec = getattr(dataset, "spec", None)
     shares = getattr(spec, "process_count", 1) > 1
@@ -151,7 +148,7 @@ def epochs(
 ) -> np.ndarray:
     """Indices of the examples in the whole batch of `step`: int64 [B].
 
-    Epochs follow without a gap: a batch may hold the end of one and the next's start.
+    A batch may hold the end of one epoch and the next's start.
     """
     start, stop = step * spec.batch_size, (step + 1) * spec.batch_size
     indices = []
@@ -256,7 +253,5 @@ class EvaluationSet:
         """Copies the arrays of one batch out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return {
-            k: x[rows].copy()
-            for k, x in arrays_by_name(self.inputs, self.labels).items()
-        }
+        arrays = arrays_by_name(self.inputs, self.labels)
+        return {k: x[rows].copy() for k, x in arrays.items()}

@@ -194,10 +194,7 @@ def arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
-    """Makes `config.data`: its name's data set, of its arguments.
-
-    Raises `ConfigError` as `registry.make`, and for a function that returns no `Data`.
-    """
+    """Makes `config.data`, or raises `ConfigError`, also for what is no `Data`."""
     data = make("data", arguments(values), DATASETS, spec)
     if not isinstance(data, Data):
         raise ConfigError(

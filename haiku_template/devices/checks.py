@@ -91,12 +91,10 @@ def _verdicts(
     devices: "DeviceManager", tree: Any, layout: Layout | None
 ) -> Iterator[tuple[str, Any, str]]:
     """Yields path, leaf and verdict of each leaf."""
-    mesh_devices = devices.everyone
-    shardings = jax.tree.leaves((layout or Layout(mesh_devices)).of(tree))
-    for (path, leaf), sharding in zip(
-        leaves_by_path(tree).items(), shardings, strict=True
-    ):
-        yield path, leaf, _verdict(leaf, mesh_devices, sharding)
+    everyone, leaves = devices.everyone, leaves_by_path(tree).items()
+    shardings = jax.tree.leaves((layout or Layout(everyone)).of(tree))
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        yield path, leaf, _verdict(leaf, everyone, sharding)
 
 
 def _placement(path: str, leaf: Any, verdict: str) -> Placement:
@@ -245,9 +243,8 @@ PLACE = re.compile(r"(\S+\.py:\d+)(?::\d+)? (?:\(|traced for)")
 def leaks_named(make: Callable[..., Any] | None = None, *args: Any) -> Iterator[None]:
     """Turns JAX's page about a leaked tracer into a `PlacementError` of one sentence.
 
-    `make(*args)` is called again, untraced, to name those of its results that are
-    leaked tracers. Why: docs/decisions/devices.md#leaked-tracers
-    """
+    `make(*args)` is called again to name the leaves.
+    """  # Why: docs/decisions/devices.md#leaked-tracers
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:

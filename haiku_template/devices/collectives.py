@@ -28,8 +28,7 @@ def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
     """Adds up a tree over a mesh axis; the identity when the axis is None.
 
     Real arrays, but not numbers [], travel as `dtype`; None leaves them as they are.
-    Leaves of at most `BUCKETED` bytes travel in one bucket for each dtype. A `Share`'s
-    gradient is a sum already.
+    A `Share`'s gradient is a sum already.
     """
     return tree if axis_name is None else _sum(axis_name, tree, dtype)
 
@@ -71,14 +70,11 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
 
 def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
-    """Global norm of a tree, of which each device has all, or its own shares.
-
-    Leaves of at most `SMALL` bytes are added up as one vector: a sum for each takes as
-    long as a fifth of the step of a small MLP on a CPU.
-    """
+    """Global norm of a tree, of which each device has all, or its own shares."""
     leaves = jax.tree.leaves(tree, is_leaf=is_share)
     shares = [x for x in leaves if is_share(x)]
     arrays = [x for x in leaves if not is_share(x)]
+    # As one vector: a sum for each takes a fifth of the step of a small MLP on a CPU.
     small = [x.ravel() for x in arrays if x.size * x.dtype.itemsize <= SMALL]
     large = [x for x in arrays if x.size * x.dtype.itemsize > SMALL]
     norm = optax.tree.norm([jnp.concatenate(small), *large] if small else large)

@@ -23,11 +23,7 @@ from haiku_template.devices.layout import (
     in_device_memory,
     sharding_on,
 )
-from haiku_template.devices.transfer import (
-    check_host_batch,
-    own_part,
-    pad_rows,
-)
+from haiku_template.devices.transfer import check_host_batch, own_part, pad_rows
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -53,8 +49,7 @@ SHARES = "has not one share on each device; give batches with devices.shard"
 def check_alive(tree: Any, subject: str = "", distinct: bool = False) -> None:
     """Raises `PlacementError` for a deleted leaf, with which several devices crash.
 
-    `distinct` also refuses an array that is in the tree twice and cannot be donated
-    twice; `subject` begins the message.
+    `distinct` also refuses an array that is in the tree twice, and cannot be donated.
     """
     leaves = jax.tree.leaves(tree)
     once = not distinct or len(set(map(id, leaves))) == len(leaves)
@@ -87,8 +82,7 @@ def check_placed(
     """Raises `PlacementError` for leaves that are not on exactly these devices.
 
     With `sharded` each must also have one share on each device, as after `shard`:
-    `pmap` would use fewer devices for another batch, in silence. `subject` begins the
-    message.
+    `pmap` would use fewer devices for another batch, in silence.
     """
     target, n = set(devices), len(devices)
     for i, leaf in enumerate(jax.tree.leaves(tree)):
@@ -124,9 +118,8 @@ class CompiledStep:
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
 
-        Raises:
-          PlacementError: an argument is on other devices or was donated before; the
-            batch is not from `shard`; or the step leaks a tracer. Names the leaf.
+        `PlacementError` names a leaf that is on other devices or was donated before, or
+        not from `shard`, or a tracer that the step leaks.
         """
         *trees, batch = args
         devices, ledger = self.devices.everyone, self.devices.ledger
@@ -226,38 +219,28 @@ def compile_step(
     The step sees replicated trees, gathered if they are sharded, or its shares of them,
     by `specs`, and its share of a batch from `shard`. Its results must be the same on
     every device: average them with `mean_over`; `fetch` checks that they are.
-
-    Args:
-      step: pure function of trees, the state first, and of the batch.
-      donate_argnums: arguments whose memory the results may take over.
-      update: pure function of the state and of the step's results, which sees the
-        arrays of all devices as one; None for the step's results as they are.
-      out_shardings: of the results, or a prefix of their tree; None for replicated.
+    `update(state, results)` sees the arrays of all devices as one. `out_shardings` are
+    of the results, or a prefix of their tree; None for replicated.
     """
-    mapped = over_devices(step, devices, devices.everyone, specs=specs)
-    advance = _updating(mapped, update)
+    advance = _updating(step, update, devices, specs)
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
         return advance(*in_device_memory(args)), _token()
 
-    shardings = devices.replicated if out_shardings is None else out_shardings
-    compiled = jax.jit(
-        run,
-        donate_argnums=donate_argnums,
-        out_shardings=None
-        if devices.axis_name is None and out_shardings is None
-        else (shardings, devices.replicated),
-    )
+    if out_shardings is not None or devices.axis_name is not None:
+        out_shardings = out_shardings or devices.replicated, devices.replicated
+    compiled = jax.jit(run, donate_argnums=donate_argnums, out_shardings=out_shardings)
     return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
 
 
 def _updating(
-    step: Callable[..., Any], update: Callable[[Any, Any], Any] | None
+    step: Callable[..., Any], update: Any, devices: "DeviceManager", specs: Specs | None
 ) -> Callable[..., Any]:
+    mapped = over_devices(step, devices, devices.everyone, specs=specs)
     if update is None:
-        return step
-    return lambda state, *args: update(state, step(state, *args))
+        return mapped
+    return lambda state, *args: update(state, mapped(state, *args))
 
 
 def compile_call(
@@ -270,11 +253,10 @@ def compile_call(
 ) -> CompiledStep:
     """Compiles up to `most` steps as one call, `call(state, ..., count, batch)`.
 
-    It makes `count` steps, and returns the last state and their packed `Scalars`. The
-    arguments are those of `compile_step`; `update` returns a state and scalars.
+    It makes `count` of them, and returns the last state and their packed `Scalars`, as
+    `update` returns a state and scalars; arguments are those of `compile_step`.
     """
-    mapped = over_devices(step, devices, devices.everyone, specs=specs)
-    advance = _updating(mapped, update)
+    advance = _updating(step, update, devices, specs)
     # Else XLA may gather a sharded state for the time of a loop.
     in_place = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings)
 
@@ -284,8 +266,7 @@ def compile_call(
 
     @functools.wraps(step)
     def run(state: Any, *args: Any) -> tuple[Any, Scalars]:
-        *trees, count, batch = in_device_memory(args)
-        state = in_device_memory(state)
+        state, *trees, count, batch = in_device_memory((state, *args))
         if most == 1:
             state, scalars = advance(state, *trees, batch)
             return state, pack(scalars)
@@ -301,8 +282,7 @@ def _repeat(
 ) -> tuple[Any, Scalars]:
     """Makes `count` steps in a loop on the devices; scalars of each are rows of tables.
 
-    The loop's body does not depend on `count`: steps have the same bits however they
-    are cut into calls.
+    Its body does not depend on `count`: steps have the same bits in any call.
     """
     # Why: docs/decisions/training.md#calls
     _, row = jax.eval_shape(step, state, *args)
@@ -364,11 +344,10 @@ def over_devices(
     """Maps a function over devices: the one switch between one and several of them.
 
     On one device it is called. On several it is `jax.pmap`ped over the first axis of
-    its last argument, a batch [n, B / n, ...], and other arguments are replicated. By
-    `jax.shard_map`, which is what `jax.pmap` is, with several processes, of whose rows
-    `jax.pmap` inside `jax.jit` takes its own alone, and for shares of arguments.
-    Results are the same on all devices, but for these shares, or, if they are to be
-    `joined`, arrays [B, ...].
+    its last argument, a batch [n, B / n, ...], and other arguments are replicated; with
+    several processes, of whose rows `jax.pmap` would take its own alone, and for shares
+    of arguments, by `jax.shard_map`. Results are the same on all devices, but for these
+    shares, or, if `joined`, arrays [B, ...].
     """
     if devices.axis_name is None:  # Why: docs/decisions/devices.md#switch
         return fn

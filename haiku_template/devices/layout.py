@@ -66,11 +66,9 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
 
     def place(self, shapes: Any) -> Any:
         """Adds its sharding to each shape of a tree."""
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            shapes,
-            self.of(shapes),
-        )
+        form = jax.ShapeDtypeStruct
+        place = lambda x, sharding: form(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+        return jax.tree.map(place, shapes, self.of(shapes))
 
     def check(self, tree: Any) -> None:
         """Raises `ConfigError` for a rule of an unknown axis, or that fits no leaf."""
@@ -145,9 +143,8 @@ def device_bytes(tree: Any) -> int:
 def in_device_memory(tree: Any) -> Any:
     """Copies traced arrays to the devices' own memory, with which they compute."""
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
-    return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, device) if jax.typeof(x).memory_space == host else x
-        ),
-        tree,
-    )
+
+    def put(x: Any) -> Any:
+        return jax.device_put(x, device) if jax.typeof(x).memory_space == host else x
+
+    return jax.tree.map(put, tree)

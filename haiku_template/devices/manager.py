@@ -38,16 +38,11 @@ class DeviceManager(NamedTuple):
         gpu_memory_fraction: float | None = None,
         gpu_preallocate: bool | None = None,
     ) -> "DeviceManager":
-        """Chooses devices and starts JAX on them.
+        """Chooses devices and starts JAX on them; options are those of the flags.
 
         Args:
           spec: `auto` (all GPUs or TPUs, else the CPU), `cpu`, `gpu`, `tpu`, or chosen
             devices: `gpu:1`, `gpu:0,2`.
-          num_devices: the first so many; None means all.
-          simulate_devices: makes the CPU appear as so many devices.
-          fallback: `error`, or `cpu` to run there when `spec` cannot be had.
-          gpu_memory_fraction: share of a card's memory that JAX may take, in (0, 1].
-          gpu_preallocate: reserves that memory at the start; None leaves it to JAX.
 
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
@@ -95,9 +90,8 @@ class DeviceManager(NamedTuple):
     ) -> Any:
         """Runs `fn(*args)`; its results are born replicated, or as a layout has them.
 
-        Arguments on the host are put on the devices. `fn` sees the mesh axis by its
-        name, as steps do, so that modules that average over it (`hk.BatchNorm`)
-        initialize too.
+        `fn` sees the mesh axis, as steps do, so that modules that average over it
+        (`hk.BatchNorm`) initialize too.
         """
         args = transfer.on_devices(args, self.replicated)
         program = self._once(fn, layout, *args)
@@ -130,9 +124,8 @@ class DeviceManager(NamedTuple):
     def replicate(self, tree: Any) -> Any:
         """Replicates every leaf on every device, without a leading device axis.
 
-        If a leaf is already on one of the devices, the result shares its memory: a step
-        that donates the result deletes the source as well. `PlacementError` names a
-        leaf whose values do not fit JAX's dtype.
+        A result shares the memory of a leaf that is on one of the devices already: to
+        donate it deletes both. `PlacementError`: values do not fit JAX's dtype.
         """
         tree = transfer.distinct(transfer.fitting(tree))
         with self.ledger.timed("to_devices"):
@@ -166,9 +159,8 @@ class DeviceManager(NamedTuple):
 
         NumPy arrays [B, ...] keep their shape on one device; on n they become [n, B /
         n, ...], with row block i on device i. Returns when they are there. The CPU uses
-        their memory in place, so never write to it again. `PlacementError`: n
-        does not divide B (it names those that it divides), or a leaf is on a device
-        already, has another B, or does not fit JAX's dtype.
+        their memory in place, so never write to it again. `PlacementError`: n does not
+        divide B, or a leaf is on a device already, or does not fit JAX's dtype.
         """
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)
@@ -203,7 +195,6 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        What is on the host stays as it is; what is sharded over processes is gathered.
         `PlacementError` names a leaf that was deleted, is no number, or whose replicas
         differ.
         """

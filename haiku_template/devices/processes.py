@@ -76,12 +76,7 @@ class Processes(NamedTuple):
         error: type[Exception] = ConfigError,
         advice: str = "start all with the same command, code and files",
     ) -> None:
-        """Asserts that facts, which JSON can hold, are the same in all processes.
-
-        Raises:
-          ConfigError: or another `error`; names what differs, in which process, and
-            both values.
-        """
+        """Raises `error` unless facts, of JSON, are the same in all processes."""
         if self.count > 1:  # Why: docs/decisions/cluster.md#comparison
             _check_same(gather(facts), error, advice)
 
@@ -100,11 +95,7 @@ def _check_same(
 
 
 def of(devices: list[jax.Device]) -> Processes:
-    """Asks all processes for their devices.
-
-    Raises:
-      DeviceError: they have not as many each, or devices of different platforms.
-    """
+    """Asks all processes for their devices; `DeviceError` unless they are alike."""
     return Processes() if jax.process_count() == 1 else _joined(devices)
 
 

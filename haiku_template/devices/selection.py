@@ -51,7 +51,7 @@ def choose(request: Request, fallback: str) -> tuple[list[jax.Device], str]:
 
 def check_share(memory_fraction: float | None) -> None:
     """Raises `DeviceError` for a share of memory outside (0, 1]; None is JAX's own."""
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+    if not (memory_fraction is None or 0 < memory_fraction <= 1):
         raise DeviceError(
             f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
             "memory; possible are numbers above 0 and up to 1"
@@ -201,9 +201,8 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
     if simulated:
         reason = f"--simulate_devices={simulated}: the CPU as several"
     elif platform:
-        reason = (
-            f"--device={request.spec}, {share} of this process's {platform} devices"
-        )
+        of_process = f"{share} of this process's {platform} devices"
+        reason = f"--device={request.spec}, {of_process}"
     else:
         reason = f"--device=auto, and {_reason_for_auto(picks[0].platform, share)}"
     return picks, reason

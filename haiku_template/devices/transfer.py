@@ -83,8 +83,7 @@ def by_device(batch: Any, n: int, axis_name: str | None = AXIS_NAME) -> Any:
 def own_rows(processes: Processes, dataset: Any = None) -> Callable[[Any], Any]:
     """Makes the function that slices this process's rows of arrays [B, ...].
 
-    It is the identity for batches of a data set that reads shares, as its `spec` says,
-    and raises `PlacementError` if the processes cannot have as many rows each.
+    It leaves batches of a data set that reads shares, as its `spec` says, as they are.
     """
     if processes.count == 1:
         return lambda batch: batch
@@ -306,10 +305,7 @@ def _check_number(path: Any, leaf: Any) -> None:
 
 
 def on_devices(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Puts leaves in host memory where `sharding` says; others stay where they are.
-
-    Arrays of one process's devices are made to span all of the sharding's.
-    """
+    """Puts leaves on the host, or of one process's devices, where `sharding` says."""
 
     def put(x: Any) -> Any:
         is_here = isinstance(x, jax.Array) and x.is_fully_addressable

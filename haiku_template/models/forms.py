@@ -51,10 +51,7 @@ def _takes_inputs(batch: Any, whole_batch: bool) -> bool:
 def with_state(model: Any) -> hk.TransformedWithState:
     """Adapts a model to `apply(params, net_state, rng, inputs, is_training)`.
 
-    `is_training`, state and rng are left out for models that take none.
-
-    Raises:
-      ConfigError: it is not transformed, or its function takes other arguments.
+    Raises `ConfigError` for one that is not transformed, or takes other arguments.
     """
     if isinstance(model, PerExample):
         return model

@@ -25,10 +25,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
-    """Cross-entropy in nats, and accuracy.
-
-    `logits` are float32 [B, K]; `labels`, int [B], are in [0, K); others give NaN.
-    """
+    """Cross-entropy in nats and accuracy: logits [B, K], `labels` int [B] in [0, K)."""
     labels = batch["labels"]
     loss = cross_entropy(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
@@ -79,10 +76,9 @@ def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:
 def confusion(
     logits: jax.Array, batch: dict[str, Any], mask: jax.Array
 ) -> dict[str, jax.Array]:
-    """Confusion matrix: rows are labels, columns predictions; int32 [K, K].
+    """Confusion matrix where `mask` is True, none if K > 1,000: int32 [K, K].
 
-    It counts logits [B, K] and labels [B], from 0 on, where `mask` is True; none if
-    K > 1,000.
+    Rows are labels [B], columns predictions of logits [B, K].
     """
     size = logits.shape[-1]  # Why: docs/decisions/training.md#confusion
     if size > MANY_CLASSES:

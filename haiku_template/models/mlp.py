@@ -15,15 +15,11 @@ def mlp(
     """An MLP over flattened inputs: B examples to [B, num_outputs].
 
     Args:
-      axis_name: not used; an MLP keeps no statistics of the batch.
       width: units of each of the hidden layers.
       num_layers: hidden layers, 0 or more.
       dropout: share of hidden units dropped in training, in [0, 1).
-
-    Raises:
-      ValueError: a value out of its range.
     """
-    del axis_name
+    del axis_name  # It keeps no statistics of the batch.
     if not (width >= 1 and num_layers >= 0 and 0 <= dropout < 1):
         raise ValueError(
             f"width={width}, num_layers={num_layers} and dropout={dropout} are not all "

@@ -43,10 +43,7 @@ class Precision(NamedTuple):
 
     @classmethod
     def create(cls, name: str, reduce_dtype: str | None = None) -> "Precision":
-        """Makes `float32`, `bfloat16` or `float16`.
-
-        Raises `ConfigError` for another name, or another `reduce_dtype` than these.
-        """
+        """Makes `float32`, `bfloat16` or `float16`, or raises `ConfigError`."""
         if name not in POLICIES:
             raise ConfigError(
                 f"config.precision={name!r}; possible are {', '.join(POLICIES)}"
@@ -83,16 +80,12 @@ class Precision(NamedTuple):
 
     def cast_outputs(self, outputs: Any) -> Any:
         """Casts outputs to float32; lazy ones stay: their product is float32."""
-        cast = self.policy.cast_to_output
-        return jax.tree.map(
-            lambda x: x if is_lazy(x) else cast(x), outputs, is_leaf=is_lazy
-        )
+        cast = lambda x: x if is_lazy(x) else self.policy.cast_to_output(x)  # noqa: E731
+        return jax.tree.map(cast, outputs, is_leaf=is_lazy)
 
     def norms_in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which normalization layers compute in float32.
-
-        Why: docs/decisions/training.md#precision
-        """
+        """Context in which normalization layers compute in float32."""
+        # Why: docs/decisions/training.md#precision
         if self.policy.compute_dtype == jnp.float32:
             return contextlib.nullcontext()
         return hk.intercept_methods(self._call_norm)

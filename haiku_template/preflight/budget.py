@@ -124,12 +124,8 @@ def memory_budget(
 ) -> Budget:
     """Compiles the train step for the largest batch and reads its memory analysis.
 
-    Args:
-      limit: bytes on each device; None asks JAX.
-      starts: False for a run that resumes.
-
-    Raises:
-      ConfigError: the state alone is larger, so that XLA would end the process.
+    `limit` is in bytes on each device, None asks JAX; `starts` is False on resume.
+    Raises `ConfigError` for a larger state, with which XLA would end the process.
     """
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
@@ -200,8 +196,7 @@ def _saved(opt_state: Any) -> dict[str, int]:
     floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
     sharded = tree_bytes(opt_state) - device_bytes(opt_state)
-    sizes = {"mu_dtype": narrow, "sharding": sharded}
-    return {key: size for key, size in sizes.items() if size}
+    return {k: n for k, n in (("mu_dtype", narrow), ("sharding", sharded)) if n}
 
 
 def _largest(state: TrainState) -> str:
@@ -285,13 +280,10 @@ def _warn_of_no_sharding(trainer: Trainer) -> None:
 def check_budget(
     trainer: Trainer, limit: int | None = None, *, starts: bool = True
 ) -> Budget:
-    """Computes the budget, asserts that it fits, and warns of large constants.
+    """Computes `memory_budget`, asserts that it fits, and warns of large constants.
 
-    Arguments are those of `memory_budget`.
-
-    Raises:
-      ConfigError: it does not fit; names the largest leaves, and what would fit, found
-        by compiling: rematerialized modules, or the smallest `accumulate_steps`.
+    `ConfigError` names the largest leaves, and what would fit, found by compiling:
+    rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
     if trainer.layout.rules:
@@ -372,19 +364,12 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def settle(trainer: Trainer, workdir: Path, limit: int | None = None) -> Trainer:
-    """Decides what is left to the run in `workdir`: where data lives, steps per call.
-
-    `limit` is in bytes on each device; None asks JAX.
-    """
+    """Decides what is left to a run in `workdir`: where data lives, steps per call."""
     return choose_steps_per_call(place_data(trainer, limit), workdir, limit)
 
 
 def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
-    """Stages the training data of `placement="auto"` on the devices if it fits there.
-
-    `limit` is in bytes on each device; None asks JAX. Other trainers are returned as
-    they are.
-    """
+    """Stages the training data of `placement="auto"` on the devices if it fits."""
     is_auto = trainer.experiment.placement == "auto"
     return _staged_if_it_fits(trainer, limit) if is_auto else trainer
 
@@ -416,9 +401,8 @@ def choose_steps_per_call(
     """Has several steps in one call where `steps_per_call=None` and steps are short.
 
     That is so for few operations in each, on the CPU none of them a convolution, and
-    data in memory, if a call's batches fit the device: the choice rests on the program
-    and the data alone. A run in `workdir` that has begun keeps its own. `limit` is as
-    in `place_data`.
+    data in memory, if a call's batches fit the device. A run in `workdir` that has
+    begun keeps its own.
     """
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None or experiment.exact_elastic is not None:

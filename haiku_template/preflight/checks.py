@@ -39,8 +39,6 @@ def check_before_start(
 ) -> Budget:
     """Traces a run for faults before step 0, and returns its memory budget.
 
-    `starts` is False for a run that resumes.
-
     Raises:
       PlacementError: a norm is not averaged over the devices.
       ConfigError: the run would not fit, or a metric that it needs is not measured.
@@ -50,15 +48,14 @@ def check_before_start(
             f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
             "if __name__ == '__main__':"
         )
-    train, size = trainer.experiment.data.train, trainer.feed.batch_size
-    train = without_workers(train)
-    if isinstance(train, ArrayDataset) and len(train.inputs) < size:
+    train, size = (
+        without_workers(trainer.experiment.data.train),
+        trainer.feed.batch_size,
+    )
+    if isinstance(train, ArrayDataset) and (rows := len(train.inputs)) < size:
         logger.warning(
-            "a batch has %d examples and the training set %d, so that some are in a "
-            "batch several times; give a batch_size of %d or less",
-            size,
-            len(train.inputs),
-            len(train.inputs),
+            f"a batch has {size} examples and the training set {rows}, so that some "
+            f"are in a batch several times; give a batch_size of {rows} or less"
         )
     if trainer.devices.axis_name and trainer.experiment.exact_elastic is None:
         check_norms(trainer)
@@ -115,10 +112,7 @@ def _norms_alone(
 
 # Why: docs/decisions/training.md#traced-evaluation
 def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
-    """Traces the evaluation; its metrics must have `best_metric`, and early stopping's.
-
-    `stop_when` is from `early_stop`, or anything without its `metric`.
-    """
+    """Traces the evaluation, whose metrics must have the best and early stopping's."""
     devices, dataset = trainer.devices, trainer.experiment.data.evaluation
     early = getattr(stop_when, "metric", None)
     if dataset is None:

@@ -112,11 +112,8 @@ def keep(
 ) -> None:
     """Saves the fingerprint of a new run; asserts that a resumed run has the same.
 
-    Processes of one run must have the same, also where a config says it all.
-
-    Raises:
-      ConfigError: the mathematics or the data changed, or differ between processes;
-        names the parts.
+    `ConfigError` names the parts of the mathematics or the data that changed, or differ
+    between processes, also where a config says it all.
     """
     processes = trainer.devices.processes
     if processes.count > 1:

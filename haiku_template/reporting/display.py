@@ -150,21 +150,15 @@ class Display:
         seconds = (self.num_steps - step) / metrics["perf/steps_per_second"]
         clock = str(datetime.timedelta(seconds=round(seconds)))
         eta, bound = "ETA " + re.sub("^0:0?", "", clock), bound_text(metrics)
-        line = (
-            f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  "
-            f"{rate_text(metrics)}  {eta}  {bound}  memory {memory}"
-        )
+        line = f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  "
+        line += f"{rate_text(metrics)}  {eta}  {bound}  memory {memory}"
         self._log.print(line)
         if self._bar.disable:
             self._show(self._line, line)
         self._bar.below = f"{speed_text(metrics)}  {bound}  {memory}"
-        self._show(
-            self._bar.update,
-            self._task,
-            completed=step,
-            description=f"loss {metrics['train/loss']:.4g}  {eta}",
-            refresh=self._redraws(),
-        )
+        update = functools.partial(self._bar.update, self._task, completed=step)
+        loss = f"loss {metrics['train/loss']:.4g}  {eta}"
+        self._show(update, description=loss, refresh=self._redraws())
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports evaluation metrics as a line."""
@@ -200,10 +194,7 @@ def from_batch_line(paths: Sequence[str]) -> str:
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:
-    """Tabulates parameters for the screen and the log: name, shape, dtype, bytes.
-
-    If they are many, the screen has a row for each module, or for each kind of module.
-    """
+    """Tabulates parameters for the screen, by module if they are many, and the log."""
     leaves = flatten(params)
     full = _parameter_table({name: [leaf] for name, leaf in leaves.items()})
     return (full if len(leaves) <= ROWS else _folded_table(leaves)), full
@@ -322,11 +313,10 @@ def rate_text(metrics: dict[str, float]) -> str:
 
 def _numbers(metrics: dict[str, float], prefix: str) -> str:
     order = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
-    keys = [key for key in metrics if key.startswith(prefix)]
-    values = {key.removeprefix(prefix): metrics[key] for key in keys}
-    names = [name for name in order if name in values]
-    names += [name for name in values if name not in (*names, *UNSHOWN)]
-    return "  ".join(f"{name} {values[name]:.4g}" for name in names)
+    values = {k[len(prefix) :]: x for k, x in metrics.items() if k.startswith(prefix)}
+    names = [x for x in dict.fromkeys((*order, *values)) if x in values]
+    shown = [x for x in names if x in order or x not in UNSHOWN]
+    return "  ".join(f"{name} {values[name]:.4g}" for name in shown)
 
 
 def in_units(size: int) -> str:

@@ -37,7 +37,6 @@ class Clock:
 
         Splits the loop's wait for a batch into `data` and `to_devices` in the ratio of
         the prefetch thread's time, so that the seconds add up to the time of a step.
-        Bytes are of copies that the loop asked for.
         """
         spent = self._devices.ledger.totals() - self._before
         steps, seconds = max(step - self._step, 1), time.perf_counter() - self._since
@@ -66,11 +65,7 @@ class Work(NamedTuple):
 def rates(
     work: Work, examples_per_second: float, peak: float | None
 ) -> dict[str, float]:
-    """Throughput metrics, model FLOPs utilization (MFU) among them.
-
-    `peak` is the FLOP/s of matrix products that was measured on all devices, not a data
-    sheet's; None if it was not.
-    """
+    """Throughput metrics, and of a measured `peak` in FLOP/s the utilization (MFU)."""
     flops = examples_per_second * work.flops
     metrics = {
         "perf/examples_per_second": examples_per_second,

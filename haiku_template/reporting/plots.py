@@ -119,10 +119,8 @@ def _figure(name: str, width: float, height: float) -> "Figure | None":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning(
-            'no %s: matplotlib is not installed (pip install "haiku_template[plots]")',
-            name,
-        )
+        advice = 'matplotlib is not installed (pip install "haiku_template[plots]")'
+        logger.warning("no %s: %s", name, advice)
         return None
     return Figure(figsize=(width, height), layout="constrained")
 
