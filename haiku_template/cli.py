@@ -94,7 +94,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     `num_devices` counts where no flag does; None means all.
     """
     if "target" in FLAGS and FLAGS.target is not None:
-        return _target_devices()
+        return target_devices(FLAGS.target)
     device = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in jax_doctor.check_environment(device):  # JAX's errors mislead.
         if finding.severity == "error" and FLAGS.fallback != "cpu":
@@ -121,21 +121,22 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     )
 
 
-def _target_devices() -> "DeviceManager":
+def target_devices(target: str) -> "DeviceManager":
+    """Makes the devices of a --target, or raises `ConfigError` for other flags."""
     if not FLAGS.dry_run:
         raise ConfigError(
-            f"--target={FLAGS.target} only compiles, for GPUs that are not here; "
+            f"--target={target} only compiles, for GPUs that are not here; "
             "give --dry_run, too"
         )
     conflicts = [f"--{name}" for name in WHERE if FLAGS[name].present]
     if conflicts:
         raise ConfigError(
-            f"--target={FLAGS.target} says which GPUs, and how many, as in h100x8;"
+            f"--target={target} says which GPUs, and how many, as in h100x8;"
             f" leave out {', '.join(conflicts)}"
         )
-    from haiku_template.preflight.targets import target_devices
+    from haiku_template.preflight import targets
 
-    return target_devices(FLAGS.target, FLAGS.gpu_memory_fraction)
+    return targets.target_devices(target, FLAGS.gpu_memory_fraction)
 
 
 def _resumes() -> bool:

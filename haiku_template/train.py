@@ -18,6 +18,7 @@ if __name__ == "__main__":  # Before imports, which take a second.
     signals.install()
 
 import os
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -44,7 +45,8 @@ flags.DEFINE_bool(
 flags.DEFINE_string(
     "target",
     None,
-    "With --dry_run, compile for GPUs you do not have: h100x8; list names them.",
+    "With --dry_run, compile for GPUs that are not here: h100x8; several for a row of "
+    "memory each, t4,l4,h100; list names them.",
 )
 flags.DEFINE_string(
     "device_memory_limit",
@@ -64,8 +66,8 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Checks the config, chooses the devices, and trains."""
-    if FLAGS.target == "list":
-        return cli.list_targets()
+    if FLAGS.target == "list" or "," in (FLAGS.target or ""):
+        return _several_targets()
     cli.need("config", *["workdir"] * (not FLAGS.check))
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
@@ -92,6 +94,26 @@ def main() -> None:
         dry_run=FLAGS.dry_run,
         rewind=FLAGS.rewind,
     )
+
+
+def _several_targets() -> None:
+    """Prints the GPUs that --target knows, or the memory for each that it names."""
+    if FLAGS.target == "list":
+        return cli.list_targets()
+    cli.need("config")
+    config.check(FLAGS.config)
+    names = list(dict.fromkeys(filter(None, FLAGS.target.split(","))))
+    targets = {name: cli.target_devices(name) for name in names}
+    from haiku_template.preflight import print_targets, settle
+    from haiku_template.reporting.display import parse_bytes
+    from haiku_template.training import Experiment
+
+    text, trainers = FLAGS.device_memory_limit, {}
+    limit = text and parse_bytes(text)
+    for name, devices in targets.items():
+        trainer = Experiment.from_config(FLAGS.config, devices).trainer(devices)
+        trainers[name] = settle(trainer, Path(FLAGS.workdir or "none"), limit)
+    print_targets(trainers, limit)
 
 
 def _check_data_keys(values: dict[str, Any]) -> None:

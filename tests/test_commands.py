@@ -250,7 +250,7 @@ def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
     flags = ("--dry_run", "--simulate_devices=2")
     done = train(tmp_path / "run", *flags, XLA_PYTHON_CLIENT_MEM_FRACTON="0.5")
     assert done.returncode == 0, done.stderr
-    assert "Memory on each device" in done.stdout and "340,008" in done.stdout
+    assert "Memory on each device" in done.stdout and "332.04 KiB" in done.stdout
     assert "XLA_PYTHON_CLIENT_MEM_FRACTON" in done.stderr
     assert not (tmp_path / "run").exists()
 

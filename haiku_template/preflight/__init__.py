@@ -3,5 +3,6 @@
 from haiku_template.preflight.budget import Budget as Budget
 from haiku_template.preflight.budget import memory_budget as memory_budget
 from haiku_template.preflight.budget import print_budget as print_budget
+from haiku_template.preflight.budget import print_targets as print_targets
 from haiku_template.preflight.budget import settle as settle
 from haiku_template.preflight.checks import check_before_start as check_before_start

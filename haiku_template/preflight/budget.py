@@ -108,15 +108,20 @@ class Budget(NamedTuple):
         """Tabulates the budget, one row for each part."""
         sizes = {name.replace("_", " "): getattr(self, name) for name in ROWS}
         sizes |= {f"saved by {key}": size for key, size in self.saved.items()}
-        rows = [(k, f"{n:,}") for k, n in sizes.items() if n or k == "params"]
-        limit = "not known here" if self.limit is None else f"{self.limit:,}"
+        rows = [(k, in_units(n)) for k, n in sizes.items() if n or k == "params"]
+        limit = "not known here" if self.limit is None else in_units(self.limit)
         limits = [("limit", limit)]
         if self.process is not None:
             total = self.process + self.num_devices * self.peak
-            limits += [("this process already", f"{self.process:,}")]
-            limits += [("with all devices", f"{total:,}")]
+            limits += [("this process already", in_units(self.process))]
+            limits += [("with all devices", in_units(total))]
         title = f"Memory on each device{', about' if self.outside else ''}"
-        return table(title, ("what", "bytes"), rows, limits)
+        return table(title, ("what", "size"), rows, limits)
+
+    def summary(self) -> Table | str:
+        """Budget for the first lines of a run: one line where no limit is known."""
+        line = f"memory    {in_units(self.peak)} on each device; no limit is known here"
+        return line if self.limit is None else self.table()
 
 
 def memory_budget(
@@ -313,6 +318,28 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
         compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
         size = device_bytes(trainer.abstract.without_frozen())
         console.print(program_table(compiled, size))
+
+
+def print_targets(trainers: dict[str, Trainer], limit: int | None = None) -> None:
+    """Prints a row for each target: what a run needs of its memory, and if it fits.
+
+    `limit` is in bytes on each device, in place of the targets' own.
+    """
+    rows = []
+    for target, trainer in trainers.items():
+        devices, state = trainer.devices, device_bytes(trainer.abstract)
+        limits = devices.memory if limit is None else limit
+        try:
+            budget = memory_budget(trainer, limit)
+        except ConfigError:  # The state alone does not.
+            rows.append((target, in_units(state), "", "", in_units(limits), "no"))
+            continue
+        sizes = (state, budget.temporaries + budget.outside, budget.peak, limits)
+        fits = "yes" if budget.peak <= limits else "no"
+        rows.append((target, *map(in_units, sizes), fits))
+    columns = ("target", "state", "temporaries", "peak", "limit", "fits")
+    title = "Memory on each device, about"
+    Console(markup=False).print(table(title, columns, rows))
 
 
 def _suggestion(trainer: Trainer, budget: Budget) -> str:

@@ -135,7 +135,7 @@ def train(
         if start:
             trainer = resumed(trainer, directory, config)
         checkpoints.check_room(state.saved(), num_steps - start, save_every)
-        report.print(*first_lines(trainer, state, report, start), budget.table())
+        report.print(*first_lines(trainer, state, report, start), budget.summary())
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)

@@ -31,6 +31,7 @@ from haiku_template.preflight.program import parse, read_program
 from haiku_template.preflight.targets import CARDS, target_devices
 from haiku_template.reporting.display import in_units
 from haiku_template.training import Experiment, regression
+from tests.runs import run_command
 
 pytestmark = pytest.mark.target
 GIB = 2**30
@@ -257,6 +258,20 @@ def test_every_card_is_known_to_xla(card):
     x = devices.abstract(lambda: np.zeros((64, 64), np.float32))
     compiled = product.trace(x, x).lower().compile()
     assert compiled.memory_analysis().argument_size_in_bytes
+
+
+def test_several_cards_are_a_row_each(tmp_path):
+    flags = ["--config=configs/digits.py", "--dry_run", "--target=t4,h100x2"]
+    done = run_command("train", *flags)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if "GiB" in line]
+    assert [line[1] for line in lines] == ["t4", "h100x2"]
+    assert all("yes" in line for line in lines)
+    assert [line[line.index("GiB") - 1] for line in lines] == ["11.18", "55.88"]
+    small = run_command("train", *flags, "--device_memory_limit=1MiB")
+    assert small.stdout.count(" no ") == 2, small.stderr
+    wrong = run_command("train", *flags[:-1], "--target=t4,h1000")
+    assert wrong.returncode == 64 and "did you mean h100" in wrong.stderr
 
 
 def test_a_card_in_a_file_is_compiled_for(tmp_path):

@@ -262,10 +262,14 @@ def test_on_the_cpu_the_process_s_own_share_is_said():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(budget.table())
     shown = console.export_text()
-    assert f"this process already {budget.process:,}" in " ".join(
+    assert f"this process already {in_units(budget.process)}" in " ".join(
         shown.replace("│", "").split()
     )
-    assert f"{budget.process + 4 * budget.peak:,}" in shown
+    assert in_units(budget.process + 4 * budget.peak) in shown
+    # A run says it in one line: no limit is known of a CPU's memory.
+    line = budget.summary()
+    assert line.startswith(f"memory    {in_units(budget.peak)} on each device")
+    assert "\n" not in line and budget._replace(limit=10).summary().title
 
 
 def test_the_bytes_that_half_precision_moments_save_are_a_row():
@@ -280,7 +284,7 @@ def test_the_bytes_that_half_precision_moments_save_are_a_row():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(budget.table())
     shown = " ".join(console.export_text().replace("│", "").split())
-    assert f"saved by mu_dtype {whole.params // 2:,}" in shown
+    assert f"saved by mu_dtype {in_units(whole.params // 2)}" in shown
 
 
 def test_a_limit_that_is_not_known_stops_nobody():
