@@ -88,6 +88,20 @@ def test_notebook_runs(path):
         assert printed(stored) == printed(notebook)
 
 
+@pytest.mark.parametrize(
+    "path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda x: x.stem
+)
+def test_notebooks_hide_nothing_and_show_a_picture(path):
+    notebook = nbformat.read(path, as_version=4)
+    source = "".join(cell.source for cell in notebook.cells)
+    assert "capture_output" not in source and "%%capture" not in source
+    if path == DEVICES:  # The picture is rich's, of colored text.
+        assert "visualize_array_sharding" in source
+        return
+    kinds = [kind for output in outputs(notebook) for kind in output.get("data", {})]
+    assert "image/png" in kinds
+
+
 def test_quickstart_is_stored_as_executed():
     notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
     assert any("image/png" in output.get("data", {}) for output in outputs(notebook))

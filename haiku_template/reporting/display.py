@@ -37,7 +37,7 @@ NAMES = 6  # Leaves that a line names.
 # Of training, in the report alone: lines have the values of the task.
 UNSHOWN = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 WIDTH = 120  # Columns of tables in files and pipes.
-NUMBERS = ("parameters", "share", "bytes")  # Columns that are justified right.
+NUMBERS = ("parameters", "share", "bytes", "size")  # Columns that are justified right.
 # Parts of a step's time in the loop's thread, which add up to it.
 PARTS = {
     "perf/data_seconds": "data",
@@ -75,7 +75,7 @@ class Display:
     """
 
     def __init__(self, workdir: Path, num_steps: int, quiet: bool = False) -> None:
-        self.num_steps = num_steps
+        self.num_steps, self._drawn = num_steps, 0.0
         # Brackets in names are no colors, and a notebook would take the log as well.
         console = functools.partial(
             _Screen, highlight=False, soft_wrap=True, markup=False, force_jupyter=False
@@ -84,7 +84,8 @@ class Display:
         width, force = (None, None) if sys.stdout.isatty() else (WIDTH, False)
         self._screen = console(width=width, quiet=quiet, force_terminal=force)
         self.in_notebook = type(sys.stdout).__module__ == "ipykernel.iostream"
-        self._line = notebook.line() if self.in_notebook else self._screen.print
+        put = self._screen.print
+        self._line, self._put = notebook.means(put) if self.in_notebook else (put, put)
         self._file = Note(workdir / LOG)
         self._log = console(file=self._file, width=WIDTH, force_terminal=False)
         self._bar = _Bar(
@@ -97,7 +98,6 @@ class Display:
             expand=True,
         )
         self._task = self._bar.add_task("starting", total=num_steps)
-        self._drawn = 0.0
 
     def __enter__(self) -> "Display":
         self._show(self._bar.start)
@@ -115,7 +115,7 @@ class Display:
         """Prints texts and tables; of a pair one is for the screen, one for the log."""
         for line in lines:
             brief, full = line if isinstance(line, tuple) else (line, line)
-            self._show(self._screen.print, brief)
+            self._show(self._put, brief)
             self._log.print(full)
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -157,8 +157,8 @@ class Display:
             self._show(self._line, line)
         self._bar.below = f"{speed_text(metrics)}  {bound}  {memory}"
         update = functools.partial(self._bar.update, self._task, completed=step)
-        loss = f"loss {metrics['train/loss']:.4g}  {eta}"
-        self._show(update, description=loss, refresh=self._redraws())
+        text = f"{_numbers(metrics, 'train/', 2)}  {eta}"
+        self._show(update, description=text, refresh=self._redraws())
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Reports evaluation metrics as a line."""
@@ -311,12 +311,12 @@ def rate_text(metrics: dict[str, float]) -> str:
     return speed_text(metrics) + peak
 
 
-def _numbers(metrics: dict[str, float], prefix: str) -> str:
+def _numbers(metrics: dict[str, float], prefix: str, most: int | None = None) -> str:
     order = ("loss", "accuracy", "absolute_error", "perplexity", "bits_per_byte")
     values = {k[len(prefix) :]: x for k, x in metrics.items() if k.startswith(prefix)}
     names = [x for x in dict.fromkeys((*order, *values)) if x in values]
     shown = [x for x in names if x in order or x not in UNSHOWN]
-    return "  ".join(f"{name} {values[name]:.4g}" for name in shown)
+    return "  ".join(f"{name} {values[name]:.4g}" for name in shown[:most])
 
 
 def in_units(size: int) -> str:
