@@ -10,8 +10,8 @@
 #                       and in network namespaces (as root)
 # make test-cuda-wheels real CUDA wheels (6 GB in CUDA_VENV) over a stub driver
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
-# make test-trackers    metrics in Weights & Biases, offline, and MLflow, as installed in
-#                       TRACKERS_VENV
+# make test-trackers    metrics in Weights & Biases, offline, MLflow and TensorBoard, and a
+#                       search by Optuna, as installed in TRACKERS_VENV
 # make lint             ruff
 # make bench            what the loop costs next to a bare one, a start next to a bare
 #                       script's, replicas, packing, two processes, workers
@@ -114,7 +114,8 @@ test-target: $(TARGET_VENV)/.target
 	$(TARGET_VENV)/bin/python -m pytest tests/target --timeout=900
 
 test-trackers: $(TRACKERS_VENV)/.trackers
-	$(TRACKERS_VENV)/bin/python -m pytest tests/reporting/test_trackers.py -rs
+	$(TRACKERS_VENV)/bin/python -m pytest tests/reporting/test_trackers.py \
+		tests/test_search.py -rs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -187,7 +188,7 @@ $(TARGET_VENV)/.target: setup.cfg pyproject.toml
 $(TRACKERS_VENV)/.trackers: setup.cfg pyproject.toml
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable ".[test,trackers]"
+		--editable ".[test,trackers,search]" "tensorboard>=2.18"
 	touch $@
 
 $(PEERS_VENV)/.peers: benchmarks/peers.txt

@@ -41,7 +41,7 @@ LOOP_KEYS += ("save_minutes", "mirror")
 # A resumed run may change these keys, which do not change its mathematics, but for a
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
-MAY_CHANGE |= {"num_epochs", "eval_batches", "max_minutes"}
+MAY_CHANGE |= {"hooks", "num_epochs", "eval_batches", "max_minutes"}
 MAY_CHANGE -= {"best_metric", "best_mode"}
 REPLAYED = re.compile(r"first:[1-9]\d{0,8}(,every:[1-9]\d{0,8})?|every:[1-9]\d{0,8}")
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
@@ -105,7 +105,8 @@ def default_config() -> config_dict.ConfigDict:
     config.watchdog_minutes = config_dict.placeholder(float)  # Without progress: ends.
     config.sdc_replay = config_dict.placeholder(str)  # Made twice: first:8,every:1000.
 
-    config.writers = ()  # Of metrics: csv, mlflow, wandb; or yours as module:function.
+    config.writers = ()  # csv, hparams, mlflow, wandb; or yours as module:function.
+    config.hooks = ()  # At evaluations: histograms, images, samples; or yours, too.
     # Metric to improve, by more than min_delta; mode is min or max.
     config.early_stop = {"metric": "eval/loss", "mode": "min", "min_delta": 0.0}
     config.early_stop.patience = config_dict.placeholder(int)  # Evaluations; None: off.

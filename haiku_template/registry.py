@@ -8,6 +8,7 @@ from typing import Any
 
 from haiku_template.errors import MEANT, ConfigError, near
 
+LISTS = ("writers", "hooks")  # Keys of several names.
 IMPORTING: list[str] = []  # Modules of a user that are being imported.
 
 
@@ -43,7 +44,7 @@ def check_name(key: str, name: str, table: Iterable[str]) -> str:
     Imports nothing. Returns `config.KEY.name=NAME`, for other errors.
     """
     if not key.startswith("--"):  # A flag.
-        key = f"config.{key}" + ".name" * ("." not in key and key != "writers")
+        key = f"config.{key}" + ".name" * ("." not in key and key not in LISTS)
     setting = f"{key}={name!r}"
     if name not in table and ":" not in str(name):
         guess = near(str(name), table, MEANT)

@@ -114,6 +114,24 @@ def write_confusion(
         return None
 
 
+def write_pictures(
+    path: Path, pixels: np.ndarray, titles: Sequence[str]
+) -> Path | None:
+    """Draws pictures [N, height, width, 1 or 3], in rows of 8; None as `write`."""
+    rows = -(-len(pixels) // 8)
+    figure = _figure(path.name, 10, 1.5 * rows)
+    if figure is None:
+        return None
+    low, high = float(pixels.min()), float(pixels.max())
+    pixels = (pixels - low) / max(high - low, 1e-12)
+    for place, (picture, title) in enumerate(zip(pixels, titles, strict=True), 1):
+        axes = figure.add_subplot(rows, 8, place)
+        axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
+        axes.set_title(title.replace("$", r"\$"), fontsize=8)
+        axes.axis("off")
+    return _save(figure, path)
+
+
 def _figure(name: str, width: float, height: float) -> "Figure | None":
     """Makes an empty figure, in inches; without matplotlib warns and returns None."""
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
+from haiku_template.reporting import tensorboard
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
 
@@ -23,8 +24,9 @@ TAG = "haiku_template.run"
 LONGEST = 500  # Characters of a parameter that MLflow takes in every version.
 WRITERS = {
     name: f"haiku_template.reporting.trackers:{name}_writer"
-    for name in ("csv", "mlflow", "wandb")
+    for name in ("csv", "hparams", "mlflow", "wandb")
 }
+PACKAGES = ("mlflow", "wandb")  # Of others, imported when a config names them.
 
 
 def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
@@ -33,7 +35,7 @@ def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
     Raises `ConfigError` for an unknown name, and for a package that is not installed.
     """
     for name in names:
-        if name in WRITERS and importlib.util.find_spec(name) is None:
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"config.writers={name!r} needs the package {name}, which is not "
                 f"installed: pip install {name}"
@@ -59,6 +61,16 @@ def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], N
                 csv.DictWriter(file, columns).writerow({"step": step} | metrics)
 
     return write
+
+
+def hparams_writer(
+    workdir: Path, start: int
+) -> Callable[[int, dict[str, float]], None]:
+    """Writes the config to TensorBoard's page of hyper-parameters; no metrics."""
+    config = workdirs.read_json(workdir / workdirs.CONFIG)
+    values = {k.replace("/", "."): x for k, x in flatten(config).items()}
+    tensorboard.write_hparams(workdir, values)
+    return lambda step, metrics: None
 
 
 def wandb_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], None]:

@@ -1,6 +1,7 @@
 """Run of a config: what `python -m haiku_template.train` does."""
 
 from pathlib import Path
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -11,7 +12,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.preflight import print_budget, settle
 from haiku_template.registry import module
 from haiku_template.reporting import trackers
-from haiku_template.runs import limits, loop
+from haiku_template.runs import hooks, limits, loop
 from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import Experiment
@@ -24,9 +25,9 @@ def run(
     workdir: str,
     *,
     memory_limit: int | None = None,
-    profile: tuple[int, int] | None = None,
     dry_run: bool = False,
     rewind: str | None = None,
+    **options: Any,
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
@@ -49,14 +50,15 @@ def run(
     if dry_run:
         trainer = settle(trainer, Path(workdir), memory_limit)
         return print_budget(trainer, memory_limit)
-    how = {key: config[key] for key in LOOP_KEYS} | {"profile": profile}
+    how = {key: config[key] for key in LOOP_KEYS} | {"config": saved}
     how["writers"] = config.writers and trackers.by_name(config.writers)
+    how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
     train = module("loop", config.loop, loop, "train").train  # `runs/loop.py`.
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
-    train(trainer, workdir=workdir, config=saved, memory_limit=memory_limit, **how)
+    train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
 
 
 def in_steps(

@@ -47,7 +47,7 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
         self._events = Note(workdir / TENSORBOARD / file, "ab")
         self._events.write(event(FILE_VERSION, b"brain.Event:2"))
         if start:  # TensorBoard leaves out what it has read of later steps.
-            starts = _number(1, VARINT) + _number(1)  # SessionLog.START.
+            starts = varint(1, VARINT) + varint(1)  # SessionLog.START.
             self._events.write(event(SESSION_LOG, starts, start + 1))
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
@@ -66,10 +66,10 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
 # Why: docs/decisions/dependencies.md#tensorboard
 def event(field: int, contents: bytes, step: int = 0) -> bytes:
     """Encodes an `Event` as a record of a TFRecord file: length, data, checksums."""
-    data = _number(WALL_TIME, DOUBLE) + struct.pack("<d", time.time())
+    data = varint(WALL_TIME, DOUBLE) + struct.pack("<d", time.time())
     if step:
-        data += _number(STEP, VARINT) + _number(step)
-    data += _sized(field, contents)
+        data += varint(STEP, VARINT) + varint(step)
+    data += sized(field, contents)
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
 
@@ -77,23 +77,24 @@ def event(field: int, contents: bytes, step: int = 0) -> bytes:
 def summary(metrics: dict[str, float]) -> bytes:
     """Encodes a `Summary` of scalars, each a tag and a float32 (infinite if large)."""
     values = [
-        _sized(1, tag.encode()) + _number(2, FLOAT) + bytes(ctypes.c_float(value))
+        sized(1, tag.encode()) + varint(2, FLOAT) + bytes(ctypes.c_float(value))
         for tag, value in metrics.items()
     ]
-    return b"".join(_sized(1, value) for value in values)
+    return b"".join(sized(1, value) for value in values)
 
 
-def _sized(field: int, contents: bytes) -> bytes:
-    return _number(field, BYTES) + _number(len(contents)) + contents
+def sized(field: int, contents: bytes) -> bytes:
+    """Encodes a field of bytes."""
+    return varint(field, BYTES) + varint(len(contents)) + contents
 
 
-def _number(number: int, kind: int | None = None) -> bytes:
+def varint(number: int, kind: int | None = None) -> bytes:
     """Encodes a varint: seven bits a byte. With a kind it is a field's number."""
     if kind is not None:
         number = number << 3 | kind
     if number < 0x80:
         return bytes([number])
-    return bytes([number & 0x7F | 0x80]) + _number(number >> 7)
+    return bytes([number & 0x7F | 0x80]) + varint(number >> 7)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -87,6 +87,8 @@ def make_generate(
 ) -> Callable[[Sequence[Sequence[int]], int], Iterator[np.ndarray]]:
     """Makes `generate(prompts, num_tokens)`, which yields tokens [B] one by one.
 
+    A third argument are other parameters than the model's, on the same device.
+
     A batch of prompts of different lengths gives the tokens that each alone would: at
     temperature 0 up to rounding, else with the row as a part of the seed. Two programs
     are compiled: prefill, for prompts padded to a power of two, and decode. When the
@@ -103,17 +105,17 @@ def make_generate(
     context = model.context
 
     def generate(
-        prompts: Sequence[Sequence[int]], num_tokens: int
+        prompts: Sequence[Sequence[int]], num_tokens: int, params: Any = model.params
     ) -> Iterator[np.ndarray]:
         rows = [_fitting(prompt, model) for prompt in prompts]
         longest = max(map(len, rows))
         size = context
         if longest + num_tokens - 1 <= context:  # Else the whole context gets used.
             size = min(max(SHORTEST, 1 << (longest - 1).bit_length()), context)
-        return write(rows, size, num_tokens)
+        return write(params, rows, size, num_tokens)
 
     def write(
-        rows: list[list[int]], size: int, num_tokens: int
+        params: Any, rows: list[list[int]], size: int, num_tokens: int
     ) -> Iterator[np.ndarray]:
         written, tokens = None, None
         for count in range(num_tokens):
@@ -127,9 +129,9 @@ def make_generate(
                     "lengths": np.array([len(row) for row in rows], np.int32),
                     "count": np.full(len(rows), count, np.int32),
                 }
-                written, tokens = prefill(model.params, devices.shard(batch))
+                written, tokens = prefill(params, devices.shard(batch))
             else:
-                written, tokens = decode(written, (model.params, tokens))
+                written, tokens = decode(written, (params, tokens))
             new = devices.fetch(tokens)
             for row, token in zip(rows, new, strict=True):
                 row.append(int(token))

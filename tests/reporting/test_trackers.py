@@ -24,11 +24,11 @@ def needs(package):
     return pytest.mark.skipif(not found, reason=reason)
 
 
-def train(workdir, num_steps, writer, **variables):
+def train(workdir, num_steps, writer, *more, **variables):
     flags = ["--config=configs/digits.py", f"--workdir={workdir}", "--device=cpu"]
     flags += [f"--config.num_steps={num_steps}", "--config.log_every=5"]
     flags += ["--config.optimizer.schedule=constant", f"--config.writers=('{writer}',)"]
-    flags += ["--config.optimizer.warmup_steps=0"]
+    flags += ["--config.optimizer.warmup_steps=0", *more]
     variables |= {"PYTHONPATH": str(ROOT), "HOME": str(workdir.parent)}
     done = run_command("train", *flags, **variables)
     assert done.returncode == 0, done.stderr
@@ -68,11 +68,46 @@ def test_a_writer_that_is_not_there_is_refused_before_the_run(tmp_path, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name, words in (
         ("wandb", "needs the package wandb, which is not installed: pip install"),
-        ("wandbb", "did you mean wandb.*possible are csv, mlflow, wandb"),
+        ("wandbb", "did you mean wandb.*possible are csv, hparams, mlflow, wandb"),
     ):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=words):
             trackers.by_name((name,))
+
+
+def test_hyper_parameters_are_in_a_file_that_is_read_first(tmp_path):
+    values = config(num_steps=2, **{"data.workers": 0})
+    values.writers = ("hparams",)
+    start.run(values, CPU, str(tmp_path))
+    files = sorted(x.name for x in (tmp_path / "tensorboard").iterdir())
+    assert len(files) == 2 and files[0] == "events.out.tfevents.0.hparams"
+    data = (tmp_path / "tensorboard" / files[0]).read_bytes()
+    assert b"_hparams_/session_start_info" in data and b"optimizer.warmup_steps" in data
+
+
+@needs("tensorboard")
+def test_tensorboard_reads_hyper_parameters_pictures_and_distributions(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    flags = ["--config.hooks=('images','histograms')", "--config.eval_every=10"]
+    train(tmp_path / "run", 10, "hparams", *flags)
+    folder = tmp_path / "run" / "tensorboard"
+    events = EventAccumulator(str(folder)).Reload()
+    assert [x.step for x in events.Scalars("train/loss")] == [5, 10]
+    metadata = events.SummaryMetadata("_hparams_/session_start_info")
+    assert metadata.plugin_data.plugin_name == "hparams"
+    content = metadata.plugin_data.content
+    data = plugin_data_pb2.HParamsPluginData.FromString(content)
+    values = data.session_start_info.hparams
+    assert values["optimizer.learning_rate"].number_value == 1e-3
+    assert values["optimizer.name"].string_value == "adamw"
+    assert values["compat"].bool_value is False
+    (image,) = EventAccumulator(str(folder / "images")).Reload().Images("evaluation")
+    assert image.step == 10 and (image.width, image.height) == (1100, 330)
+    histograms = EventAccumulator(str(folder / "histograms")).Reload()
+    (weights,) = histograms.Histograms("mlp/~/linear_0/w")
+    assert weights.step == 10
 
 
 def records(data):

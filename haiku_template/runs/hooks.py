@@ -1,0 +1,107 @@
+"""Hooks that a config names: `config.hooks = ("images", "histograms")`.
+
+Each function is called with the trainer and the workdir, before the first step, and
+returns a hook. Those here look at evaluations, and write files of the workdir and
+TensorBoard's; an error in that is a warning.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+from haiku_template.registry import resolve
+from haiku_template.reporting import plots, tensorboard
+from haiku_template.runs.limits import FirstBatches
+from haiku_template.storage.files import dispensable
+from haiku_template.training.trainer import Trainer
+
+PICTURES = 16  # Examples that `images` draws.
+HOOKS = {
+    "histograms": "haiku_template.runs.hooks:histograms",
+    "images": "haiku_template.runs.hooks:images",
+    "samples": "haiku_text.samples:samples",
+}
+
+
+def by_name(
+    names: Sequence[str], trainer: Trainer, workdir: str | Path
+) -> tuple[Callable[[Any], None], ...]:
+    """Makes the hooks of `config.hooks`, by names of the table or `module:function`.
+
+    Raises `ConfigError` for an unknown name, and for a run that a hook does not fit.
+    """
+    functions = [resolve("hooks", name, HOOKS) for name in names]
+    return tuple(function(trainer, Path(workdir)) for function in functions)
+
+
+def at_evaluations(
+    name: str, trainer: Trainer, look: Callable[[int, Any], Callable[[], None]]
+) -> Callable[[Any], None]:
+    """Makes a hook of `look(step, state)`, whose result writes, in process 0 alone."""
+
+    def hook(event: Any) -> None:
+        if event.what == "evaluation":
+            with dispensable(f"hook {name}"):
+                write = look(event.step, event.state)
+                if trainer.devices.processes.index == 0:
+                    write()
+
+    return hook
+
+
+def histograms(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
+    """Makes a hook that writes the distribution of each parameter to TensorBoard."""
+    board = tensorboard.Board(workdir, "histograms")
+
+    def look(step: int, state: Any) -> Callable[[], None]:
+        leaves = flatten(trainer.devices.fetch(trainer.devices.gather(state.params)))
+        values = [tensorboard.histogram(name, x) for name, x in leaves.items()]
+        return lambda: board.write(step, *values)
+
+    return at_evaluations("histograms", trainer, look)
+
+
+def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
+    """Makes a hook that draws examples of the evaluation set, and what is predicted.
+
+    They are images/STEP.png, 16 of the first batch. Raises `ConfigError` for inputs
+    that are not [B, height, width, 1 or 3], or [B, height, width].
+    """
+    data, board = trainer.experiment.data, tensorboard.Board(workdir, "images")
+    batch = {} if data.evaluation is None else data.evaluation.batch(0)
+    pixels = np.asarray(batch.get("inputs", 0.0))
+    pixels = pixels[..., None] if pixels.ndim == 3 else pixels
+    if pixels.ndim != 4 or pixels.shape[-1] not in (1, 3):
+        raise ConfigError(
+            "config.hooks=images draws inputs [B, height, width, 1 or 3] of an "
+            f"evaluation set, and here they are {list(pixels.shape)}"
+        )
+    pixels, labels = pixels[:PICTURES], batch.get("labels")
+
+    def look(step: int, state: Any) -> Callable[[], None]:
+        (outputs,) = trainer.predict(state, FirstBatches(data.evaluation, 1))
+        titles = [_title(data, outputs, labels, i) for i in range(len(pixels))]
+        return lambda: _draw(step, titles)
+
+    def _draw(step: int, titles: list[str]) -> None:
+        path = workdir / "images" / f"{step}.png"
+        path.parent.mkdir(exist_ok=True)
+        if plots.write_pictures(path, pixels, titles):
+            board.write(step, tensorboard.picture("evaluation", path.read_bytes()))
+
+    return at_evaluations("images", trainer, look)
+
+
+def _title(data: Any, outputs: Any, labels: Any, i: int) -> str:
+    """`seven`, or `seven, not one`: what is predicted of an example, and its label."""
+    if not isinstance(outputs, np.ndarray) or outputs.ndim != 2 or not data.num_outputs:
+        return ""
+    names = data.class_names or [*map(str, range(outputs.shape[1]))]
+    predicted = int(outputs[i].argmax())
+    if labels is None or labels.shape != outputs.shape[:1] or labels[i] == predicted:
+        return names[predicted]
+    return f"{names[predicted]}, not {names[int(labels[i])]}"

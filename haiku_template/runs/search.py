@@ -1,0 +1,55 @@
+"""Search of hyper-parameters by Optuna, an extra: `haiku_template[search]`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.runs import start
+from haiku_template.runs.comparison import summarize_run
+
+
+def objective(
+    suggest: Callable[[Any], Any], devices: DeviceManager, folder: str | Path
+) -> Callable[[Any], float]:
+    """Makes a function of a trial for `study.optimize`: it trains, in `folder/NUMBER`.
+
+    `suggest(trial)` makes the config. The value is the best of `config.best_metric`,
+    and the study's direction must be `config.best_mode`'s. Each evaluation is reported,
+    so that a pruner may end a run, saved. A run that is not finite is pruned.
+    """
+    import optuna
+
+    def run(trial: Any) -> float:
+        config, workdir = suggest(trial), Path(folder) / str(trial.number)
+        direction = {"min": "MINIMIZE", "max": "MAXIMIZE"}[config.best_mode]
+        if trial.study.direction.name != direction:
+            raise ConfigError(
+                f"the study is to {trial.study.direction.name.lower()}, and "
+                f"config.best_mode={config.best_mode!r}, of {config.best_metric}; "
+                f"optuna.create_study(direction={direction.lower()!r})"
+            )
+        reported = set()
+
+        def prunes(rows: list[dict[str, Any]]) -> bool:
+            for row in rows:
+                value, step = row.get(config.best_metric), row["step"]
+                if value is not None and step not in reported:
+                    reported.add(step)
+                    trial.report(value, step)
+            prunes.reason = "as Optuna's pruner says"
+            return trial.should_prune()
+
+        try:
+            start.run(config, devices, str(workdir), stop_when=prunes)
+        except NonFiniteError as error:
+            raise optuna.TrialPruned(str(error)) from error
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        best = summarize_run(workdir).best
+        if best is None:
+            raise ConfigError(f"{workdir} has no values of {config.best_metric}")
+        return best[0]
+
+    return run

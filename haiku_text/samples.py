@@ -1,0 +1,84 @@
+"""Hook `samples` of a config: what a language model writes at each evaluation."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
+from haiku_template.models.precision import Precision
+from haiku_template.params import flatten
+from haiku_template.reporting import tensorboard
+from haiku_template.runs.hooks import at_evaluations
+from haiku_template.storage.files import appended
+from haiku_template.training.trainer import Trainer
+from haiku_text.data import Tokenizer
+from haiku_text.generation import LanguageModel, Sampling, make_generate
+
+PROMPTS, BEGINNING, WRITTEN = 3, 16, 100  # Texts, and tokens of each.
+
+
+def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
+    """Makes a hook that continues the beginnings of three texts of the evaluation set.
+
+    They are appended to samples.jsonl, `step`, `prompt` and `text`, and to TensorBoard.
+    Raises `ConfigError` for a model that writes no text, or data that does not say what
+    its tokens stand for.
+    """
+    experiment = trainer.experiment
+    family, data = experiment.family, experiment.data
+    if family is None or family.tables is None or data.evaluation is None:
+        raise ConfigError(
+            "config.hooks=samples is for a language model (gpt) with an evaluation set"
+        )
+    if data.text is None:
+        raise ConfigError(
+            "config.hooks=samples needs to know what tokens stand for, which the data "
+            f"set {experiment.config.get('data', {}).get('name', '')} does not say"
+        )
+    tokenizer, one = Tokenizer(data.text), _first(trainer.devices)
+    rows = np.asarray(data.evaluation.batch(0)["inputs"])[:PROMPTS, :BEGINNING]
+    prompts = [[int(token) for token in row] for row in rows]
+    precision = Precision.create(experiment.precision)
+    board = tensorboard.Board(workdir, "samples")
+    generators: list[Callable[..., Any]] = []  # Compiled at the first evaluation.
+
+    def look(step: int, state: Any) -> Callable[[], None]:
+        devices = trainer.devices
+        params = devices.fetch(devices.gather(trainer.merged(state)[0]))
+        params = one.init(precision.policy.cast_to_compute, one.replicate(params))
+        if not generators:
+            sizes = [flatten(params)[path].shape[0] for path in family.tables]
+            model = LanguageModel(step, params, experiment.model, precision, *sizes)
+            sampling = Sampling(0.8, vocabulary=tokenizer.size)
+            generators.append(make_generate(one, model, sampling))
+        streams = [tokenizer.stream() for _ in prompts]
+        texts = [
+            "".join(map(stream, prompt))
+            for stream, prompt in zip(streams, prompts, strict=True)
+        ]
+        written = [""] * len(prompts)
+        for tokens in generators[0](prompts, WRITTEN, params):
+            for i, token in enumerate(tokens.tolist()):
+                written[i] += streams[i](token)
+        return lambda: write(step, texts, written)
+
+    def write(step: int, texts: list[str], written: list[str]) -> None:
+        pairs = list(zip(texts, written, strict=True))
+        with appended(workdir / "samples.jsonl") as file:
+            for prompt, text in pairs:
+                line = {"step": step, "prompt": prompt, "text": text}
+                file.write(json.dumps(line).encode() + b"\n")
+        # Indented, Markdown leaves them as they are.
+        blocks = [f"    {a}|{b}".replace("\n", "\n    ") for a, b in pairs]
+        board.write(step, tensorboard.text("samples", "\n\n---\n\n".join(blocks)))
+
+    return at_evaluations("samples", trainer, look)
+
+
+def _first(devices: DeviceManager) -> DeviceManager:
+    """First of the devices, alone: text is generated on one."""
+    return DeviceManager(devices.devices[:1], devices.reason, devices.ledger)
