@@ -5,6 +5,7 @@
 import copy
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_notebooks_hide_nothing_and_show_a_picture(path):
         return
     kinds = [kind for output in outputs(notebook) for kind in output.get("data", {})]
     assert "image/png" in kinds
+
+
+def test_notebooks_begin_with_the_cell_for_colab():
+    cells = []
+    for path in set(NOTEBOOKS.glob("*.ipynb")) - {FETCHED, DEVICES}:
+        notebook = nbformat.read(path, as_version=4)
+        cell = next(x for x in notebook.cells if x.cell_type == "code").source
+        cells.append(re.sub(r"\[[a-z,]+\] @", "[EXTRAS] @", cell))
+    assert len(cells) == 4 and len(set(cells)) == 1 and "%pip install" in cells[0]
 
 
 def test_quickstart_is_stored_as_executed():

@@ -63,6 +63,23 @@ def test_a_shipped_config_trains_in_an_empty_folder(installed, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_first_cell_of_a_notebook_installs_what_is_not_there(installed, tmp_path):
+    """As on Colab, but for its network: `pip` gets the wheel from a file."""
+    wheel = next(installed.parents[2].glob("out/*.whl"))
+    run(installed, tmp_path, "pip", "uninstall", "--yes", "--quiet", "haiku_template")
+    notebook = json.loads((ROOT / "notebooks" / "own_model.ipynb").read_text())
+    cell = next(x for x in notebook["cells"] if x["cell_type"] == "code")
+    lines = [*cell["source"], "\nfrom configs import digits\nprint(digits.__file__)\n"]
+    (tmp_path / "first.ipy").write_text("".join(lines))
+    variables = {"HAIKU_TEMPLATE": f"file://{wheel}", "PIP_NO_INDEX": "1"}
+    variables["IPYTHONDIR"] = str(tmp_path)
+    done = run(installed, tmp_path, "IPython", "first.ipy", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    place = installed.parents[1] / "share" / "haiku_template" / "configs" / "digits.py"
+    assert str(place) in done.stdout
+
+
+@pytest.mark.slow
 def test_a_project_of_an_installed_wheel_depends_on_it(installed, tmp_path):
     done = run(installed, tmp_path, "haiku_template.new", "my_first", "--eject=loop")
     assert done.returncode == 0, done.stderr

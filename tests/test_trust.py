@@ -204,7 +204,7 @@ def test_trust_is_a_flag(tmp_path, tmp_path_factory):
 
 def test_every_name_that_is_resolved_is_checked_in_a_saved_config():
     """The census: a new key with a name of code must be checked, too."""
-    trains = {"writers", "loop", "--experiment", "--against", "--inputs"}
+    trains = {"writers", "hooks", "loop", "--experiment", "--against", "--inputs"}
     known = {"model", "data", "task", "optimizer", "optimizer.schedule", "step"}
     asked = set()
     for path in [*ROOT.glob("haiku_t*/**/*.py")]:

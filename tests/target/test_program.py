@@ -271,7 +271,7 @@ def test_several_cards_are_a_row_each(tmp_path):
     small = run_command("train", *flags, "--device_memory_limit=1MiB")
     assert small.stdout.count(" no ") == 2, small.stderr
     wrong = run_command("train", *flags[:-1], "--target=t4,h1000")
-    assert wrong.returncode == 64 and "did you mean h100" in wrong.stderr
+    assert wrong.returncode == 64 and "nearest is h100" in wrong.stderr
 
 
 def test_a_card_in_a_file_is_compiled_for(tmp_path):

@@ -56,6 +56,7 @@ def test_pictures_and_distributions_are_written_and_change_no_number(tmp_path, d
     assert len(steps) == 2 and all(b"mlp/~/linear_0/w" in step for step in steps)
 
 
+@pytest.mark.slow
 def test_text_that_a_model_writes_is_kept_for_each_evaluation(tmp_path):
     small = gpt_bytes.get_config()
     small.num_steps, small.eval_every, small.log_every = 4, 2, 4
