@@ -366,6 +366,13 @@ def canonical_shapes(
     return jax.tree_util.tree_map_with_path(canonical_shape, tree)
 
 
+COMPILES = "/jax/core/compile/backend_compile_duration"
+COMPILED: Counter[str] = Counter()  # Seconds of `compilation` in this process.
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, s, **_: COMPILED.update(compilation=s * (event == COMPILES))
+)
+
+
 class Ledger:  # Why: docs/decisions/devices.md#ledger
     """Ledger: adds up amounts by name, from any thread.
 
@@ -373,7 +380,7 @@ class Ledger:  # Why: docs/decisions/devices.md#ledger
       on four devices counts it four times.
     * Seconds: `to_devices` and `from_devices` in these copies; `dispatch` in calls of
       compiled steps; `compute` waited for the devices; and of the loop `data` to make
-      batches, and `waiting` for them.
+      batches, and `waiting` for them. None of them counts what XLA compiles meanwhile.
     """
 
     def __init__(self) -> None:
@@ -388,11 +395,11 @@ class Ledger:  # Why: docs/decisions/devices.md#ledger
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Adds the seconds that a block takes."""
-        start = time.perf_counter()
+        start = time.perf_counter() - COMPILED["compilation"]
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            self.add(name, time.perf_counter() - COMPILED["compilation"] - start)
 
     def totals(self) -> Counter[str]:
         """Totals by name; one that was never entered counts as 0."""

@@ -13,13 +13,18 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.bounded import contents, parse
 from haiku_template.devices import Ledger
+from haiku_template.devices.transfer import COMPILED
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import MOST_METRICS
 
 GOODPUT = "goodput.jsonl"
 # Seconds of the ledger, by the name that they have here; what is left is of steps.
 PARTS = {"data": "waiting", "evaluation": "evaluation", "saving": "saving"}
+PARTS |= {"compilation": "compilation"}  # In all of the above it is not counted.
 ONCE = ("evaluation", "saving")  # At the step that the next start resumes from.
+
+# Now: later the loop has other handlers. Scripts may do, and compile, other things.
+IS_COMMAND = signals.are_installed()
 
 
 class Progress:  # Why: docs/decisions/storage.md#goodput
@@ -30,12 +35,12 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
 
     def __init__(self, workdir: Path, start: int, ledger: Ledger) -> None:
         self._note, self._ledger, self._step = Note(workdir / GOODPUT), ledger, start
-        self._before = ledger.totals()
+        self._before = ledger.totals() + (Counter() if IS_COMMAND else COMPILED)
         self.add(start, began=_began())
 
     def add(self, step: int, **values: Any) -> None:
         """Appends a row of this step."""
-        self._step, totals = step, self._ledger.totals() - self._before
+        self._step, totals = step, self._ledger.totals() + COMPILED - self._before
         values |= {name: totals[key] for name, key in PARTS.items() if key in totals}
         row = {"time": time.time(), "step": step} | values
         self._note.write(json.dumps(row) + "\n")
@@ -49,21 +54,21 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
 
 def _began() -> float:
     """Time at which this command began; now in a script, which may do other things."""
-    now = time.time()
     with suppress(OSError, ValueError, IndexError):  # Linux alone has them.
-        if signals.are_installed():
+        if IS_COMMAND:
             fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
             uptime = float(Path("/proc/uptime").read_text().split()[0])
-            return now - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return now
+            return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time()
 
 
 def goodput(workdir: Path) -> dict[str, float]:
     """Seconds of all starts of a run by what they were spent on.
 
     `steps` that the run is made of, its `data`, `evaluation` and `saving`; `starting`
-    up to the first step, with compilation; `lost CODE` of steps that were done again,
-    by the exit code of the start that lost them, or `lost killed`. {} without a file.
+    up to the first step; `compilation` by XLA at any time; `lost CODE` of steps that
+    were done again, by the exit code of the start that lost them, or `lost killed`. {}
+    without a file; `other` is what no step was made in, such as the report's drawing.
     The time between two starts is in none of them.
     """
     starts: list[list[dict[str, Any]]] = []
@@ -84,10 +89,13 @@ def goodput(workdir: Path) -> dict[str, float]:
 def _of_start(rows: list[dict[str, Any]], resumed: int | None) -> Counter[str]:
     """Seconds of a start, of which the next one resumed a step; None for the last."""
     lost = f"lost {rows[-1].get('code', 'killed')}"
-    seconds = Counter(starting=rows[0]["time"] - rows[0]["began"])
+    compilation = rows[0].get("compilation", 0.0)
+    starting = rows[0]["time"] - rows[0]["began"] - compilation
+    seconds = Counter(starting=starting, compilation=compilation)
     for old, new in pairwise(rows):
         parts = {k: new.get(k, 0.0) - old.get(k, 0.0) for k in PARTS}
-        parts["steps"] = new["time"] - old["time"] - sum(parts.values())
+        remainder = "steps" if new["step"] > old["step"] else "other"
+        parts[remainder] = new["time"] - old["time"] - sum(parts.values())
         share = _share(old["step"], new["step"], resumed)
         for name, value in parts.items():
             # What was done after the step that was resumed counts, too.
