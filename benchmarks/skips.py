@@ -69,7 +69,7 @@ def main() -> None:
         for i in range(pairs):
             for j in (0, 1) if i % 2 else (1, 0):
                 seconds[i, j] = programs[j].turn()
-        ratios, away = np.sort(seconds[:, 1] / seconds[:, 0]), round(0.98 * pairs**0.5)
+        ratios, away = np.sort(seconds[:, 1] / seconds[:, 0]), int(0.98 * pairs**0.5)
         low, middle, high = ratios[[pairs // 2 + x for x in (-away, 0, away)]]
         more = programs[1].bytes / programs[0].bytes - 1
         print(
