@@ -22,6 +22,8 @@
 # make bench-tokens     windows from a 2 GB token file that is not in memory
 # make bench-workers    2,000 PNGs, decoded by a thread and by two processes
 # make bench-faults     file operations of a run that fail, and kills at them (a C compiler)
+# make fuzz             changed files for each reader of outside data, ten minutes each,
+#                       with atheris in FUZZ_VENV; MINUTES=1 READERS=weights,data PARALLEL=2
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
 # make gpu-levers       options of XLA, off and on in turns, on a GPU
@@ -34,6 +36,9 @@ CUDA_VENV ?= .venv-cuda
 TARGET_VENV ?= .venv-target
 PEERS_VENV ?= .venv-peers
 TRACKERS_VENV ?= .venv-trackers
+FUZZ_VENV ?= .venv-fuzz
+MINUTES ?= 10
+PARALLEL ?= $(WORKERS)
 COMMIT ?= HEAD~1
 WORKDIR ?= runs/digits
 EXTRAS ?= plots,examples
@@ -50,7 +55,7 @@ HERE := not long and not pretrained and not published and not cluster and not cu
 .PHONY: test-trackers
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
-.PHONY: gpu-levers new clean
+.PHONY: gpu-levers new clean fuzz
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -147,6 +152,10 @@ bench-workers: $(TRAINS)
 bench-faults: $(TRAINS)
 	$(BIN)/python -m benchmarks.faults
 
+fuzz: $(FUZZ_VENV)/.fuzz
+	$(FUZZ_VENV)/bin/python -W ignore -m benchmarks.fuzz --minutes=$(MINUTES) \
+		--parallel=$(PARALLEL) $(if $(READERS),--readers=$(READERS))
+
 gpu-check: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check
 
@@ -189,6 +198,12 @@ $(TRACKERS_VENV)/.trackers: setup.cfg pyproject.toml
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[test,trackers,search]" "tensorboard>=2.18"
+	touch $@
+
+$(FUZZ_VENV)/.fuzz: setup.cfg pyproject.toml
+	test -x $(FUZZ_VENV)/bin/python || $(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[test]" "atheris>=3"
 	touch $@
 
 $(PEERS_VENV)/.peers: benchmarks/peers.txt

@@ -2,21 +2,26 @@
 //
 // Of the operations on paths that contain `part`, changes alone or reads alone, those
 // from number `first` on, `length` of them, fail with errno `code`, or send the signal
-// -`code`. Reads of lists of folders and of attributes are not among them.
+// -`code`, or for 0 come after a copy of the folder `part` to `copies`/NUMBER: what a
+// kill there would leave. Reads of lists of folders and of attributes are not among them.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-static char part[256];
+static char part[256], copies[256];
+static pthread_mutex_t alone = PTHREAD_MUTEX_INITIALIZER;
 static atomic_long count, first, length;
 static atomic_int code, reads, armed;
 
@@ -31,9 +36,26 @@ void faults_arm(const char *name, int of_reads, long from, long many, int error)
   armed = 1;
 }
 
+void faults_copies(const char *folder) {
+  snprintf(copies, sizeof copies, "%s", folder);
+}
+
 long faults_disarm(void) {  // Returns the number of operations since it was armed.
   armed = 0;
   return count;
+}
+
+static void copy(long number) {  // While no other operation begins.
+  char target[300];
+  snprintf(target, sizeof target, "%s/%ld", copies, number);
+  char *arguments[] = {"cp", "-a", part, target, NULL};
+  char *variables[] = {"PATH=/usr/bin:/bin", NULL};
+  pid_t child;
+  int status;
+  pthread_mutex_lock(&alone);
+  if (posix_spawnp(&child, "cp", NULL, NULL, arguments, variables) == 0)
+    waitpid(child, &status, 0);
+  pthread_mutex_unlock(&alone);
 }
 
 static int fails(const char *path, int is_read) {
@@ -41,6 +63,10 @@ static int fails(const char *path, int is_read) {
   long number = count++;
   if (number < first || number >= first + length) return 0;
   if (code < 0) kill(getpid(), -code), pause();
+  if (code == 0) {
+    copy(number);
+    return 0;
+  }
   errno = code;
   return 1;
 }

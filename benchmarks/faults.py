@@ -1,13 +1,15 @@
-"""What becomes of a run whose file operations fail, or that is killed at one.
+"""Lets each operation on files of a run fail, or kills it there: what becomes of it.
 
-    python -m benchmarks.faults [--every=3] [--kills=40]
+    make bench-faults
+    python -m benchmarks.faults [--every=1] [--kills=20] [--parallel=2]
 
-A run of six steps saves three times and removes what each save replaces. A preloaded
+A run of four steps saves twice and removes the save that is replaced. A preloaded
 library (faults.c) lets its file operations in `checkpoints/` fail, one after another:
-once, five in a row, and for good; reads, too, as it resumes; or kills it at one of any
-file of its workdir. A run that ended is started again, without faults. It survived if
-it ends with the state of an undisturbed run, bit for bit, and each checkpoint that is
-left is verified. Each third operation is tried, or each Nth by --every=N. Needs a C
+once, five in a row, and for good; reads, too, as it resumes. A run that ended is
+started again, without faults. For kills the library copies the workdir before each
+operation on any file of it, which is what `kill -9` there would leave, and each copy is
+resumed; beside them are some real kills. A run survived if it ends with the state of an
+undisturbed one, bit for bit, and each checkpoint that is left is verified. Needs a C
 compiler. Exit code 1 if a run was lost.
 """
 
@@ -26,6 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +40,29 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
+from haiku_template.preflight import fingerprint
 from haiku_template.runs import train
 from haiku_template.storage import Checkpoints, checkpoint
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import Experiment, Trainer, classification
 
 SOURCE = Path(__file__).with_suffix(".c")
-STEPS, SAVE_EVERY, SECONDS, FOR_GOOD = 6, 2, 120, 10**9
+STEPS, SAVE_EVERY, SECONDS, FOR_GOOD = 4, 2, 300, 10**9
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # Files in memory.
+LENGTHS = {"once": 1, "5 in a row": 5, "for good": FOR_GOOD}
 # Faults: changes (False) or reads (True) of files, errno, operations in a row.
-FAULTS = {
-    "write: EIO once": (False, errno.EIO, 1),
-    "write: ENOSPC, 5 in a row": (False, errno.ENOSPC, 5),
-    "write: EIO for good": (False, errno.EIO, FOR_GOOD),
-    "read: EIO once": (True, errno.EIO, 1),
-    "read: EIO, 5 in a row": (True, errno.EIO, 5),
-    "read: EIO for good": (True, errno.EIO, FOR_GOOD),
+KINDS = {
+    "write: EIO": (False, errno.EIO),
+    "write: ENOSPC": (False, errno.ENOSPC),
+    "read: EIO": (True, errno.EIO),
 }
-KILL = "kill -9"
+FAULTS = {
+    f"{kind} {name}": (*fault, length)
+    for kind, fault in KINDS.items()
+    for name, length in LENGTHS.items()
+}
+COPY, KILL = "kill: what it leaves", "kill -9"
+ROWS = [*FAULTS, COPY, KILL]
 WENT_ON, STARTED_AGAIN, LOST = "went on", "started again", "lost"
 
 
@@ -218,48 +227,101 @@ def kills(number: int, folder: Path) -> Iterator[dict[str, Any]]:
         yield killed(operation, folder / f"run-{operation}")
 
 
-def table(every: int, num_kills: int) -> bool:
+def copied(every: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what came of the files that a kill at each operation would leave."""
+    trainer = make_trainer()
+    expected = run(trainer, folder / "expected")
+    copies, workdir = folder / "copies", folder / "run"
+    copies.mkdir()
+    workdir.mkdir()
+    ctypes.CDLL(None).faults_copies(os.fsencode(copies))
+    arm(workdir, False, 0, FOR_GOOD, 0)
+    run(trainer, workdir)
+    for number in range(0, disarm(), every):
+        result, sentence = STARTED_AGAIN, ""
+        try:
+            if run(trainer, copies / str(number)) != expected:
+                result = LOST
+        except Exception as error:
+            result, sentence = LOST, f"{type(error).__name__}: {error}"
+        yield {"number": number, "result": result, "sentence": sentence[:300]}
+        shutil.rmtree(copies / str(number))
+
+
+def outcomes(name: str, every: int, num_kills: int) -> Counter[str]:
+    """Prints each run that a fault lost; returns the number of each result."""
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:
+        folder = Path(scratch)
+        if name == KILL:
+            cases = kills(num_kills, folder)
+        elif name == COPY:
+            cases = forked(lambda: copied(every, folder))
+        else:
+            cases = tried(name, every, folder)
+        for case in cases:
+            counts[case["result"]] += 1
+            if case["result"] == LOST:
+                print(f"  {name} at {case['number']}: {case['sentence']}")
+    return counts
+
+
+def table(options: argparse.Namespace) -> bool:
     """Prints a line for each fault, and each that lost a run; True if none did."""
     print(f"{'fault':<28}{'tried':>7}{WENT_ON:>10}{STARTED_AGAIN:>16}{LOST:>7}")
+    flags = [f"--every={options.every}", f"--kills={options.kills}"]
+    command = [sys.executable, "-m", "benchmarks.faults", *flags]
     lost = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for row, name in enumerate([*FAULTS, KILL]):
-            folder = Path(scratch) / str(row)
-            folder.mkdir()
-            is_kill = name == KILL
-            outcomes = (
-                kills(num_kills, folder) if is_kill else tried(name, every, folder)
-            )
-            counts = Counter()
-            for case in outcomes:
-                counts[case["result"]] += 1
-                if case["result"] == LOST:
-                    print(f"  {name} at {case['number']}: {case['sentence']}")
-            print(
-                f"{name:<28}{counts.total():>7}{counts[WENT_ON]:>10}"
-                f"{counts[STARTED_AGAIN]:>16}{counts[LOST]:>7}",
-                flush=True,
-            )
+
+    def output(name: str) -> str:
+        return subprocess.run(
+            [*command, f"--row={name}"], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for name, text in zip(ROWS, pool.map(output, ROWS), strict=True):
+            *lines, last = text.splitlines()
+            counts = Counter(json.loads(last))
+            row = f"{name:<28}{counts.total():>7}{counts[WENT_ON]:>10}"
+            row += f"{counts[STARTED_AGAIN]:>16}{counts[LOST]:>7}"
+            print(*lines, row, sep="\n", flush=True)
             lost += counts[LOST]
     return not lost
 
 
-def main() -> None:
-    """Starts itself again with the library preloaded, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=40)
-    options = parser.parse_args()
-    if not hasattr(ctypes.CDLL(None), "faults_arm"):
-        with tempfile.TemporaryDirectory() as folder:
-            library = f"{folder}/faults.so"
-            flags = ["-shared", "-fPIC", "-O1", f"-o{library}", str(SOURCE), "-ldl"]
-            subprocess.run(["cc", *flags], check=True)
-            command = [sys.executable, "-m", "benchmarks.faults", *sys.argv[1:]]
-            env = os.environ | {"LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
-            sys.exit(subprocess.run(command, env=env, check=False).returncode)
+def leave_out_what_is_no_fault() -> None:
+    """Lets runs be faster: no pictures, no waits, and one fingerprint of all."""
+    sys.modules["matplotlib.figure"] = None  # An `ImportError`.
     checkpoint.RETRY_SECONDS = (0.0, 0.0, 0.0)  # Else "for good" takes 7 s each.
-    sys.exit(0 if table(options.every, options.kills) else 1)
+    digests: dict[str, str] = {}
+    of = fingerprint.of
+
+    def once(trainer: Trainer) -> dict[str, str]:
+        digests.update(digests or of(trainer))
+        return dict(digests)
+
+    fingerprint.of = once
+
+
+def main() -> None:
+    """Starts rows in processes with the library preloaded, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        leave_out_what_is_no_fault()
+        print(json.dumps(outcomes(options.row, options.every, options.kills)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/faults.so"
+        flags = ["-shared", "-fPIC", "-O1", f"-o{library}", str(SOURCE), "-ldl"]
+        subprocess.run(["cc", *flags], check=True)
+        os.environ |= {"LD_PRELOAD": library, "JAX_PLATFORMS": "cpu"}
+        whole = table(options)
+    sys.exit(0 if whole else 1)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ def parse(text: str | bytes, kind: type = object) -> Any:
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Tests for a finite number that a float can hold; JSON has others."""
+    return isinstance(value, int | float) and -1e300 < value < 1e300
+
+
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEPTH):

@@ -372,7 +372,7 @@ def _set_literals(file: Path, literals: Iterable[re.Match]) -> None:
 def _literal(key: str, text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except SyntaxError as error:
+    except config.NO_LITERAL as error:
         raise ValueError(
             f"--config.{key}={text} cannot be read; possible is a tuple of patterns, "
             "such as ('*/block_*',)"

@@ -67,7 +67,7 @@ def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
         )
     try:
         values = ast.literal_eval(f"[{text}]")  # Tuples among them.
-    except (SyntaxError, ValueError):
+    except config.NO_LITERAL:
         values = list(map(_literal, text.split(",")))
     texts = text.split(",")
     texts = texts if len(texts) == len(values) else list(map(str, values))
@@ -77,7 +77,7 @@ def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except config.NO_LITERAL:
         return text
 
 

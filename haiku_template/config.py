@@ -46,6 +46,8 @@ MAY_CHANGE -= {"best_metric", "best_mode"}
 REPLAYED = re.compile(r"first:[1-9]\d{0,8}(,every:[1-9]\d{0,8})?|every:[1-9]\d{0,8}")
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
 TYPES |= {bool: "True or False"}
+# What `ast.literal_eval` raises for text that is none, or deep.
+NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 # What others call keys of a config, and flags.
 ALIASES = {
     **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs"), "num_epochs"),

@@ -69,7 +69,9 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
             f"{', '.join(families)}" + " for this model" * (expected is not None)
         )
     family, arguments = families[kind], {}
-    architectures = [str(name) for name in config.get("architectures") or []]
+    architectures = config.get("architectures") or []
+    is_list = isinstance(architectures, list)
+    architectures = [*map(str, architectures if is_list else [architectures])]
     if not set(architectures) <= set(family.architectures):
         raise ConfigError(
             f"{path} describes the architecture {', '.join(architectures)}; "

@@ -62,7 +62,7 @@ class Requirement(NamedTuple):
     def read(cls, line: str) -> "Requirement":
         """Parses a Requires-Dist line of a package's metadata."""
         demand, _, marker = line.partition(";")
-        match = re.match(r"\s*([\w.-]+)(?:\[[^\]]*\])?(.*)", demand)
+        match = re.match(r"\s*([\w.-]*)(?:\[[^\]]*\])?(.*)", demand)
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
         name = re.sub(r"[-_.]+", "-", match[1]).lower()
         return cls(name, match[2].strip(), extra[1] if extra else "")

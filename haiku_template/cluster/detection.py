@@ -25,12 +25,21 @@ class Started(NamedTuple):
 def detect(environ: Mapping[str, str]) -> Started | None:
     """Reads the launcher's variables; None for a process on its own.
 
-    Raises `ConfigError` if a node's cards cannot be shared evenly, or its address is
-    not known.
+    Raises `ConfigError` if a node's cards cannot be shared evenly, its address is not
+    known, or the variables are not as a launcher sets them.
     """
     # Why: docs/decisions/cluster.md#launchers
     innermost = next((name for name in READERS if name in environ), None)
-    return READERS[innermost](environ) if innermost else None
+    try:
+        return READERS[innermost](environ) if innermost else None
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        fault = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"{innermost} is set, and what its launcher sets beside it is not as it "
+            f"should be: {fault}; unset it, or give --distributed=off"
+        ) from error
 
 
 # Why: docs/decisions/cluster.md#slurm

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from haiku_template import signals
-from haiku_template.bounded import contents, parse
+from haiku_template.bounded import contents, is_number, parse
 from haiku_template.devices import Ledger
 from haiku_template.devices.transfer import COMPILED
 from haiku_template.storage.files import Note
@@ -74,8 +74,10 @@ def goodput(workdir: Path) -> dict[str, float]:
     starts: list[list[dict[str, Any]]] = []
     with suppress(OSError, ValueError):
         for line in contents(workdir / GOODPUT, MOST_METRICS).splitlines():
-            with suppress(ValueError):  # A kill cuts off the last one.
+            with suppress(ValueError, KeyError):  # A kill cuts off the last one.
                 row = parse(line, dict)
+                if not all(map(is_number, (row["time"], row["step"], *row.values()))):
+                    continue
                 if "began" in row:
                     starts.append([])
                 for rows in starts[-1:]:

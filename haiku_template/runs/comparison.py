@@ -41,12 +41,17 @@ def summarize_run(
     values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
     rows = read(workdir / workdirs.METRICS)
     if metric is None:
-        metric = values.get("best_metric", "eval/loss")
+        metric = str(values.get("best_metric", "eval/loss"))
         mode = mode or values.get("best_mode", "min")
     points = [(row[metric], row["step"]) for row in rows if row.get(metric) is not None]
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
-    return Summary(name, keys, rows, metric, best, state_of(workdir, values, rows))
+    try:
+        state = state_of(workdir, values, rows)
+    except TypeError as error:  # Keys that are not as `config.check` wants them.
+        sentence = f"{workdir / workdirs.CONFIG} cannot be read: {error}"
+        raise ConfigError(sentence) from error
+    return Summary(name, keys, rows, metric, best, state)
 
 
 def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) -> str:

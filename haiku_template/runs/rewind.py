@@ -35,7 +35,7 @@ def steps_of(text: str, workdir: Path) -> set[int]:
     Both ends of an interval are left out. Raises `ConfigError`.
     """
     if text == AUTO:
-        return {*map(int, workdirs.read_json(workdir / RECORD).get("steps", ()))}
+        return {*workdirs.left_out(workdir, RECORD, "steps")}
     steps: set[int] = set()
     for word in text.split(","):
         match = re.fullmatch(r"([1-9]\d{0,9})(?::(\d{1,10}))?", word)
@@ -61,8 +61,9 @@ def go_back(workdir: Path, text: str) -> None:
     """
     with workdirs.locked(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)
-        steps = {*run.get(workdirs.LEFT_OUT, ())} | steps_of(text, workdir)
-        if new := sorted(steps.difference(run.get(workdirs.LEFT_OUT, ()))):
+        before = workdirs.left_out(workdir)
+        steps = {*before} | steps_of(text, workdir)
+        if new := sorted(steps.difference(before)):
             _set_aside(workdir, new[0])
             # Last: who is killed before does it again.
             values = run | {workdirs.LEFT_OUT: sorted(steps)}

@@ -689,7 +689,7 @@ def _metrics(folder: Path) -> dict[str, float]:
         if not all(isinstance(value, int | float) for value in metrics.values()):
             raise ValueError("it holds other things than numbers")
         checksum = metrics.pop(CHECKSUM, None)  # None of earlier versions.
-        if checksum is not None and _checked(metrics)[CHECKSUM] != checksum:
+        if checksum is not None and _checked(metrics).get(CHECKSUM) != checksum:
             raise ValueError("its checksum is another")
         return metrics
     except FileNotFoundError:

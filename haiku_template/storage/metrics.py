@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from haiku_template.bounded import contents, parse
+from haiku_template.bounded import contents, is_number, parse
 from haiku_template.storage.files import Note, dispensable
 from haiku_template.storage.workdir import (
     METRICS,
@@ -126,6 +126,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = parse(line, dict)
+            if not all(x is None or is_number(x) for x in row.values()):
+                raise ValueError("other things than numbers")
             rows.append({"step": operator.index(row["step"])} | row)
         except (ValueError, TypeError, KeyError):
             damaged.append(number)

@@ -183,12 +183,18 @@ def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-i
 def steps_per_call(workdir: Path) -> int | None:
     """Number that a run which has begun chose for `steps_per_call=None`."""
     begun = has_checkpoints(workdir)
-    return read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
+    number = read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
+    if type(number) is int or number is None:
+        return number
+    raise ConfigError(f"{workdir / RUN} has steps_per_call={number!r}, no number")
 
 
-def left_out(workdir: Path) -> list[int]:
+def left_out(workdir: Path, name: str = RUN, key: str = LEFT_OUT) -> list[int]:
     """Steps whose updates the run leaves out, as `--rewind` said; upwards."""
-    return read_json(workdir / RUN).get(LEFT_OUT, [])
+    steps = read_json(workdir / name).get(key, [])
+    if isinstance(steps, list) and all(type(step) is int for step in steps):
+        return steps
+    raise ConfigError(f"{workdir / name} cannot be read: its {key} are no steps")
 
 
 def unused(path: Path) -> Path:

@@ -4,9 +4,10 @@ Shapes: B texts, T tokens.
 """
 
 import codecs
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,8 @@ class Tokenizer:
     @functools.cached_property
     def _library(self) -> Any:
         read = _tokenizers().Tokenizer.from_file
-        tokenizer = read_with(Path(self.name), lambda path: read(str(path)))
+        with self._errors("read"):
+            tokenizer = read_with(Path(self.name), lambda path: read(str(path)))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = self._literal
@@ -72,15 +74,27 @@ class Tokenizer:
         if most is not None:
             library.enable_truncation(most)
         try:
-            encodings = library.encode_batch_fast(
-                list(texts), add_special_tokens=special
-            )
-        except Exception as error:  # The package raises no other class.
-            sentence = f"the tokenizer {self.name} cannot encode the texts: {error}"
-            raise ConfigError(sentence) from error
+            with self._errors("encode the texts"):
+                encodings = library.encode_batch_fast(
+                    list(texts), add_special_tokens=special
+                )
         finally:
             library.no_truncation()
         return [encoding.ids for encoding in encodings]
+
+    @contextlib.contextmanager
+    def _errors(self, work: str) -> Iterator[None]:
+        """Turns what the package raises into `ConfigError`."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except BaseException as error:  # A panic of its Rust is no `Exception`.
+            is_panic = type(error).__name__ == "PanicException"
+            if not (is_panic or isinstance(error, Exception)):
+                raise
+            sentence = f"the tokenizer {self.name} cannot {work}: {error}"
+            raise ConfigError(sentence) from error
 
     def batch(
         self,
@@ -115,7 +129,12 @@ class Tokenizer:
             return lambda token: decoder.decode(bytes([token])).translate(CONTROLS)
         library = self._library
         decoder = _tokenizers().decoders.DecodeStream(skip_special_tokens=False)
-        return lambda token: (decoder.step(library, token) or "").translate(CONTROLS)
+
+        def decode(token: int) -> str:
+            with self._errors(f"decode the token {token}"):
+                return (decoder.step(library, token) or "").translate(CONTROLS)
+
+        return decode
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -155,9 +174,12 @@ def _read_ids(path: Path) -> dict[str, int]:
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
     added = contents.get("added_tokens") or []
-    if ids := vocab | {token["content"]: token["id"] for token in added}:
-        return ids
-    raise ValueError("its vocabulary is empty")
+    ids = vocab | {token["content"]: token["id"] for token in added}
+    if not ids:
+        raise ValueError("its vocabulary is empty")
+    if not all(type(number) is int and 0 <= number < 2**31 for number in ids.values()):
+        raise ValueError("its tokens are no whole numbers from 0")
+    return ids
 
 
 def _tokenizers() -> ModuleType:

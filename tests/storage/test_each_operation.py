@@ -26,7 +26,7 @@ def test_a_run_survives_faults_at_operations_of_its_files():
     assert done.returncode == 0, done.stdout + done.stderr
     _, *lines = done.stdout.splitlines()
     rows = {line[:28].strip(): [*map(int, line[28:].split())] for line in lines}
-    assert len(rows) == 7 and not any(lost for *_, lost in rows.values())
+    assert len(rows) == 11 and not any(lost for *_, lost in rows.values())
     for name, (tried, went_on, started_again, _) in rows.items():
         assert tried == went_on + started_again >= 2, name
     assert rows["kill -9"] == [3, 0, 3, 0]
