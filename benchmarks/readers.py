@@ -477,7 +477,6 @@ def read_lists(folder: Path, name: str) -> Iterator[Call]:
     def read() -> None:
         if values := manifest.read(step):
             manifest.check_sizes(values, step)
-            manifest.forms(values)
 
     yield but(read, ValueError)
     yield but(lambda: checkpoint.check_files(step), OSError, ValueError)

@@ -17,7 +17,7 @@ from haiku_template.combinations import combinations
 from haiku_template.errors import ConfigError
 from haiku_template.reporting.goodput import GOODPUT, goodput
 from haiku_template.runs import rewind
-from haiku_template.storage import checkpoint, read, workdir
+from haiku_template.storage import checkpoint, manifest, read, workdir
 from haiku_text import huggingface
 from haiku_text.data import Tokenizer
 from jax_doctor.machine import Requirement
@@ -143,6 +143,15 @@ def test_metrics_of_a_checkpoint_that_hold_a_checksum_alone(tmp_path):
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/metrics").write_text('{"crc32": 1}')
     assert checkpoint._metrics(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["leaves", "files", "facts"])
+def test_a_sealed_manifest_of_other_kinds_is_damaged(tmp_path, name):
+    values = dict.fromkeys(manifest.SEALED, {}) | {name: True}
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "manifest/manifest").write_text(json.dumps(manifest.sealed(values)))
+    with pytest.raises(ValueError, match="other fields than it was saved with"):
+        manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [None], "12", [1.5]])

@@ -78,8 +78,7 @@ def goodput(workdir: Path) -> dict[str, float]:
                 row = parse(line, dict)
                 if not all(map(is_number, (row["time"], row["step"], *row.values()))):
                     continue
-                if "began" in row:
-                    starts.append([])
+                starts += [[]] * ("began" in row)
                 for rows in starts[-1:]:
                     rows.append(row)
     seconds: Counter[str] = Counter()

@@ -166,7 +166,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     is_earlier = manifest.keys() == FIELDS and isinstance(leaves, dict)
     if is_earlier and all(map(_is_entry, leaves.values())):
         return manifest | {"facts": {}, "files": {}}
-    if manifest.keys() != SEALED or sealed(manifest) != manifest:
+    kinds = {type(manifest.get(name)) for name in ("leaves", "files", "facts")}
+    if manifest.keys() != SEALED or sealed(manifest) != manifest or kinds != {dict}:
         raise ValueError(f"{MANIFEST} has other fields than it was saved with")
     return manifest
 

@@ -183,18 +183,15 @@ def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-i
 def steps_per_call(workdir: Path) -> int | None:
     """Number that a run which has begun chose for `steps_per_call=None`."""
     begun = has_checkpoints(workdir)
-    number = read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
-    if type(number) is int or number is None:
-        return number
-    raise ConfigError(f"{workdir / RUN} has steps_per_call={number!r}, no number")
+    return read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
 
 
 def left_out(workdir: Path, name: str = RUN, key: str = LEFT_OUT) -> list[int]:
     """Steps whose updates the run leaves out, as `--rewind` said; upwards."""
     steps = read_json(workdir / name).get(key, [])
-    if isinstance(steps, list) and all(type(step) is int for step in steps):
-        return steps
-    raise ConfigError(f"{workdir / name} cannot be read: its {key} are no steps")
+    if not (isinstance(steps, list) and {*map(type, steps)} <= {int}):
+        raise ConfigError(f"{workdir / name} cannot be read: its {key} are no steps")
+    return steps
 
 
 def unused(path: Path) -> Path:
