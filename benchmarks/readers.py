@@ -818,6 +818,7 @@ ELSEWHERE = {
         ),
         "of the system: /proc, /dev/null, JAX's own libraries, what is written",
     ),
+    "runs.hooks": "a picture that this process drew",
     "reporting.profile._device_lines": "a trace that JAX wrote in this process",
     # Not fuzzed, though others may have written what they read.
     "preflight.targets.target_devices": "text for XLA, which parses it",
