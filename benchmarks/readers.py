@@ -813,7 +813,6 @@ ELSEWHERE = {
             "reporting.display",
             "haiku_text.generate.guarded",
             "runs.predictions.print_predictions",
-            "storage.files.appended",
             "xla_flags",
         ),
         "of the system: /proc, /dev/null, JAX's own libraries, what is written",
