@@ -48,8 +48,10 @@ def compile_options(*args, _made=compiler.get_compile_options, **kwargs):
 
 compiler.get_compile_options = compile_options
 
+from haiku_template import signals  # noqa: E402
 from haiku_template.devices import DeviceManager  # noqa: E402
 from haiku_template.reporting import plots, report  # noqa: E402
+from haiku_template.runs import stopping  # noqa: E402
 from tests.runs import UNDRAWN, run_command  # noqa: E402
 
 
@@ -76,6 +78,18 @@ def no_report():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "plots", SimpleNamespace(write=lambda workdir: None))
         patch.setenv("PYTHONPATH", UNDRAWN)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_forced_end():
+    """A signal in a test's own process would end all of its worker's on a slow machine.
+
+    Commands that tests start keep their limits, which tests/test_blocked.py tests.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signals, "PATIENCE", 3600.0)
+        patch.setattr(stopping, "FORCE_SECONDS", 3600.0)
         yield
 
 
