@@ -266,7 +266,6 @@ def write_tokens(folder: Path) -> None:
 def read_tokens(folder: Path, name: str) -> Iterator[Call]:
     """Reads windows of a token file, or a text."""
     from haiku_template.data import BatchSpec
-    from haiku_text import generate
     from haiku_text.data import documents
     from haiku_text.data.files import open_tokens
     from haiku_text.data.windows import tokens
@@ -279,13 +278,7 @@ def read_tokens(folder: Path, name: str) -> Iterator[Call]:
         return
     yield lambda: documents.byte_text(spec, path=str(path), context=8).train.batch(0)
     yield lambda: list(documents.pieces(documents.TextFile(path.name, path)))
-
-    def prompts() -> None:
-        generate.FLAGS.unparse_flags()
-        generate.FLAGS(["fuzz", "--workdir=w", f"--prompt_file={path}"])
-        generate.read_prompts()
-
-    yield prompts
+    yield lambda: documents.prompt_file(str(path))
 
 
 def write_lines(folder: Path) -> None:
@@ -763,10 +756,7 @@ READERS = {
     "data": Reader(write_data, read_data, "data.files"),
     "inputs": Reader(write_inputs, read_inputs, "data.examples"),
     "tokens": Reader(
-        write_tokens,
-        read_tokens,
-        "haiku_text.data.files haiku_text.data.documents "
-        "haiku_text.generate.read_prompts",
+        write_tokens, read_tokens, "haiku_text.data.files haiku_text.data.documents"
     ),
     "lines": Reader(write_lines, read_lines, "haiku_text.data.jsonl"),
     "tokenizer": Reader(write_tokenizers, read_tokenizer, "haiku_text.data.tokenizer"),

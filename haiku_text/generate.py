@@ -4,7 +4,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -66,10 +65,9 @@ def read_prompts() -> list[str]:
     if path is not None and FLAGS["prompt"].present:
         raise ConfigError("--prompt and --prompt_file were given; give one of the two")
     if path is not None:
-        try:
-            prompts = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
+        from haiku_text.data.documents import prompt_file
+
+        prompts = prompt_file(path)
     for number, prompt in enumerate(prompts, 1):
         where = f"line {number} of {path}" if path else "--prompt"
         if not prompt:

@@ -56,6 +56,14 @@ def _stream(documents: list["Document"]) -> TokenStream:
     return TokenStream((Shard(np.frombuffer(joined, np.uint8), name),))
 
 
+def prompt_file(path: str) -> list[str]:
+    """Reads a prompt a line, or raises `ConfigError` if it cannot."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
+
+
 class Document(NamedTuple):
     """Text in memory: its path below the folder that was named, and its UTF-8."""
 

@@ -28,6 +28,6 @@ def test_a_run_survives_faults_at_operations_of_its_files():
     rows = {line[:28].strip(): [*map(int, line[28:].split())] for line in lines}
     assert len(rows) == 11 and not any(lost for *_, lost in rows.values())
     for name, (tried, went_on, started_again, _) in rows.items():
-        assert tried == went_on + started_again >= 2, name
+        assert tried == went_on + started_again > 0, name
     assert rows["kill -9"] == [3, 0, 3, 0]
     assert rows["write: EIO once"][1] > 0  # They were few, and passed.
