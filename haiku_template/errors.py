@@ -6,9 +6,15 @@ a defect and shows its traceback.
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
+# ORG/NAME on Hugging Face's hub, and endings that tell a file.
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", re.ASCII)
+FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
+FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 # Exit codes of a run, and whether the same command may end otherwise the next time.
 # What is in launch/ and docs/running.md goes by this table, as tests see to.
 MAY_RESTART = {0: False, 1: True, 64: False, 69: True, 70: False, 71: True, 74: False}
@@ -85,3 +91,21 @@ def near(
     originals = {x.casefold(): x for x in itertools.islice(names, 1000)}
     matches = difflib.get_close_matches(name.casefold(), originals, 1, cutoff)
     return template.format(originals[matches[0]]) if matches else ""
+
+
+def download(path: str | Path, kind: str = "model") -> str:
+    """Names the command that downloads a Hugging Face id; "" for what looks like none.
+
+    Args:
+      path: what was asked for and does not exist: ORG/NAME, where no folder is ORG.
+      kind: the hub's `model` or `dataset`.
+    """
+    match = HUB_ID.fullmatch(str(path))
+    if not match or Path(match[1]).exists() or Path(path).suffix in FILE_ENDINGS:
+        return ""
+    option = "" if kind == "model" else f" --repo-type {kind}"
+    return (
+        "; nothing is downloaded here: if this is a Hugging Face id, get it with "
+        f"`hf download {path}{option} --local-dir {match[2]}` (pip install "
+        f"huggingface_hub) and give {match[2]}"
+    )

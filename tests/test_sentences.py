@@ -3,6 +3,10 @@
 import ast
 import importlib
 import json
+import os
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +16,15 @@ import pytest
 from haiku_template import config as configs
 from haiku_template.config import default_config
 from haiku_template.data import DATASETS
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, download, near
+from haiku_template.finetuning.adapters import load_adapters
+from haiku_template.finetuning.source import open_source
 from haiku_template.models import MODELS
+from haiku_template.pretrained.converting import convert
 from haiku_template.registry import make, resolve
 from haiku_template.training import Experiment
+from haiku_text import huggingface
+from haiku_text.data import Tokenizer
 from tests.runs import run_command
 
 ROOT = Path(__file__).parents[1]
@@ -307,3 +316,64 @@ def test_help_shows_each_example_as_it_is_typed(path):
     node = ast.parse(path.read_text()).body[0]
     words = node.value.value
     assert words.count("\n") == node.end_lineno - node.lineno
+
+
+HUB = "google-bert/bert-base-uncased"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda devices: open_source(HUB, None, devices),
+        lambda devices: load_adapters(HUB, {}, {}, None, devices),
+        lambda devices: convert(HUB, "new.safetensors"),
+        lambda devices: huggingface.restore(HUB, dict, (), devices),
+        lambda devices: huggingface.describe(HUB),
+        lambda devices: Tokenizer(HUB),
+    ],
+    ids=["init_from", "adapters", "convert", "restore", "describe", "tokenizer"],
+)
+def test_a_hugging_face_id_gets_the_command_that_downloads_it(
+    tmp_path, monkeypatch, one_device, place
+):
+    monkeypatch.chdir(tmp_path)
+    command = f"`hf download {HUB} --local-dir bert-base-uncased`"
+    with pytest.raises(ConfigError, match=command):
+        place(one_device)
+    (tmp_path / "google-bert").mkdir()  # It is a path of this machine.
+    with pytest.raises(ConfigError, match=r"^((?!hf download).)*$"):
+        place(one_device)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "bert",
+        "./bert",
+        "/a/b",
+        "../a/b",
+        "a/b/c",
+        "a/model.safetensors",
+        "a/b d",
+        "~/a",
+    ],
+)
+def test_what_is_no_hugging_face_id_gets_no_command(path):
+    assert download(path) == ""
+
+
+@pytest.mark.slow
+def test_the_command_is_one_that_the_hub_s_own_program_knows():
+    pytest.importorskip("huggingface_hub.cli.hf")  # It comes with tokenizers.
+    words = shlex.split(re.search("`hf (.*?)`", download(HUB, "dataset"))[1])
+    assert words[:4] == ["download", HUB, "--repo-type", "dataset"]
+    code = "from huggingface_hub.cli.hf import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--help"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0 and "Download files" in done.stdout, done.stderr

@@ -15,7 +15,7 @@ import numpy as np
 
 from haiku_template.bounded import parse, read_json
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, download
 from haiku_template.finetuning.lora import Lora
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained.reading import read
@@ -89,7 +89,7 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
     if not file.is_file():
         raise ConfigError(
             f"{file} is not there; python -m haiku_template.export --format=adapters "
-            "writes such a file from a run"
+            "writes such a file from a run" + download(file)
         )
     facts = read_facts(file)
     for key in ("rank", "alpha", AXES):

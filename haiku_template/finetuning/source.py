@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from haiku_template.bounded import read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, download
 from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import HUGGING_FACE, Family
@@ -62,7 +62,7 @@ def open_source(
             f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
             "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "
             "a safetensors file or .npz; if the files were moved, edit init_from in "
-            "the run's config.json"
+            "the run's config.json" + download(init_from)
         )
     if (path / ADAPTERS).is_file():
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from haiku_template import signals
 from haiku_template.bounded import parse
-from haiku_template.errors import ConfigError, StorageError
+from haiku_template.errors import ConfigError, StorageError, download
 from haiku_template.pretrained.writing import new_file
 
 
@@ -35,6 +35,7 @@ def convert(
         as_it_is = "; config.init_from reads an Orbax tree as it is" * source.is_dir()
         raise ConfigError(
             f"--input={source} is no file that is there and may be read{as_it_is}"
+            + download(source)
         )
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output={output} must end in .safetensors")

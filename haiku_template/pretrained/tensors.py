@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from haiku_template import bounded
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, download
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -81,7 +81,7 @@ def locate(source: Path) -> Path:
     names = ", ".join(path.name for path in there[:8])
     raise ConfigError(
         f"{source} is no safetensors file and no folder with {SINGLE} or {INDEX}; "
-        + (f"it holds {names}" if names else "nothing is there")
+        + (f"it holds {names}" if names else f"nothing is there{download(source)}")
     )
 
 
@@ -138,6 +138,7 @@ def read_json(path: Path, key: str, kind: type) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path} does not exist; the folder of a Hugging Face model has one"
+            + download(path.parent)
         ) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(

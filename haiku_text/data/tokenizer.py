@@ -16,7 +16,7 @@ import numpy as np
 
 from haiku_template.bounded import read_json
 from haiku_template.data.files import read_with
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, download
 
 BYTES, FILE = "bytes", "tokenizer.json"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -164,6 +164,7 @@ def _find(path: Path) -> Path:
             f"the tokenizer {path} does not exist; possible are a tokenizer.json, a "
             "folder with one, and bytes; of a folder with only a vocab.txt or "
             "merges.txt, transformers' AutoTokenizer makes one with save_pretrained"
+            + download(path)
         )
     return path
 
