@@ -181,6 +181,71 @@ def test_a_file_that_cannot_be_read_is_named(run, tmp_path, name):
         read_examples(str(tmp_path / name), run.trainer.experiment.data, 8)
 
 
+def write_table(path, column, labels):
+    rows = zip(labels, NEW.reshape(11, 6), strict=False)
+    lines = [",".join(map(str, [y, *x])) for y, x in rows]
+    path.write_text("\n".join([f"{column},a,b,c,d,e,f", *lines]) + "\n")
+    return str(path)
+
+
+def test_labels_are_numbers_or_names_of_the_run_s_classes(run, tmp_path):
+    data = run.trainer.experiment.data
+    named = data._replace(class_names=("cat", "dog"))
+    rows = [(data, "01"), (data, [0, 1]), (named, [0, 1]), (named, ["cat", "dog"])]
+    for known, labels in rows:
+        table = write_table(tmp_path / "a.csv", "class", labels)
+        np.savez(tmp_path / "a.npz", x=NEW[:2], y=np.array([*labels]))
+        for file in (table, str(tmp_path / "a.npz")):
+            batch = read_examples(file, known, 8).dataset.batch(0)
+            assert batch["labels"].tolist() == [0, 1], file
+
+
+REFUSED_LABELS = {
+    "cow": (["0", "cow"], "has the label 'cow', and the classes of the run are 0, 1"),
+    "outside": (["0", "7"], "1 labels outside the 2 classes .*the first is 7"),
+    "half": (["0", "0.5"], "float64, and the run was trained on int32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LABELS)
+def test_labels_of_another_kind_are_refused_in_a_sentence(run, tmp_path, name):
+    labels, words = REFUSED_LABELS[name]
+    with pytest.raises(ConfigError, match=words):
+        read_labelled(run, write_table(tmp_path / "a.csv", "label", labels))
+
+
+def test_whole_numbers_are_labels_of_a_regression_too(tmp_path, one_device):
+    config = config_of(tmp_path, y=X.sum(axis=(1, 2)))
+    config.task = {"name": "regression"}
+    run = Run.open(fit(config, tmp_path / "run"), one_device)
+    table = write_table(tmp_path / "a.csv", "y", range(11))
+    errors = run.predict(NEW)[:, 0] - np.arange(11)
+    loss = run.evaluate(read_labelled(run, table))["eval/loss"]
+    assert loss == pytest.approx(np.square(errors).mean(), rel=1e-5)
+
+
+def test_a_run_is_evaluated_on_arrays(run, expected):
+    metrics = run.evaluate({"inputs": NEW, "labels": Y[:11]})
+    accuracy = (expected.argmax(axis=1) == Y[:11]).mean()
+    assert metrics["eval/accuracy"] == pytest.approx(accuracy)
+    assert not (run.workdir / "confusion.png").exists()
+    with pytest.raises(ConfigError, match="the set of examples has no labels"):
+        run.evaluate(NEW)
+
+
+def test_the_command_evaluates_new_examples(workdir, expected, tmp_path, command):
+    np.savez(tmp_path / "new.npz", x=NEW, y=Y[:11])
+    np.save(tmp_path / "new.npy", NEW)
+    flags = [f"--workdir={workdir}", "--simulate_devices=4"]
+    called = functools.partial(command, PYTHONPATH=str(ROOT), cwd=tmp_path)
+    done = called("evaluate", *flags, "--inputs=new.npz")
+    accuracy = (expected.argmax(axis=1) == Y[:11]).mean()
+    assert json.loads(done.stdout)["eval/accuracy"] == pytest.approx(accuracy)
+    done = called("evaluate", *flags, "--inputs=new.npy")
+    assert done.returncode == 64 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: --inputs=new.npy has no labels")
+
+
 @pytest.fixture(scope="module")
 def of_pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
@@ -224,6 +289,13 @@ def test_pictures_of_another_size_are_resized_and_said(
         Image.new("RGB", (5, 4)).save(tmp_path / "sorted" / name / "a.png")
     labelled = read_examples(str(tmp_path / "sorted"), named, 8).dataset.batch(0)
     assert labelled["labels"].tolist() == [0, 1]
+    for name in ("1", "0"):
+        (tmp_path / "numbered" / name).mkdir(parents=True)
+        Image.new("RGB", (5, 4)).save(tmp_path / "numbered" / name / "a.png")
+    dataset = read_labelled(run, str(tmp_path / "numbered"))
+    assert dataset.batch(0)["labels"].tolist() == [0, 1]
+    with pytest.raises(ConfigError, match=r"pictures for each class \(0, 1"):
+        read_labelled(run, str(tmp_path / "sorted"))
 
 
 def test_pictures_for_a_run_of_fractions_are_scaled(tmp_path, caplog):

@@ -64,7 +64,7 @@ def from_split(
         train, spec.labels, num_classes, train_part
     )
     if is_classes:
-        _check_classes(test["labels"], num_outputs, test_part)
+        check_classes(test["labels"], num_outputs, test_part)
     data = Data(
         dataset.ArrayDataset(split.x_train, split.y_train, spec, augment),
         dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
@@ -88,7 +88,7 @@ def _count_outputs(
         return math.prod(arrays["inputs"].shape[1:]), False
     # Of a task that takes any, numbers with a fraction are no classes.
     if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
-        return _check_classes(labels, num_classes, where), True
+        return check_classes(labels, num_classes, where), True
     if labels.dtype.kind not in "fiub":
         raise ConfigError(
             f"{where} has labels of type {labels.dtype}; regression takes numbers"
@@ -96,7 +96,7 @@ def _count_outputs(
     return math.prod(labels.shape[1:]), False
 
 
-def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
+def check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
     """Number of classes, by default one more than the largest label."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise ConfigError(

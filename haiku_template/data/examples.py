@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from haiku_template.data.dataset import Batch, Data, each_shape
+from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import read_with
 from haiku_template.data.trees import leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
@@ -70,14 +71,14 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
         return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
     if path.suffix == ".jsonl" and data.read is not None:
         return Examples(data.read(path))
-    like = each_shape(data.train)[0]
+    like = _first(data)
     if path.is_dir():
-        arrays, files = _read_pictures(path, _shape_of(like, path), data.class_names)
+        arrays, files = _read_pictures(path, _shape_of(like, path), _classes(data))
         return Examples(as_dataset(arrays, data, batch_size, name), files)
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
         ".npz": _read_npz,
-        ".csv": lambda file: _read_table(file, _shape_of(like, file)),
+        ".csv": lambda file: _read_table(file, _shape_of(like, file), data),
     }
     if path.suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
@@ -117,12 +118,65 @@ def as_dataset(
             f"{where} has {', '.join(f'{n} {x}' for x, n in counts.items())}; each "
             "array has one row an example, and one at least"
         )
+    if "labels" in leaves:
+        labels = _indices(leaves["labels"], _classes(data), where)
+        arrays = {**arrays, "labels": labels}
     several = len(shapes) > 1
     arrays = map_leaves(
         lambda path, x: _fitting(f"{path} of {where}", x, expected[path], several),
         arrays,
     )
     return Rows(arrays, batch_size)
+
+
+def as_labelled(
+    arrays: Any, data: Data, batch_size: int, where: str, kind: str = "any"
+) -> Any:
+    """Makes an evaluation set as `as_dataset`, with labels if the run's batches have.
+
+    Raises `ConfigError`, too, if it has none, or some outside the classes, for a task
+    that takes labels of the `kind` `classes`.
+    """
+    dataset, like = as_dataset(arrays, data, batch_size, where), _first(data)
+    if not isinstance(like, Mapping) or "labels" not in like:
+        return dataset
+    batch = dataset.batch(0)
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        names = ", ".join([*_classes(data)][:8])
+        raise ConfigError(
+            f"{where} has no labels, which an evaluation compares the outputs with; "
+            "possible are arrays `inputs` and `labels`, a column `label`, and a folder "
+            "of pictures for each class" + f" ({names})" * bool(names)
+        )
+    if isinstance(dataset, Rows) and kind == "classes" and data.num_outputs:
+        check_classes(dataset.arrays["labels"], data.num_outputs, where)
+    return dataset
+
+
+def _first(data: Data) -> Batch:
+    return each_shape(data.train)[0]
+
+
+def _classes(data: Data) -> dict[str, int]:
+    """Numbers of the classes by name; none if a label is not one whole number."""
+    like = _first(data)
+    labels = like.get("labels") if isinstance(like, Mapping) else None
+    if getattr(labels, "ndim", 0) != 1 or labels.dtype.kind not in "iu":
+        return {}
+    names = data.class_names or range(data.num_outputs)
+    return {str(name): i for i, name in enumerate(names)}
+
+
+def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
+    """Numbers of labels [N] that are names of classes; others as they are."""
+    if np.asarray(labels).dtype.kind not in "OU" or not classes:
+        return labels
+    if unknown := [x for x in np.unique(labels).tolist() if str(x) not in classes]:
+        raise ConfigError(
+            f"{where} has the label {unknown[0]!r}, and the classes of the run are "
+            f"{', '.join([*classes][:20])}"
+        )
+    return np.array([classes[str(x)] for x in np.ravel(labels)], np.int32)
 
 
 def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
@@ -181,7 +235,7 @@ def _read_npz(path: Path) -> Any:
     return tree
 
 
-def _read_table(path: Path, like: Any) -> Any:
+def _read_table(path: Path, like: Any, data: Data) -> Any:
     """Reads numbers, a row an example; a column named `label` or so is its label."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = [row for row in csv.reader(file) if row]
@@ -195,14 +249,23 @@ def _read_table(path: Path, like: Any) -> Any:
             f"has {size} values"
         )
     for number, row in enumerate(rows, 1 + bool(header)):
-        if len(row) != len(columns) + len(labels) or not all(map(_is_number, row)):
+        is_whole = len(row) == len(columns) + len(labels)
+        if not is_whole or not all(_is_number(row[i]) for i in columns):
             raise ValueError(f"line {number} is not one number in each column")
-    values = [[row[i] for i in columns] for row in rows]
-    inputs = _numbers(values, like.dtype.kind)
+    inputs = _numbers([[row[i] for i in columns] for row in rows], like.dtype.kind)
     arrays = {"inputs": inputs.reshape(len(rows), *like.shape[1:])}
     if labels:
-        arrays["labels"] = _numbers([row[labels[0]] for row in rows], "i")
+        arrays["labels"] = _labels([row[labels[0]].strip() for row in rows], data)
     return arrays
+
+
+def _labels(cells: list[str], data: Data) -> np.ndarray:
+    """Labels of a table: text if all are names of classes, or one is no number."""
+    if set(cells) <= _classes(data).keys() or not all(map(_is_number, cells)):
+        return np.array(cells)
+    like = _first(data)
+    array = like.get("labels") if isinstance(like, Mapping) else None
+    return _numbers(cells, getattr(array, "dtype", np.dtype(int)).kind)
 
 
 def _numbers(values: Any, kind: str) -> np.ndarray:
@@ -221,7 +284,7 @@ def _is_number(text: str) -> bool:
 
 
 def _read_pictures(
-    folder: Path, like: Any, class_names: tuple[str, ...]
+    folder: Path, like: Any, classes: dict[str, int]
 ) -> tuple[Any, tuple[str, ...]]:
     """Reads pictures, sorted by name; those in a folder of a class are labelled."""
     if importlib.util.find_spec("PIL") is None:
@@ -253,8 +316,7 @@ def _read_pictures(
         )
         inputs = (inputs / np.float32(255)).astype(like.dtype)
     names = tuple(str(x.relative_to(folder)) for x in files)
-    indices = {name: i for i, name in enumerate(class_names)}
-    labels = [indices.get(file.parent.name) for file in files]
+    labels = [classes.get(file.parent.name) for file in files]
     if None in labels:
         return {"inputs": inputs}, names
     return {"inputs": inputs, "labels": np.array(labels, np.int32)}, names

@@ -34,15 +34,12 @@ def read_examples(run: Run, name: str) -> Any:
 
 def read_labelled(run: Run, name: str) -> Any:
     """Reads examples to evaluate a run on; `ConfigError` if they lack its labels."""
-    dataset = read_examples(run, name).dataset
-    expected, batch = run.trainer.feed.example, dataset.batch(0)
-    if isinstance(expected, dict) and "labels" in expected and "labels" not in batch:
-        raise ConfigError(
-            f"--inputs={name} has no labels, which an evaluation compares the outputs "
-            "with; possible are arrays `inputs` and `labels`, a column `label`, and a "
-            "folder of pictures for each class"
-        )
-    return dataset
+    from haiku_template.data import examples
+
+    dataset, trainer = read_examples(run, name).dataset, run.trainer
+    data, size = trainer.experiment.data, trainer.feed.batch_size
+    kind = trainer.recipe.task.labels
+    return examples.as_labelled(dataset, data, size, f"--inputs={name}", kind)
 
 
 def write_predictions(run: Run, output: Path, examples: Any = None) -> int:

@@ -200,17 +200,23 @@ class Run:  # Why: docs/decisions/house.md#run
             outputs = list(self.trainer.predict(state, dataset))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
-    def evaluate(self, dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, examples: Any = None) -> dict[str, float]:
         """Metrics of the evaluation set; those of classes also give confusion.png.
 
-        Of another `dataset` metrics alone.
+        Of other `examples`, arrays [N, ...] as in a batch of the run or an evaluation
+        set, metrics alone. Raises `ConfigError` as `predict`, and for missing labels.
         """
-        data = self.trainer.experiment.data
-        if dataset is None:
+        from haiku_template.data.examples import as_labelled
+
+        data, size = self.trainer.experiment.data, self.trainer.feed.batch_size
+        if examples is None:
             self.evaluation_set()
+        else:
+            kind = self.trainer.recipe.task.labels
+            examples = as_labelled(examples, data, size, "the set of examples", kind)
         with self.devices.explicit_transfers():
-            metrics, counts = self.trainer.measure(self.state, dataset)
-        if "confusion" in counts and dataset is None:
+            metrics, counts = self.trainer.measure(self.state, examples)
+        if "confusion" in counts and examples is None:
             names = tuple(map(str, data.class_names or range(data.num_outputs)))
             title = f"{self.workdir.name}, step {self.step}"
             plots.write_confusion(self.workdir, counts["confusion"], names, title)
