@@ -1,4 +1,10 @@
-"""Puts names back that JAX and optax removed, for packages that cannot be edited.
+"""Runs an old script with the names that JAX and optax removed put back.
+
+    python -m haiku_template.compat old_script.py ARGS
+
+runs it as `python old_script.py ARGS` would, unedited. The names are there from the
+script's first import of JAX on; processes that it spawns are without. Exit codes are
+the script's; 64: there is no such file. In a program, for packages that nobody edits:
 
     from haiku_template import compat
 
@@ -13,12 +19,15 @@ docs/decisions/doctor.md#compat
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +108,7 @@ KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
         {"assume_a": "pos"} if value else {}
     ),
 }
+PACKAGES = ("jax", "haiku", "optax")
 FIRST = "jax.numpy.clip(a)"  # Positional alone today.
 # Rows that stay gone, and why.
 NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
@@ -133,10 +143,19 @@ def removed() -> dict[str, "Removed"]:
 
 def install() -> None:
     """Puts the names back, for this process; doing so again changes nothing."""
+    for package in PACKAGES:
+        _install(package)
+
+
+def _install(package: str) -> None:
     parents = {path.rpartition(".")[0] for path in removed() if "import " not in path}
-    for path in {path.partition("(")[0] for path in removed() if "(" in path}:
-        _take_keywords(path)
-    for name in sorted(parents | HOMES.keys()):
+    tops = (package, "jaxlib") if package == "jax" else (package,)
+    names = {x for x in parents | HOMES.keys() if x.partition(".")[0] in tops}
+    functions = {path.partition("(")[0] for path in removed() if "(" in path}
+    for path in functions:
+        if path.startswith(f"{package}."):
+            _take_keywords(path)
+    for name in sorted(names):
         try:
             importlib.import_module(name).__class__ = _Module
         except ImportError:
@@ -144,6 +163,65 @@ def install() -> None:
                 # Not as its parent's attribute: `jax.config` is another thing today.
                 sys.modules[name] = _Module(name, "A module that is gone.")
                 sys.modules[name].__spec__ = ModuleSpec(name, None)
+
+
+def install_later() -> None:
+    """Puts the names back once JAX is imported, which may need variables set before."""
+    if "jax" in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finder of the packages that lost names, which come back behind their import.
+
+    One after another: none of them is imported while another is half imported.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = {*PACKAGES}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.waiting:
+            return None
+        self.waiting.remove(name)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _install(name)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def run(script: str, arguments: list[str]) -> None:
+    """Runs a script as Python does, as `__main__`, with the names put back."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(script)
+    sys.modules["__main__"], sys.argv = main, [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    install_later()
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+
+
+def main() -> int:
+    """Runs the script that the command line names; returns the exit code."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    if not arguments or not Path(arguments[0]).is_file():
+        fault = f"{arguments[0]} is no file" if arguments else "a script is needed"
+        usage = "python -m haiku_template.compat old_script.py ARGS"
+        print(f"error: {fault}; possible is {usage}", file=sys.stderr)
+        return 64
+    run(arguments[0], arguments[1:])
+    return 0
 
 
 def _take_keywords(path: str) -> None:
@@ -213,3 +291,8 @@ def _say(module: str, name: str) -> None:
         frame = frame.f_back
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     logging.getLogger(__name__).warning("put back for %s: %s", where, row)
+
+
+if __name__ == "__main__":
+    # Another module than this one, whose place the script takes.
+    sys.exit(importlib.import_module("haiku_template.compat").main())

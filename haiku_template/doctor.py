@@ -25,7 +25,8 @@ from jax_doctor.code.names import REMOVED
 ADVICE = {  # Why: docs/decisions/doctor.md#advice
     "export JAX_NUM_CPU_DEVICES=": "in a run, --simulate_devices=",
     "write jax.tree_map = jax.tree.map before jaxline is imported": (
-        "config.compat = True puts it back"
+        "config.compat = True puts it back, and python -m haiku_template.compat "
+        "SCRIPT ARGS runs a program of jaxline's with it"
     ),
 } | {REMOVED[name].instead: path for name, path in MOVED.items()}
 

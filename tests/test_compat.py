@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -47,6 +48,9 @@ YESTERDAY = {
     "optix": "from jax.experimental import optix\n"
     "from jax.experimental.optix import sgd\n"
     "hasattr(optix.chain(optix.clip(1.0), sgd(0.1)), 'update')",
+    "optimizers": "from jax.experimental import optimizers\n"
+    "init, update, get = optimizers.momentum(0.5, mass=0.9)\n"
+    "get(update(0, np.ones(2), init(np.zeros(2)))).tolist() == [-0.5, -0.5]",
     "a specification": "importlib.util.find_spec('jax.util').name == 'jax.util'",
     "a miss": "not hasattr(jax, 'tree_mapp')",
     "what words replace": "not hasattr(jax, 'xla_computation')",
@@ -253,3 +257,95 @@ def test_a_run_whose_model_uses_removed_names_trains_and_is_evaluated(tmp_path):
     assert f"put back for {tmp_path}/third_party.py:2: jax.tree_map was" in done.stderr
     done = run_command("evaluate", "--workdir=run", "--device=cpu", cwd=tmp_path)
     assert done.returncode == 0 and "third_party.py:2" in done.stderr, done.stderr
+
+
+OLD = """'''An old script.'''
+import os
+import sys
+os.environ["JAX_NUM_CPU_DEVICES"] = "3"  # JAX reads it as it is imported.
+{imports}
+import jax
+import pickle
+from beside import word
+from absl import app, flags
+
+flags.DEFINE_integer("number", 1, "A number.")
+
+class Example:
+    pass
+
+def main(argv):
+    assert type(pickle.loads(pickle.dumps(Example()))) is Example
+    print(argv, flags.FLAGS.number, word, jax.device_count())
+    print(__name__, __file__, __doc__, sys.argv, sys.path[0])
+    print({uses})
+    sys.exit(7)
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+USES = "jax.tree_map(abs, -1), optix.adam(0.1).init, optimizers.adam(0.1).update_fn"
+
+
+def run_old(folder, *words, **variables):
+    """Runs Python in another folder than the script's."""
+    return subprocess.run(
+        [sys.executable, *words, "scripts/old.py", "a", "--number=4"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "beside.py").write_text("word = 'beside'")
+    return tmp_path / "scripts"
+
+
+def test_the_command_runs_a_script_as_python_does(scripts):
+    (scripts / "old.py").write_text(OLD.format(imports="", uses="1"))
+    plain = run_old(scripts.parent, PYTHONPATH=str(ROOT))
+    words = ("-m", "haiku_template.compat")
+    done = run_old(scripts.parent, *words, PYTHONPATH=str(ROOT))
+    assert plain.returncode == done.returncode == 7, plain.stderr + done.stderr
+    assert done.stdout == plain.stdout and "] 4 beside 3\n" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import haiku",
+        pytest.param("import optax", marks=pytest.mark.slow),
+        pytest.param("import jax.experimental.stax", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command_runs_a_script_with_removed_names(scripts, first):
+    imports = f"{first}\nfrom jax.experimental import optix, optimizers"
+    (scripts / "old.py").write_text(OLD.format(imports=imports, uses=USES))
+    done = run_old(scripts.parent, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1 and "Error: " in done.stderr
+    words = ("-m", "haiku_template.compat")
+    done = run_old(scripts.parent, *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("1 <function "), done.stdout
+    for line, name in ((6, "experimental.optix"), (21, "tree_map")):
+        assert f"put back for scripts/old.py:{line}: jax.{name} was" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "a script is needed; possible is python -m haiku_template.compat"),
+        (["none.py", "--a=1"], "none.py is no file; possible is"),
+    ],
+)
+def test_without_a_script_the_command_is_a_sentence(words, sentence):
+    done = run_command("compat", *words)
+    assert done.returncode == 64 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1

@@ -287,7 +287,8 @@ def test_commands_are_silent_about_jaxline_which_they_may_not_need(gpu):
     (found,) = diagnose(gpu.machine(), Facts("cpu", jax=jax_result("cpu")))
     assert (found.id, found.severity) == ("A19", "warning")
     assert "jax.tree_map = jax.tree.map" in found.fix
-    assert ADVICE[found.fix] == "config.compat = True puts it back"
+    assert ADVICE[found.fix].startswith("config.compat = True puts it back, and python")
+    assert "python -m haiku_template.compat SCRIPT ARGS" in ADVICE[found.fix]
 
 
 def test_a_local_cuda_needs_no_wheels(gpu):
