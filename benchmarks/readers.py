@@ -807,6 +807,7 @@ ELSEWHERE = {
         ),
         "of the system: /proc, /dev/null, JAX's own libraries, what is written",
     ),
+    "compat.run": "a script, which Python runs",
     "runs.hooks": "a picture that this process drew",
     "reporting.profile._device_lines": "a trace that JAX wrote in this process",
     # Not fuzzed, though others may have written what they read.
