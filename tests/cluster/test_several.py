@@ -20,6 +20,7 @@ from haiku_template.training import Experiment
 from tests.runs import ROOT
 
 LOCAL = str(ROOT / "launch/local.py")
+LAUNCH = [sys.executable, LOCAL]
 TRAIN = [sys.executable, "-m", "tests.cluster.guarded", "--config=configs/digits.py"]
 SHORT = {"num_steps": 20, "log_every": 5, "save_every": 10, "eval_every": 10}
 SHORT |= {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
@@ -33,7 +34,7 @@ def command(workdir, devices, **changes):
 
 def start(processes, *given, **changes):
     """Starts a run; its output goes to a file beside its workdir."""
-    whole = [sys.executable, LOCAL, f"--processes={processes}", "--"]
+    whole = [*LAUNCH, f"--processes={processes}", "--"]
     with Path(f"{given[0]}.out").open("w") as output:
         return subprocess.Popen(
             [*whole, *command(*given, **changes)],

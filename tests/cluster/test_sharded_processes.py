@@ -1,5 +1,6 @@
 """Layouts over the devices of several processes: what they train, save and restore."""
 
+import json
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from haiku_template.storage import manifest as manifests
 from tests.cluster.test_moments import KILLED, run
 from tests.cluster.test_several import (
     ENVIRONMENT,
+    ROOT,
     assert_same,
     by_hand,
     command,
@@ -195,3 +197,23 @@ def test_two_processes_evaluate_predict_and_export_what_one_does(
         for name, array in np.load(folder / "results.npz").items():
             np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5)
         assert (folder / "exported/model.safetensors").read_bytes() == model
+
+
+def test_no_damage_is_restored_wrong_by_two_processes(tmp_path, address):
+    """C07, C08: each fifth of the table of one process, and none wrong in all of it."""
+    command = [sys.executable, "-m", "tests.cluster.damaged", address]
+    runs = [
+        subprocess.Popen(
+            [*command, str(index), str(tmp_path), "200", "10", "5"],
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    printed = [run.communicate(timeout=280)[0] for run in runs]
+    result = json.loads(printed[0].splitlines()[-1])
+    assert not result["wrong"] and [run.returncode for run in runs] == [0, 0]
+    _, before, newest = result["counts"]
+    assert before > 60 and newest > 0

@@ -122,6 +122,14 @@ def table(folder, num_bits, num_small):
     yield "step removed", lambda: shutil.rmtree(step)
 
 
+def damage(folder, num_bits, num_small, number):
+    """Does a row of the table; its name."""
+    name, change = [*table(folder, num_bits, num_small)][number]
+    with contextlib.suppress(NotADirectoryError):
+        change()
+    return name
+
+
 def outcome(folder, expected, abstract):
     """Step that a run goes on from, after its bits and metrics were compared."""
     with Checkpoints(folder / "a", run="a", cleanup=True) as checkpoints:
@@ -149,9 +157,7 @@ def tried(tmp_path, place, abstract, num_bits, num_small, every=1):
     for number in range(0, total, every):
         shutil.rmtree(folder)
         shutil.copytree(whole, folder)
-        name, damage = [*table(folder, num_bits, num_small)][number]
-        with contextlib.suppress(NotADirectoryError):
-            damage()
+        name = damage(folder, num_bits, num_small, number)
         try:
             counts[outcome(folder, expected, abstract)] += 1
         except Exception as error:
