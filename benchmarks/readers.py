@@ -6,6 +6,7 @@ parses something and is none, with the reason; `tests/test_fuzz.py` walks over b
 
 import contextlib
 import gzip
+import importlib.util
 import io
 import json
 import pickle
@@ -282,16 +283,26 @@ def read_tokens(folder: Path, name: str) -> Iterator[Call]:
 
 
 def write_lines(folder: Path) -> None:
-    """Writes JSON-lines of texts with labels, and of prompts."""
+    """Writes texts with labels, and prompts, in each format of tables."""
     texts = [{"text": f"text {i}", "label": "ab"[i % 2]} for i in range(8)]
     pairs = [{"prompt": f"sum {i}", "completion": f" {i}"} for i in range(8)]
     for name, rows in (("texts", texts), ("pairs", pairs)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
+        table = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+        (folder / f"{name}.csv").write_text("\n".join(table) + "\n")
+    if importlib.util.find_spec("pyarrow"):  # An extra.
+        from pyarrow import Table, parquet
+
+        for packing in ("none", "snappy", "gzip", "zstd"):
+            to = folder / f"{packing}.parquet"
+            parquet.write_table(
+                Table.from_pylist(texts * 3), to, 10, compression=packing
+            )
 
 
 def read_lines(folder: Path, name: str) -> Iterator[Call]:
-    """Trains on JSON-lines, and predicts those of a file."""
+    """Trains on a table of texts, and predicts those of a file."""
     from haiku_template.data import BatchSpec
     from haiku_text.data.jsonl import jsonl
 
@@ -758,7 +769,7 @@ READERS = {
     "tokens": Reader(
         write_tokens, read_tokens, "haiku_text.data.files haiku_text.data.documents"
     ),
-    "lines": Reader(write_lines, read_lines, "haiku_text.data.jsonl"),
+    "lines": Reader(write_lines, read_lines, "haiku_text.data.rows"),
     "tokenizer": Reader(write_tokenizers, read_tokenizer, "haiku_text.data.tokenizer"),
     "checkpoint": Reader(write_checkpoint, read_checkpoint, "storage.checkpoint", seal),
     "lists": Reader(

@@ -107,5 +107,5 @@ def download(path: str | Path, kind: str = "model") -> str:
     return (
         "; nothing is downloaded here: if this is a Hugging Face id, get it with "
         f"`hf download {path}{option} --local-dir {match[2]}` (pip install "
-        f"huggingface_hub) and give {match[2]}"
+        f"huggingface_hub) and give {match[2]}{'/FILE' * bool(option)}"
     )

@@ -3,9 +3,9 @@
     python -m haiku_template.predict --workdir=runs/digits --inputs=new.npy \\
         [--checkpoint=best] [--output=digits.npz]
 
-`--inputs` are .npy, .npz or .csv files, a folder of pictures, the .jsonl of a data set
-of texts, or MODULE:FUNCTION, which returns arrays; by default the run's evaluation set,
-each example once, in its order. Prints a JSON object for each: class and probability,
+`--inputs` are .npy, .npz or .csv files, a folder of pictures, .jsonl, .csv or .parquet
+of a data set of texts, or MODULE:FUNCTION, which returns arrays; by default the run's
+evaluation set, each example once. Prints a JSON object for each: class and probability,
 or the outputs. `--output` writes them instead: `.npz` holds arrays `outputs`, `labels`
 and `class`, one row an example; `.jsonl` an object on each line. Nothing is
 overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not available,
@@ -28,7 +28,8 @@ flags.DEFINE_string("output", None, "The new file to write, .npz or .jsonl.")
 flags.DEFINE_string(
     "inputs",
     None,
-    "New examples: .npy, .npz, .csv, .jsonl, a folder of pictures, MODULE:FUNCTION.",
+    "New examples: .npy, .npz, .csv, .jsonl, .parquet, a folder of pictures, "
+    "MODULE:FUNCTION.",
 )
 cli.run_flags()
 flags.adopt_module_key_flags(cli)

@@ -39,7 +39,7 @@ IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
 DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
 jax_cuda12_plugin jaxlib jmp matplotlib ml_collections mlflow mlflow_skinny nbclient
-nbformat numpy nvidia_cudnn_cu12 optax optuna orbax orbax_checkpoint pip pytest
+nbformat numpy nvidia_cudnn_cu12 optax optuna orbax orbax_checkpoint pip pyarrow pytest
 pytest_timeout pytest_xdist rich ruff safetensors scikit_learn setuptools sklearn
 tensorboardx tokenizers wandb xdist
 """

@@ -23,9 +23,10 @@ from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
 POSSIBLE = (
-    "possible are .npy, .npz and .csv files, a folder of pictures, the .jsonl of a "
-    "data set of texts, and a function as module:function"
+    "possible are .npy, .npz and .csv files, a folder of pictures, the .jsonl, "
+    ".csv or .parquet of a data set of texts, and a function as module:function"
 )
+TEXTS = {".jsonl", ".csv", ".parquet"}
 # What others call the arrays of a .npz, and the last column of a table.
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
 LABELS = {"label", "labels", "class", "target", "y"}
@@ -69,7 +70,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     path = Path(name).expanduser()
     if not path.exists() and ":" in name:
         return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
-    if path.suffix == ".jsonl" and data.read is not None:
+    if path.suffix in TEXTS and data.read is not None:
         return Examples(data.read(path))
     like = _first(data)
     if path.is_dir():

@@ -2,43 +2,63 @@
 
 {"text": "A fine film.", "label": "positive"}
 {"prompt": "Capital of France?", "completion": " Paris"}
+
+The same columns may be those of a CSV or Parquet file.
 """
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.bounded import parse
 from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.files import data_path, read_with
+from haiku_template.data.files import data_path
 from haiku_template.errors import ConfigError
 from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
+from haiku_text.data.rows import Row, read_rows
 from haiku_text.data.texts import Completions, Texts, Tokens
 from haiku_text.data.tokenizer import Tokenizer
 
-# Keys by the kind of labels that a task needs; other keys of a line are not read.
-KEYS = {
-    "classes": {"text": (str, "text"), "label": (str | int, "text or a whole number")},
-    "tokens": {"prompt": (str, "text"), "completion": (str, "text")},
-}
-TEXT = {"text": (str, "text")}  # To predict: without labels.
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 TASKS["texts"] = TASKS["classes"]
+WHOLE = "text or a whole number"
+
+
+class Columns(NamedTuple):
+    """Names of the columns; others are not read."""
+
+    text: str
+    text_pair: str | None
+    label: str
+    prompt: str
+    completion: str
+
+    def of(self, kind: str) -> tuple[str, ...]:
+        """Columns for a kind of labels that a task needs; `texts` has none."""
+        if kind == "tokens":
+            return self.prompt, self.completion
+        inputs = (self.text, self.text_pair) if self.text_pair else (self.text,)
+        return inputs if kind == "texts" else (*inputs, self.label)
+
+    def kind(self, values: dict[str, Any]) -> str | None:
+        """Kind of labels that a row has the columns for."""
+        kinds = ("classes", "tokens")
+        return next((x for x in kinds if values.keys() >= {*self.of(x)}), None)
 
 
 class Line(NamedTuple):
-    """Example: its place, its text or prompt, and its label or completion."""
+    """Example: its place, text or prompt, label or completion, and second text."""
 
     where: str
     text: str
     target: Any = None
+    pair: str | None = None
 
 
 def jsonl(
@@ -53,29 +73,36 @@ def jsonl(
     truncate: bool = False,  # Else what is longer than `context` is refused.
     validation_path: str | None = None,  # Evaluate on this, and train on all of `path`.
     validation_fraction: float = 0.1,  # Else hold out lines by a hash; 0 for none.
+    text: str = "text",  # Names of columns, or of keys in each line of JSON.
+    text_pair: str | None = None,  # Of a second text, which the first is read with.
+    label: str = "label",
+    prompt: str = "prompt",
+    completion: str = "completion",
 ) -> Data:
-    """Reads JSON-lines: `text` and `label`, or `prompt` and `completion`.
+    """Reads JSON-lines, .csv or .parquet: texts with labels, prompts with completions.
 
     For the task `classification`, inputs are an encoder's, and the classes are the
     labels to train on, sorted. For `language_model`, an input is prompt, completion and
     the end of a text, and the loss is of the last two. Others take either. `truncate`
     cuts the end of a text, or the beginning of a prompt and its completion. With
     `packing`, an example of a batch is a window; evaluation is of each line alone.
+    Pairs of texts are held out by the first.
     """
-    file = data_path(path, "jsonl", "a file with a JSON object in each line")
+    file = data_path(path, "jsonl", "a file of JSON-lines, .csv or .parquet")
+    columns = Columns(text, text_pair, label, prompt, completion)
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
-    rows = _read_rows(file)
-    labels = _labels(rows, spec.labels)
+    rows = read_rows(file, columns)
+    labels = _labels(rows, columns, spec.labels)
     if packing and labels != "tokens":
         raise ConfigError(
             "packing=True is for prompts with completions, and the labels here are "
             f"{labels}; use packing=False"
         )
-    training = [_line(*row, labels) for row in rows]
+    training = [_line(*row, columns, labels) for row in rows]
     if validation_path is not None:
-        rows = _read_rows(Path(validation_path).expanduser())
-        held_out = [_line(*row, labels) for row in rows]
+        rows = read_rows(Path(validation_path).expanduser(), columns)
+        held_out = [_line(*row, columns, labels) for row in rows]
     else:
         training, held_out = _split(training, validation_fraction)
     coder = Tokenizer(tokenizer)
@@ -108,75 +135,62 @@ def jsonl(
     if labels == "classes":  # Padding is on the right.
         data = data._replace(preprocess=texts.with_lengths)
     most = lengths[-1] if cut is None else context
-    read = functools.partial(_read_set, labels, encode, most, spec.batch_size)
+    read = functools.partial(_read_set, labels, columns, encode, most, spec.batch_size)
     return data._replace(vocab_size=size, read=read)
 
 
 def _read_set(
-    labels: str, encode: Callable[..., Any], most: int, batch_size: int, path: Path
+    labels: str,
+    columns: Columns,
+    encode: Callable[..., Any],
+    most: int,
+    batch_size: int,
+    path: Path,
 ) -> BucketedEvaluationSet:
     """Reads new lines, in their order; texts to classify may have no label."""
-    rows = _read_rows(path)
-    if labels == "classes" and not any('"label"' in text for _, text in rows):
+    rows = read_rows(path, columns)
+    if labels == "classes" and not any(columns.label in row.values for row in rows):
         labels = "texts"
-    lines = [_line(*row, labels) for row in rows]
+    lines = [_line(*row, columns, labels) for row in rows]
     examples = encode(lines)
     _check_sizes(examples.sizes, lines, most)
     return BucketedEvaluationSet(examples, (most,), batch_size)
 
 
-def _read_rows(path: Path) -> list[tuple[str, str]]:
-    try:
-        text = read_with(path, Path.read_bytes).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"line {line} of {path} is not UTF-8 text: {error.reason}"
-        ) from error
-    lines = enumerate(text.split("\n"), 1)
-    rows = [(f"line {n} of {path}", line) for n, line in lines if line.strip()]
-    if not rows:
-        raise ConfigError(f"{path} is empty; at least one example is needed")
-    return rows
-
-
-def _labels(rows: list[tuple[str, str]], labels: str) -> str:
-    if labels in KEYS:
+def _labels(rows: list[Row], columns: Columns, labels: str) -> str:
+    if labels in ("classes", "tokens"):
         return labels
     if labels == "numbers":
-        tasks = f"{' and '.join(TASKS.values())}, and config.task.name is regression"
-        raise ConfigError(f"JSON-lines are for the tasks {tasks}")
-    try:
-        return _kind(parse(rows[0][1])) or "classes"
-    except (ValueError, TypeError):
-        return "classes"  # `_line` tells what is wrong with it.
+        tasks = f"{TASKS['classes']} and {TASKS['tokens']}"
+        raise ConfigError(
+            f"texts are for the tasks {tasks}, and config.task.name is regression"
+        )
+    return columns.kind(rows[0].values) or "classes"  # `_line` tells what is wrong.
 
 
-def _kind(keys: Iterable[str]) -> str | None:
-    return next((kind for kind, x in KEYS.items() if x.keys() <= set(keys)), None)
-
-
-def _line(where: str, text: str, labels: str) -> Line:
-    try:
-        values = parse(text)
-    except ValueError as error:
-        reason = getattr(error, "msg", error)
-        raise ConfigError(f"{where} is no JSON: {reason}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    keys, kind = KEYS.get(labels, TEXT), _kind(values)
-    if missing := " and no ".join(key for key in keys if key not in values):
-        names = ", ".join(values) or "an empty object"
-        demand = f"the task {TASKS[labels]} needs {' and '.join(keys)}"
-        if kind:
+def _line(where: str, values: dict[str, Any], columns: Columns, labels: str) -> Line:
+    names, kind = columns.of(labels), columns.kind(values)
+    if missing := " and no ".join(name for name in names if name not in values):
+        there = ", ".join(values) or "an empty object"
+        demand = f"the task {TASKS[labels]} needs {' and '.join(names)}"
+        if kind and kind != labels:
             demand += f"; it is of the kind for config.task.name={TASKS[kind]}"
-        raise ConfigError(f"{where} has no {missing}, only {names}; {demand}")
-    for key, (types, description) in keys.items():
-        if not isinstance(values[key], types) or isinstance(values[key], bool):
-            raise ConfigError(
-                f"{where} has {key}={json.dumps(values[key])}; {description} is needed"
-            )
-    return Line(where, *(values[key] for key in keys))
+        else:
+            keys = [x for x, name in columns._asdict().items() if name in names]
+            demand += f"; other columns are named by config.data.{', '.join(keys)}"
+        raise ConfigError(f"{where} has no {missing}, only {there}; {demand}")
+    for name in names:
+        is_label, value = labels == "classes" and name == names[-1], values[name]
+        types, need = (str | int, WHOLE) if is_label else (str, "text")
+        is_empty = is_label and value == ""
+        if not isinstance(value, types) or isinstance(value, bool) or is_empty:
+            shown = json.dumps(value, default=str)
+            raise ConfigError(f"{where} has {name}={shown}; {need} is needed")
+    if labels == "tokens":
+        return Line(where, *(values[name] for name in names))
+    pair = values[columns.text_pair] if columns.text_pair else None
+    target = values[columns.label] if labels == "classes" else None
+    return Line(where, values[columns.text], target, pair)
 
 
 def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
@@ -187,7 +201,7 @@ def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
 
 
 def _classes(lines: list[Line]) -> dict[Any, int]:
-    where, _, first = lines[0]
+    where, _, first, _ = lines[0]
     for line in lines:
         if type(line.target) is not type(first):
             raise ConfigError(
@@ -201,18 +215,25 @@ def _texts(
     lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
 ) -> Texts:
     has_labels = any(line.target is not None for line in lines)
-    for where, _, label in lines:
-        if has_labels and label not in classes:
-            possible = ", ".join(map(str, list(classes)[:20]))
+    numbers = {str(label): number for label, number in classes.items()}  # CSV has text.
+    for line in lines:
+        if has_labels and str(line.target) not in numbers:
+            possible = ", ".join([*numbers][:20])
             raise ConfigError(
-                f"{where} has the label {label!r}, which no example to train on has; "
-                f"those have {possible}"
+                f"{line.where} has the label {line.target!r}, which no example to "
+                f"train on has; those have {possible}"
             )
-    tokens = tokenizer.encode([line.text for line in lines], special=True, most=cut)
+    types = None
+    if any(line.pair is not None for line in lines):
+        pairs = [(line.text, line.pair) for line in lines]
+        tokens, types = map(Tokens.create, tokenizer.encode_pairs(pairs, most=cut))
+    else:
+        first = [line.text for line in lines]
+        tokens = Tokens.create(tokenizer.encode(first, special=True, most=cut))
     if not has_labels:
-        return Texts(Tokens.create(tokens), None)
-    labels = [classes[line.target] for line in lines]
-    return Texts(Tokens.create(tokens), np.array(labels, np.int32))
+        return Texts(tokens, None, types)
+    labels = [numbers[str(line.target)] for line in lines]
+    return Texts(tokens, np.array(labels, np.int32), types)
 
 
 def _completions(

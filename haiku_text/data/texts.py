@@ -57,10 +57,14 @@ def with_lengths(inputs: Batch) -> Batch:  # Why: docs/decisions/models.md#lengt
 
 
 class Texts(NamedTuple):
-    """Texts with a class each, int32 [N], for an encoder; None without labels."""
+    """Texts with a class each, int32 [N], for an encoder; None without labels.
+
+    Of pairs of texts `types` says for each token which text it is of, 0 or 1.
+    """
 
     tokens: Tokens
     labels: np.ndarray | None
+    types: Tokens | None = None
 
     @property
     def sizes(self) -> np.ndarray:
@@ -68,9 +72,14 @@ class Texts(NamedTuple):
         return np.diff(self.tokens.starts)
 
     def batch(self, rows: np.ndarray, length: int) -> Batch:
-        """Inputs `tokens` and `mask`, int32 [B, T]; labels int32 [B]."""
+        """Inputs `tokens`, `mask` and perhaps `token_types`, int32 [B, T]; labels [B].
+
+        Labels are int32, too.
+        """
         tokens, mask = self.tokens.padded(rows, length)
         inputs = {"tokens": tokens, "mask": mask.astype(np.int32)}
+        if self.types is not None:
+            inputs["token_types"] = self.types.padded(rows, length)[0]
         labels = None if self.labels is None else self.labels[rows]
         return arrays_by_name(inputs, labels)
 

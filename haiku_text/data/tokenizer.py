@@ -70,17 +70,35 @@ class Tokenizer:
         if self.name == BYTES:
             # JSON may spell half a surrogate pair; it stays what it is.
             return [list(t.encode(errors="surrogatepass")[:most]) for t in texts]
+        return [x.ids for x in self._encodings(texts, special, most)]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, most: int | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Encodes pairs of texts with special tokens, in `most` tokens each.
+
+        The longer text of a pair is cut first. Returns tokens, and for each of them the
+        number of its text, 0 or 1. Bytes are a `ConfigError`: nothing parts two texts.
+        """
+        if self.name == BYTES:
+            raise ConfigError(
+                "pairs of texts are joined as a tokenizer.json says, and bytes have "
+                "none; set config.data.tokenizer, or leave config.data.text_pair out"
+            )
+        encodings = self._encodings(pairs, True, most)
+        return [x.ids for x in encodings], [x.type_ids for x in encodings]
+
+    def _encodings(self, texts: Sequence[Any], special: bool, most: int | None) -> Any:
         library = self._library
-        if most is not None:
-            library.enable_truncation(most)
-        try:
-            with self._errors("encode the texts"):
-                encodings = library.encode_batch_fast(
+        with self._errors("encode the texts"):
+            if most is not None:
+                library.enable_truncation(most)
+            try:
+                return library.encode_batch_fast(
                     list(texts), add_special_tokens=special
                 )
-        finally:
-            library.no_truncation()
-        return [encoding.ids for encoding in encodings]
+            finally:
+                library.no_truncation()
 
     @contextlib.contextmanager
     def _errors(self, work: str) -> Iterator[None]:

@@ -1,0 +1,122 @@
+"""Rows of texts, by the names of their columns: JSON-lines, CSV, Parquet."""
+
+import csv
+import io
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from haiku_template.bounded import parse
+from haiku_template.data.dataset import check_memory
+from haiku_template.data.files import read_with
+from haiku_template.errors import ConfigError, download
+
+PIECE = 4096  # Rows of Parquet unpacked at a time.
+
+
+class Row(NamedTuple):
+    """Row: where it stands, for messages, and its values by column."""
+
+    where: str
+    values: dict[str, Any]
+
+
+def read_rows(path: Path, columns: Collection[str]) -> list[Row]:
+    """Reads the rows of a file, in the format of its ending: `FORMATS`, or JSON-lines.
+
+    Of a CSV file all values are text; of Parquet those of other columns are None.
+    Raises `ConfigError` for a file that is missing, damaged or without rows.
+    """
+    if hint := download(path, "dataset"):
+        raise ConfigError(f"the data file {path} does not exist{hint}")
+    rows = FORMATS.get(path.suffix, _read_lines)(path, columns)
+    if not rows:
+        raise ConfigError(f"{path} is empty; at least one example is needed")
+    return rows
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_with(path, Path.read_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"line {line} of {path} is not UTF-8 text: {error.reason}"
+        ) from error
+
+
+def _read_lines(path: Path, columns: Collection[str]) -> list[Row]:
+    """Reads a JSON object of each line that is not blank."""
+    lines = enumerate(_read_text(path).split("\n"), 1)
+    return [_parse(f"line {n} of {path}", line) for n, line in lines if line.strip()]
+
+
+def _parse(where: str, text: str) -> Row:
+    try:
+        values = parse(text)
+    except ValueError as error:
+        reason = getattr(error, "msg", error)
+        raise ConfigError(f"{where} is no JSON: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
+    return Row(where, values)
+
+
+def _read_csv(path: Path, columns: Collection[str]) -> list[Row]:
+    """Reads a table whose first line names its columns; blank lines are left out."""
+    text = _read_text(path)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    usual = csv.field_size_limit(max(len(text), 1))  # Else texts of 128 KiB.
+    rows, begin = [], 1
+    try:
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise ConfigError(f"{path} names a column twice: {', '.join(header)}")
+        begin = reader.line_num + 1
+        for values in reader:
+            where, begin = f"line {begin} of {path}", reader.line_num + 1
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise ConfigError(
+                    f"{where} has {len(values)} values, and the first line names "
+                    f"{len(header)} columns: {', '.join(header)}; commas in a text "
+                    "are between double quotes"
+                )
+            rows.append(Row(where, dict(zip(header, values, strict=True))))
+    except csv.Error as error:
+        raise ConfigError(f"line {begin} of {path} is no CSV: {error}") from error
+    finally:
+        csv.field_size_limit(usual)
+    return rows
+
+
+def _read_parquet(path: Path, columns: Collection[str]) -> list[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is read by pyarrow, which is not installed: "
+            'pip install "haiku_template[parquet]"'
+        ) from error
+
+    def rows(file: Path) -> list[dict[str, Any]]:
+        with parquet.ParquetFile(file) as table:
+            unread = dict.fromkeys(table.schema_arrow.names)  # To be named alone.
+            names = [x for x in unread if x in columns]
+            size = sum(
+                table.metadata.row_group(i).total_byte_size
+                for i in range(table.num_row_groups)
+            )
+            check_memory(size, f"{file} unpacks to {size:,} bytes", "read a part of it")
+            pieces = table.iter_batches(PIECE, columns=names, use_threads=False)
+            return [unread | values for piece in pieces for values in piece.to_pylist()]
+
+    values = read_with(path, rows)
+    return [Row(f"row {n} of {path}", x) for n, x in enumerate(values, 1)]
+
+
+FORMATS: dict[str, Callable[[Path, Collection[str]], list[Row]]] = {
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
