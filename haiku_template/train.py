@@ -53,6 +53,16 @@ flags.DEFINE_string(
     None,
     "Limit for each device, such as 24GiB; by default JAX's.",
 )
+flags.DEFINE_flag(
+    flags.Flag(
+        flags.EnumParser(["true", "false", "apply"]),
+        None,
+        "fit",
+        "false",
+        "Try what makes the run fit, and print the cheapest; =apply: the run takes it.",
+        boolean=True,
+    )
+)
 flags.DEFINE_string(
     "profile", None, "START:STOP: trace the steps after START, up to STOP, and sum up."
 )
@@ -93,6 +103,7 @@ def main() -> None:
         profile=profile,
         dry_run=FLAGS.dry_run,
         rewind=FLAGS.rewind,
+        fit=None if FLAGS.fit == "false" else FLAGS.fit,
     )
 
 
@@ -106,13 +117,16 @@ def _several_targets() -> None:
     targets = {name: cli.target_devices(name) for name in names}
     from haiku_template.preflight import print_targets, settle
     from haiku_template.reporting.display import parse_bytes
+    from haiku_template.runs import start
     from haiku_template.training import Experiment
 
     text, trainers = FLAGS.device_memory_limit, {}
-    limit = text and parse_bytes(text)
+    limit, workdir = text and parse_bytes(text), Path(FLAGS.workdir or "none")
+    if FLAGS.fit != "false":
+        return start.fit_targets(FLAGS.config, targets, workdir, limit)
     for name, devices in targets.items():
         trainer = Experiment.from_config(FLAGS.config, devices).trainer(devices)
-        trainers[name] = settle(trainer, Path(FLAGS.workdir or "none"), limit)
+        trainers[name] = settle(trainer, workdir, limit)
     print_targets(trainers, limit)
 
 

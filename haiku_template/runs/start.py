@@ -4,16 +4,19 @@ from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
+from ml_collections.config_flags import config_path
 
-from haiku_template.config import LOOP_KEYS, flatten, to_dict
+from haiku_template import preflight
+from haiku_template.config import LOOP_KEYS, flatten, load, to_dict
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.preflight import print_budget, settle
+from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
 from haiku_template.registry import module
 from haiku_template.reporting import trackers
 from haiku_template.runs import hooks, limits, loop
 from haiku_template.runs.early_stop import early_stop
+from haiku_template.storage.workdir import CONFIG, has_checkpoints
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import make_data
@@ -27,15 +30,21 @@ def run(
     memory_limit: int | None = None,
     dry_run: bool = False,
     rewind: str | None = None,
+    fit: str | None = None,
     **options: Any,
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
     `dry_run` prints the memory budget and writes nothing. `rewind` names steps to leave
-    out, as `runs/rewind.py` reads them; others are options of `runs/loop.py`.
+    out, as `runs/rewind.py` reads them; `fit` is as in `fitted`; others are options of
+    `runs/loop.py`.
     """
     if config.num_epochs is not None:
         config = in_steps(config, devices)
+    if fit is not None:
+        config = fitted(config, devices, Path(workdir), memory_limit, fit, dry_run)
+        if dry_run and fit != "apply":
+            return
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
     if rewind is not None and not dry_run and devices.processes.index == 0:
@@ -59,6 +68,64 @@ def run(
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
     train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
+
+
+def fitted(
+    config: config_dict.ConfigDict,
+    devices: DeviceManager,
+    workdir: Path,
+    limit: int | None,
+    fit: str,
+    dry_run: bool = True,
+) -> config_dict.ConfigDict:
+    """Config of the cheapest change with which the run fits, printed with all tried.
+
+    With `fit` other than `apply` it is `config` itself, which must fit unless the run
+    is dry. A run that has begun keeps what it took. Raises as `preflight.fit`.
+    """
+    if fit == "apply" and has_checkpoints(workdir):
+        saved = flatten(load(workdir / CONFIG).to_dict())
+        return with_changes(config, {k: saved[k] for k in FIT_KEYS if k in saved})
+
+    def build(changes: dict[str, Any]) -> Any:
+        changed = with_changes(config, changes)
+        return Experiment.from_config(changed, devices).trainer(devices)
+
+    limit = devices.memory_limit() if limit is None else limit
+    cheapest = preflight.fit(build, workdir, limit)
+    if fit == "apply":
+        return with_changes(config, cheapest.changes)
+    if cheapest.changes and not dry_run:
+        raise ConfigError(
+            f"the run does not fit as it is; it does with {cheapest.flags}, which "
+            "--fit=apply takes"
+        )
+    return config
+
+
+def fit_targets(
+    config: config_dict.ConfigDict,
+    targets: dict[str, DeviceManager],
+    workdir: Path,
+    limit: int | None,
+) -> None:
+    """Prints for each target what each change needs, and the cheapest that fits."""
+    for name, devices in targets.items():
+        print(f"target    {name}")
+        try:
+            fitted(config, devices, workdir, limit, "true")
+        except NothingFits as error:
+            print(f"fit       {error}")
+
+
+def with_changes(
+    config: config_dict.ConfigDict, changes: dict[str, Any]
+) -> config_dict.ConfigDict:
+    """Copies a config, with other values of some keys, such as `model.remat`."""
+    config = config.copy_and_resolve_references()
+    for key, value in changes.items():
+        config_path.set_value(key, config, value, accept_new_attributes=True)
+    return config
 
 
 def in_steps(

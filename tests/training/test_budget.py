@@ -11,6 +11,7 @@ from rich.console import Console
 
 from configs import digits, digits_resnet
 from haiku_template.devices import DeviceManager
+from haiku_template.devices.layout import device_bytes
 from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.preflight import budget as budgets
@@ -189,6 +190,13 @@ def test_all_batches_that_can_be_alive_are_counted(num_devices):
     flight = trainer.devices.steps_in_flight
     assert flight == (4 if num_devices == 1 else 1)
     assert budget.waiting + budget.batch == (queue + 1 + flight) * budget.batch
+
+
+def test_the_shares_of_moments_are_there_beside_an_evaluation():
+    trainer = build(digits, 4, sharding=(("*", "data"),))
+    evaluation = trainer.lower_evaluation().compile().memory_analysis()
+    beside = budgets._evaluation_peak(trainer) - budgets._peak(evaluation)
+    assert beside >= device_bytes(trainer.abstract.opt_state) > 0
 
 
 def test_measuring_the_devices_is_counted_and_comes_before_the_state(
