@@ -18,7 +18,7 @@ FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 # Exit codes of a run, and whether the same command may end otherwise the next time.
 # What is in launch/ and docs/running.md goes by this table, as tests see to.
 MAY_RESTART = {0: False, 1: True, 64: False, 69: True, 70: False, 71: True, 74: False}
-MAY_RESTART |= {72: False, 75: True, 76: True, 130: False, 137: True}
+MAY_RESTART |= {72: False, 75: True, 76: True, 77: False, 130: False, 137: True}
 
 
 class ConfigError(ValueError):
@@ -55,6 +55,12 @@ class ReplayError(RuntimeError):
     """A step that gave other bits when it was made again."""
 
     exit_code = 72
+
+
+class MemoryFullError(RuntimeError):
+    """A device whose memory was full while a run was made, or ran."""
+
+    exit_code = 77
 
 
 class StorageError(RuntimeError):

@@ -5,8 +5,8 @@
 The same command resumes a stopped run. Keys of the config are changed after it:
 --config.optimizer.learning_rate=3e-4. Exit codes: 0 done, 64 bad configuration or data,
 69 device not available, 70 loss not finite, 71 replicas differ, 72 wrong bits, 74
-storage, 75 SIGTERM, SIGHUP or SIGUSR1, 76 no progress, 130 Ctrl-C: the message says
-what was saved.
+storage, 75 SIGTERM, SIGHUP or SIGUSR1, 76 no progress, 77 memory full, 130 Ctrl-C: the
+message says what was saved.
 """
 
 import gc

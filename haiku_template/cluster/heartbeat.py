@@ -21,7 +21,13 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
-from haiku_template.errors import ConfigError, DeviceError, NonFiniteError, StorageError
+from haiku_template.errors import (
+    ConfigError,
+    DeviceError,
+    MemoryFullError,
+    NonFiniteError,
+    StorageError,
+)
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0  # Why: docs/decisions/cluster.md#heartbeat
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
@@ -33,7 +39,10 @@ LONGEST_FAULT = 2_000  # Characters of what is said of another.
 STALL = "--stall_seconds={:g}"  # Why: docs/decisions/cluster.md#watchdog
 # Exit codes of errors that would come again, and of a preempted run: the others end
 # with them, too, since Slurm goes by the highest of all.
-LASTING = {error.exit_code for error in (ConfigError, NonFiniteError, StorageError)}
+LASTING = {
+    error.exit_code
+    for error in (ConfigError, NonFiniteError, StorageError, MemoryFullError)
+}
 LASTING |= {signals.PREEMPTED}  # Why: docs/decisions/cluster.md#preempted-start
 
 

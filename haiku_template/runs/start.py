@@ -1,5 +1,6 @@
 """Run of a config: what `python -m haiku_template.train` does."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from haiku_template.storage.workdir import CONFIG, has_checkpoints
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import Experiment
 from haiku_template.training.experiment import make_data
+from haiku_template.training.trainer import Trainer
 
 
 def run(
@@ -67,7 +69,16 @@ def run(
     train = module("loop", config.loop, loop, "train").train  # `runs/loop.py`.
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
-    train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
+    try:
+        train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
+    except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
+        from haiku_template.runs import exhausted
+
+        if not exhausted.is_exhausted(error):
+            raise
+        build = _builder(config, devices)
+        folder = Path(workdir)
+        raise exhausted.explained(error, trainer, build, folder, memory_limit) from None
 
 
 def fitted(
@@ -86,11 +97,7 @@ def fitted(
     if fit == "apply" and has_checkpoints(workdir):
         saved = flatten(load(workdir / CONFIG).to_dict())
         return with_changes(config, {k: saved[k] for k in FIT_KEYS if k in saved})
-
-    def build(changes: dict[str, Any]) -> Any:
-        changed = with_changes(config, changes)
-        return Experiment.from_config(changed, devices).trainer(devices)
-
+    build = _builder(config, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
     if fit == "apply":
@@ -101,6 +108,18 @@ def fitted(
             "--fit=apply takes"
         )
     return config
+
+
+def _builder(
+    config: config_dict.ConfigDict, devices: DeviceManager
+) -> Callable[[dict[str, Any]], Trainer]:
+    """Makes the function that makes the trainer of a changed config."""
+
+    def build(changes: dict[str, Any]) -> Trainer:
+        changed = with_changes(config, changes)
+        return Experiment.from_config(changed, devices).trainer(devices)
+
+    return build
 
 
 def fit_targets(
