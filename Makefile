@@ -36,6 +36,7 @@ CUDA_VENV ?= .venv-cuda
 TARGET_VENV ?= .venv-target
 PEERS_VENV ?= .venv-peers
 TRACKERS_VENV ?= .venv-trackers
+ONNX_VENV ?= .venv-onnx
 FUZZ_VENV ?= .venv-fuzz
 MINUTES ?= 10
 PARALLEL ?= $(WORKERS)
@@ -52,7 +53,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: test-trackers
+.PHONY: test-trackers test-onnx
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
 .PHONY: gpu-levers new clean fuzz
@@ -121,6 +122,9 @@ test-target: $(TARGET_VENV)/.target
 test-trackers: $(TRACKERS_VENV)/.trackers
 	$(TRACKERS_VENV)/bin/python -m pytest tests/reporting/test_trackers.py \
 		tests/test_search.py -rs
+
+test-onnx: $(ONNX_VENV)/.onnx
+	$(ONNX_VENV)/bin/python -m pytest tests/test_onnx.py -rs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -198,6 +202,15 @@ $(TRACKERS_VENV)/.trackers: setup.cfg pyproject.toml
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[test,trackers,search]" "tensorboard>=2.18"
+	touch $@
+
+# jax2onnx demands an Orbax older than the package's, which it does not import here.
+$(ONNX_VENV)/.onnx: setup.cfg pyproject.toml
+	test -x $(ONNX_VENV)/bin/python || $(PYTHON) -m venv $(ONNX_VENV)
+	$(ONNX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[test,onnx]"
+	$(ONNX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps "jax2onnx>=0.17,<0.18"
 	touch $@
 
 $(FUZZ_VENV)/.fuzz: setup.cfg pyproject.toml

@@ -6,9 +6,10 @@
 safetensors: parameters, in Hugging Face's names where the model has them. npz: one
 file, in the names of config.init_from and the form that --names says, for the
 publisher's own loader. stablehlo: the forward pass with its parameters, which JAX runs
-without Haiku, for a batch of any size, or of --batch_size. adapters: trainable
-parameters, and the hash of the frozen ones; evaluate, generate and export take this
-folder as a workdir. The output must not exist.
+without Haiku, for a batch of any size, or of --batch_size. onnx: the same as one file,
+for onnxruntime, which checks it. adapters: trainable parameters, and the hash of the
+frozen ones; evaluate, generate and export take this folder as a workdir. The output
+must not exist.
 
 Exit codes: 0 done, 64 bad configuration or data, 69 device not available, 74 the
 checkpoint or the folder cannot be read or written.
@@ -26,10 +27,12 @@ from absl import flags
 from haiku_template import cli
 from haiku_template.errors import ConfigError
 
-FORMATS = ["safetensors", "npz", "stablehlo", "adapters"]
+FORMATS = ["safetensors", "npz", "stablehlo", "onnx", "adapters"]
 NAMES = ["haiku", "alphafold", "graphcast"]
 flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
-flags.DEFINE_string("output", None, "The new folder, or .npz, to write.", required=True)
+flags.DEFINE_string(
+    "output", None, "The new folder, .npz or .onnx to write.", required=True
+)
 flags.DEFINE_enum(
     "names",
     None,
@@ -39,7 +42,7 @@ flags.DEFINE_enum(
 flags.DEFINE_integer(
     "batch_size",
     None,
-    "Of stablehlo: examples in a batch; by default any number.",
+    "Of stablehlo and onnx: examples in a batch; by default any number.",
     lower_bound=1,
 )
 cli.run_flags()
@@ -49,11 +52,11 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Restores the checkpoint and writes it."""
     values = flags.FLAGS
-    formats = {"names": "npz", "batch_size": "stablehlo"}
+    formats = {"names": ("npz",), "batch_size": ("stablehlo", "onnx")}
     options = {name: values[name].value for name in formats}
     options = {name: value for name, value in options.items() if value is not None}
     for name in options:
-        if formats[name] != values.format:
+        if values.format not in formats[name]:
             raise ConfigError(f"--{name} is not for --format={values.format}")
     run, output = cli.open_run(), Path(values.output)
     from haiku_template import runs
@@ -62,6 +65,7 @@ def main() -> None:
         "safetensors": runs.export_safetensors,
         "npz": runs.export_npz,
         "stablehlo": runs.export_stablehlo,
+        "onnx": runs.export_onnx,
         "adapters": runs.export_adapters,
     }[values.format]
     print(f"{output}: step {write(run, output, **options)} of {run.workdir}")

@@ -37,11 +37,11 @@ EJECT = {"loop": {"loop": "runs", "step": "training"}}
 MADE = (".venv*", "vendor", "build", "*.egg-info", "__pycache__", ".*_cache")
 IGNORED = shutil.ignore_patterns(*MADE)
 # Names as they are imported and as pip spells them.
-DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers grain haiku ipykernel jax
-jax_cuda12_plugin jaxlib jmp matplotlib ml_collections mlflow mlflow_skinny nbclient
-nbformat numpy nvidia_cudnn_cu12 optax optuna orbax orbax_checkpoint pip pyarrow pytest
-pytest_timeout pytest_xdist rich ruff safetensors scikit_learn setuptools sklearn
-tensorboardx tokenizers wandb xdist
+DEPENDENCIES = """absl absl_py chex dm_haiku flatbuffers flax grain haiku ipykernel jax
+jax2onnx jax_cuda12_plugin jaxlib jmp matplotlib ml_collections mlflow mlflow_skinny
+nbclient nbformat numpy nvidia_cudnn_cu12 onnx onnx_ir onnxruntime optax optuna orbax
+orbax_checkpoint pip pyarrow pytest pytest_timeout pytest_xdist rich ruff safetensors
+scikit_learn setuptools sklearn tensorboardx tokenizers wandb xdist
 """
 
 

@@ -482,7 +482,7 @@ def test_the_command_writes_and_says_mistakes_in_one_sentence(
     assert f"{tmp_path / 'out'}: step 1 of {workdir}" in done.stdout
     for more, words in (
         (["--format=safetensors"], "exists, and nothing is overwritten"),
-        (["--format=onnx"], "safetensors|npz|stablehlo"),
+        (["--format=torch"], "safetensors|npz|stablehlo|onnx"),
         ([], "--format is needed"),
     ):
         done = command("export", *flags, *more)

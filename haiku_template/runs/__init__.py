@@ -7,6 +7,7 @@ from haiku_template.runs.export import export_safetensors as export_safetensors
 from haiku_template.runs.loop import Event as Event
 from haiku_template.runs.loop import Result as Result
 from haiku_template.runs.loop import train as train
+from haiku_template.runs.onnx import export_onnx as export_onnx
 from haiku_template.runs.predictions import write_predictions as write_predictions
 from haiku_template.runs.run import Run as Run
 from haiku_template.runs.stablehlo import export_forward as export_forward

@@ -19,7 +19,7 @@ from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
 
 PLATFORMS = ("cpu", "cuda")  # Why: docs/decisions/finetuning.md#lowered
-MOST_BYTES = 2**31  # Most that jax.export serializes, parameters included.
+MOST_BYTES = 2**31  # Most that jax.export and ONNX serialize, parameters included.
 
 
 def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> int:
@@ -32,23 +32,12 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
     needs a batch of one size.
     """
     check_new(output)
-    run.check_outputs()
     if importlib.util.find_spec("flatbuffers") is None:
         raise ConfigError(
             "jax.export writes through flatbuffers, which is not installed: pip "
             'install "haiku_template[export]"'
         )
-    data = run.trainer.experiment.data
-    model, variables = run.model()
-    variables = run.devices.fetch(variables)
-    size = hk.data_structures.tree_bytes(variables[:2])
-    if size >= MOST_BYTES:
-        raise ConfigError(
-            f"the parameters take {size:,} bytes, and a StableHLO file holds less than "
-            f"{MOST_BYTES:,}; --format=safetensors has no such limit"
-        )
-    program = functools.partial(model, variables)
-    inputs = inputs_of(each_shape(data.train)[0], run.trainer.recipe.task.whole_batch)
+    program, inputs = program_of(run)
     exported, serialized = export_forward(program, inputs, batch_size)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
@@ -58,12 +47,30 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
         "platforms": list(exported.platforms),
         "inputs": _described(inputs),
         "outputs": _described(outputs),
-        "class_names": list(data.class_names),
+        "class_names": list(run.trainer.experiment.data.class_names),
     }
     with new_folder(output) as folder:
         (folder / "forward.stablehlo").write_bytes(serialized)
         (folder / "forward.json").write_text(json.dumps(described, indent=2) + "\n")
     return run.step
+
+
+def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
+    """Outputs [B, ...] as a function of the inputs, and inputs of the largest shape.
+
+    Raises `ConfigError` for parameters that are too large for a file of a program.
+    """
+    model, variables = run.model()
+    variables = run.devices.fetch(variables)
+    size = hk.data_structures.tree_bytes(variables[:2])
+    if size >= MOST_BYTES:
+        raise ConfigError(
+            f"the parameters take {size:,} bytes, and a program's file holds less than "
+            f"{MOST_BYTES:,}; --format=safetensors has no such limit"
+        )
+    batch = each_shape(run.trainer.experiment.data.train)[0]
+    inputs = inputs_of(batch, run.trainer.recipe.task.whole_batch)
+    return functools.partial(model, variables), inputs
 
 
 def export_forward(

@@ -1,0 +1,145 @@
+"""Export of a checkpoint as ONNX, which other runtimes read."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from haiku_template.devices import canonical_shapes
+from haiku_template.errors import ConfigError
+from haiku_template.params import flatten
+from haiku_template.pretrained import check_new, new_file
+from haiku_template.runs.run import Run
+from haiku_template.runs.stablehlo import program_of
+
+PACKAGES = ("jax2onnx", "flax", "onnx", "onnxruntime")
+INSTALL = (  # Why: docs/decisions/dependencies.md#onnx
+    'pip install "haiku_template[onnx]" && pip install --no-deps "jax2onnx>=0.17"'
+)
+TOLERANCE = 1e-5  # Of the largest output, or of 1.
+
+
+def export_onnx(run: Run, output: Path, batch_size: int | None = None) -> int:
+    """Writes the forward pass with its parameters to a new file, `output`.onnx.
+
+    Inputs are named as in a batch, and have the data set's largest shape, for a batch
+    of any size, or of `batch_size`; `outputs` are those of evaluation. The metadata
+    have `step` and `class_names`. onnxruntime has computed the outputs of the training
+    set's first batch within 1e-5 of the largest. Returns and raises as
+    `export_stablehlo`, and `ConfigError` if the program computes something else.
+    """
+    if output.suffix != ".onnx":
+        raise ConfigError(f"--output={output} does not end in .onnx")
+    check_new(output)
+    if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            "ONNX is written by jax2onnx and checked by onnxruntime, and not installed "
+            f"are {', '.join(absent)}: {INSTALL}"
+        )
+    program, inputs = program_of(run)
+    with run.devices.on_host():
+        model = convert_onnx(program, inputs, batch_size)
+        names = list(run.trainer.experiment.data.class_names)
+        facts = {"step": str(run.step), "class_names": json.dumps(names)}
+        for key, value in facts.items():
+            model.metadata_props.add(key=key, value=value)
+        serialized = model.SerializeToString()
+        for size in [1, None] if batch_size is None else [batch_size]:
+            _check(serialized, program, inputs, size)
+    with new_file(output) as file:
+        file.write_bytes(serialized)
+    return run.step
+
+
+def convert_onnx(
+    program: Callable[[Any], Any], inputs: Any, batch_size: int | None = None
+) -> Any:
+    """Converts a function of inputs [B, ...] to ONNX's ModelProto; None is for any B.
+
+    Raises `ConfigError` with the reason of jax2onnx.
+    """
+    specs, structure = canonical_shapes(inputs, rows=batch_size), jax.tree.structure
+    if batch_size is None:
+        specs = jax.export.symbolic_args_specs(specs, "b, ...")
+
+    def on_leaves(*leaves: jax.Array) -> Any:
+        return program(jax.tree.unflatten(structure(inputs), leaves))
+
+    for name in ("jax2onnx", "onnx_ir"):  # They warn of plugins that are not there.
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with _names_that_jax_had():
+            return importlib.import_module("jax2onnx").to_onnx(
+                on_leaves,
+                jax.tree.leaves(specs),
+                model_name="forward",
+                input_names=list(_names(inputs, "inputs")),
+                output_names=list(_names(jax.eval_shape(program, inputs), "outputs")),
+            )
+    except Exception as error:  # JAX, Haiku and jax2onnx each have classes of them.
+        size = "any size" if batch_size is None else f"{batch_size}"
+        version = importlib.metadata.version("jax2onnx")
+        raise ConfigError(
+            f"jax2onnx {version} cannot convert the model for a batch of {size}: "
+            f"{str(error).splitlines()[0] or type(error).__name__}; MLPs, ResNets and "
+            "BERT are known to work, and --format=stablehlo takes any model"
+        ) from error
+
+
+def _names(tree: Any, whole: str) -> dict[str, Any]:
+    """Leaves by path; a single array is named as the `whole`."""
+    return {path or whole: leaf for path, leaf in flatten(tree).items()}
+
+
+@contextlib.contextmanager
+def _names_that_jax_had() -> Iterator[None]:
+    """Context of the class that jax2onnx 0.17 looks for, and jax 0.12 has no more."""
+    core = importlib.import_module("jax._src.core")
+    is_gone = not hasattr(core, "ClosedJaxpr")
+    if is_gone:  # There it is one with Jaxpr.
+        core.ClosedJaxpr = core.Jaxpr
+    try:
+        yield
+    finally:
+        if is_gone:
+            del core.ClosedJaxpr
+
+
+def _check(
+    serialized: bytes, program: Callable[[Any], Any], inputs: Any, rows: int | None
+) -> None:
+    """Raises `ConfigError` unless onnxruntime computes what the `program` does."""
+    runtime = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # Errors.
+    specs = canonical_shapes(inputs, rows=rows)
+    batch = jax.tree.map(
+        lambda x, like: np.resize(x, like.shape).astype(like.dtype), inputs, specs
+    )
+    try:
+        session = runtime.InferenceSession(
+            serialized, options, providers=["CPUExecutionProvider"]
+        )
+        computed = session.run(None, _names(batch, "inputs"))
+    except Exception as error:  # Of onnxruntime's own, each from RuntimeError or not.
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"onnxruntime cannot run what jax2onnx made of the model: {reason}; "
+            "--format=stablehlo takes any model"
+        ) from error
+    expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(program)(batch))]
+    for result, outputs in zip(computed, expected, strict=True):
+        limit = TOLERANCE * max(1.0, float(np.abs(outputs).max(initial=0)))
+        off = float(np.abs(result.astype(np.float64) - outputs).max(initial=0))
+        if not off <= limit:
+            raise ConfigError(
+                f"onnxruntime's outputs differ from the model's by {off:.2g}, and "
+                f"{limit:.2g} is allowed; --format=stablehlo is compiled as the model"
+            )
