@@ -799,7 +799,6 @@ READERS = {
 ELSEWHERE = {
     "cli.open_run": "opens a run, whose files have readers of their own",
     "runs.start.fitted": "reads the config of a run, which has a reader",
-    "training.initial._frozen": "calls a loader of devices",
     "haiku_text.generate.main": "restores parameters",
     **dict.fromkeys(
         (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from haiku_template.devices import DeviceManager
@@ -48,8 +49,8 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
 
     def look(step: int, state: Any) -> Callable[[], None]:
         devices = trainer.devices
-        params = devices.fetch(devices.gather(trainer.merged(state)[0]))
-        params = one.init(precision.policy.cast_to_compute, one.replicate(params))
+        params = jax.tree.map(devices.fetch, trainer.merged(state)[0])
+        params = one.replicate(precision.policy.cast_to_compute(params))
         if not generators:
             sizes = [flatten(params)[path].shape[0] for path in family.tables]
             model = LanguageModel(step, params, experiment.model, precision, *sizes)

@@ -134,17 +134,24 @@ class DeviceManager(NamedTuple):
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(arrays))
         return arrays
 
-    def load(self, read: Callable[[Any], Any], abstract: Any, layout: Layout) -> Any:
-        """Puts a tree where a layout has it; `read(abstract)` reads it in each process.
+    def place(self, tree: Any, layout: Layout) -> Any:
+        """Puts NumPy leaves where a layout has them: each device gets its share alone.
 
-        Of several processes each reads all of it onto its own devices.
+        Of several processes each has the whole tree. Raises as `replicate`.
         """
-        if self.processes.count > 1:
-            shapes = transfer.canonical_shapes(abstract, sharding_on(self.devices))
-            tree = transfer.device_put_everywhere(read(shapes), self.replicated)
-        else:
-            tree = read(abstract)
-        return jax.device_put(tree, layout.of(tree))
+        tree = transfer.fitting(tree)
+        with self.ledger.timed("to_devices"):
+            put = transfer.device_put_shares
+            arrays = jax.tree.map(put, tree, layout.of(tree))
+            jax.block_until_ready(arrays)
+        shares = [s.data for x in jax.tree.leaves(arrays) for s in x.addressable_shards]
+        self.ledger.add("bytes_to_devices", tree_bytes(shares))
+        return arrays
+
+    def host_shapes(self, tree: Any) -> Any:
+        """Shapes of a tree for JAX to read into the host's memory."""
+        host = sharding_on(tuple(jax.local_devices(backend="cpu")[:1]))
+        return transfer.canonical_shapes(tree, host)
 
     # Why: docs/decisions/devices.md#spanning-shards
     def gather(self, tree: Any) -> Any:

@@ -134,6 +134,14 @@ def device_put_everywhere(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return _spanning(jax.device_put(tree, sharding_on(devices)), sharding)
 
 
+def device_put_shares(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Puts on each device its share, of a host array that all processes have."""
+    if sharding.is_fully_replicated:
+        return device_put_everywhere(array, sharding)
+    shape = np.shape(array)
+    return jax.make_array_from_callback(shape, sharding, array.__getitem__)
+
+
 def own_part(tree: Any) -> Any:
     """Local part of arrays that span processes; others as they are."""
 

@@ -7,6 +7,7 @@ the frozen parameters, and the axes of those adapted that are no matrices, if an
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,14 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
     frozen: hk.Params,
     lora: Lora,
     devices: DeviceManager,
+    place: Callable[[str, Any], Any] | None = None,
 ) -> hk.Params:
     """Reads a file of `save_adapters`, or a folder's `ADAPTERS`: all of it or nothing.
 
-    `skeleton` has the shapes and dtypes of the trainable parameters. Raises
-    `ConfigError` if the file is damaged, has no adapters, or those of other frozen
-    parameters, rank, alpha, axes or shapes.
+    `skeleton` has the shapes and dtypes of the trainable parameters, which
+    `place` puts on the devices, as in `pretrained.read`. Raises `ConfigError` if the
+    file is damaged, has no adapters, or those of other frozen parameters, rank, alpha,
+    axes or shapes.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():
@@ -100,7 +103,8 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
             )
     digest = fingerprint(devices, frozen)
     check_frozen(facts["base_sha256"], digest, f"the adapters in {file}")
-    return unflatten(read(file, skeleton, same_names(flatten(skeleton)), devices))
+    rules = same_names(flatten(skeleton))
+    return unflatten(read(file, skeleton, rules, devices, place=place))
 
 
 def check_frozen(expected: str, digest: str, params: str) -> None:

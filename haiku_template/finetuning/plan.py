@@ -8,12 +8,13 @@ one character, `[ab]` one of them.
 
 import fnmatch
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from haiku_template import stored
@@ -126,9 +127,20 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
         leaves = {path.partition("/")[2]: leaf for path, leaf in leaves.items()}
         return unflatten(adapt(self.lora, self.adapted, leaves, rng, dtype))
 
-    def merge(self, params: hk.Params, frozen: hk.Params) -> hk.Params:
-        """Merges to arrays: forms are undone in float32; other dtypes stay."""
-        return stored.used(self.combine(params, frozen, jnp.float32), jnp.float32)
+    def merge(
+        self, params: hk.Params, frozen: hk.Params, fetch: Callable[[Any], Any]
+    ) -> hk.Params:
+        """Merges `params` of the host and frozen ones to arrays there, one by one.
+
+        `fetch` copies one from its devices. Forms are undone in float32; other dtypes
+        stay.
+        """
+        leaves = self.combine(params, frozen, jnp.float32)
+        return jax.tree.map(
+            lambda leaf: np.array(stored.use(fetch(leaf), jnp.float32)),
+            leaves,
+            is_leaf=stored.is_form,
+        )
 
 
 def make_plan(

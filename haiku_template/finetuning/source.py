@@ -2,13 +2,14 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haiku_template.bounded import read_json
 from haiku_template.config import load
@@ -32,11 +33,12 @@ from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, resto
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
 STATE = BESIDE
+GROUP = 2**28  # Bytes of a run's parameters that are read at once.
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
-Loaded = tuple[dict[str, jax.Array], hk.State | None]
+Loaded = tuple[dict[str, Any], hk.State | None]
 # From shapes and dtypes of all parameters, paths to leave out, shapes of the Haiku
-# state, or None to leave it out, and perhaps a function that makes what is stored of a
-# path and an array, one after another.
+# state, or None to leave it out, and perhaps a function of a path and an array on the
+# host that puts it on the devices, one after another; else they are replicated.
 Source = Callable[..., Loaded]
 
 
@@ -126,34 +128,41 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         shapes: hk.Params,
         skip: Collection[str],
         state: Any,
-        store: Callable[[str, Any], Any] | None = None,
+        place: Callable[[str, Any], Any] = lambda path, array: devices.replicate(array),
     ) -> Loaded:
         specs = {k: v for k, v in flatten(shapes).items() if k not in skip}
 
-        def read(checkpoints: Checkpoints, step: int) -> tuple[hk.Params, Any]:
+        def read(checkpoints: Checkpoints, step: int) -> Loaded:
             averaged = checkpoints.saved(step).get("ema_params")
             field = "ema_params" if averaged else "params"
-            params = unflatten({k: _as_saved(leaf) for k, leaf in specs.items()})
-            restored = functools.partial(checkpoints.restore, step)
-            return (
-                restored(params, field, skip) if params else {},
-                restored(state, "net_state") if state else None,
-            )
+            leaves: dict[str, Any] = {}
+            for group in _groups(specs):
+                others = {*skip, *specs} - group.keys()
+                saved = {k: _as_saved(leaf) for k, leaf in group.items()}
+                saved = devices.host_shapes(unflatten(saved))
+                params = flatten(checkpoints.restore(step, saved, field, others))
+                for path, leaf in group.items():
+                    array = np.asarray(params.pop(path))
+                    leaves[path] = place(path, array.astype(leaf.dtype, copy=False))
+            restored = checkpoints.restore(step, state, "net_state") if state else None
+            return leaves, restored
 
-        _, (params, read_state) = restore(workdir, BEST_OR_LATEST, read)
-        leaves = flatten(params)
-        # Leaf by leaf, so that no second copy of all of them exists.
-        for path, leaf in specs.items():
-            if store is not None:
-                convert = functools.partial(store, path)
-            elif leaf.dtype != leaves[path].dtype:
-                convert = functools.partial(jnp.asarray, dtype=leaf.dtype)
-            else:
-                continue
-            leaves[path] = devices.init(convert, leaves[path])
-        return leaves, read_state
+        return restore(workdir, BEST_OR_LATEST, read)[1]
 
     return of_run
+
+
+def _groups(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Splits leaves by path into groups of `GROUP` bytes at most, or of one leaf."""
+    group: dict[str, Any] = {}
+    for path, leaf in specs.items():
+        size = sum(4 * x.size for x in (leaf, *group.values()))
+        if group and size > GROUP:
+            yield group
+            group = {}
+        group = group | {path: leaf}
+    if group:
+        yield group
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

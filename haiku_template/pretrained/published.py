@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import numpy as np
 
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, near
@@ -52,7 +53,7 @@ def read_published(
     shapes: hk.Params,
     skip: Collection[str],
     state: hk.State | None,
-    store: Callable[[str, Any], Any] = lambda path, array: array,
+    place: Callable[[str, Any], Any] | None = None,
     *,
     devices: DeviceManager,
     rules: Sequence[Rule],
@@ -66,11 +67,11 @@ def read_published(
         tensors `list_tensors` lists.
       skip: paths of parameters that are left out.
       state: shapes of the network state; None leaves it out.
-      store: makes of a path and an array on the host what goes to the devices.
+      place: puts a path's array on the devices; None replicates it, as state is.
       rules: of names that are not Haiku's.
 
     Returns:
-      Parameters by path, and state, replicated; None where there is none to read.
+      Parameters by path, and state; None where there is none to read.
 
     Raises:
       ConfigError: the file is damaged or a pickle, or names, shapes or dtypes of
@@ -104,7 +105,12 @@ def read_published(
     expected = {path: x for path, x in expected.items() if path not in left_out}
     rules = [*rules, *same_names(expected), *same_names(left_out)]
     matches = match(tensors, expected, rules, left_out, ignored)
-    leaves = load(matches, expected, devices, store)
+
+    def put(path: str, array: np.ndarray) -> Any:
+        as_state = place is None or _is_state(path)
+        return devices.replicate(array) if as_state else place(path, array)
+
+    leaves = load(matches, expected, put)
     read_state = {k: leaves.pop(k) for k in [*leaves] if _is_state(k)}
     read_state = unflatten({k.removeprefix(MARK): x for k, x in read_state.items()})
     return leaves, None if state is None else read_state

@@ -22,6 +22,7 @@ def read(
     devices: DeviceManager,
     *,
     skip: Collection[str] = (),
+    place: Callable[[str, np.ndarray], Any] | None = None,
 ) -> dict[str, jax.Array]:
     """Reads tensors into parameters: all that fit the skeleton, or none.
 
@@ -33,36 +34,37 @@ def read(
       skeleton: parameters, or their shapes and dtypes; float16, bfloat16, float32 and
         float64 are converted into each other.
       skip: paths of parameters that are left out.
+      place: puts a path's array on the devices; None replicates it.
 
     Returns:
-      The parameters by path, replicated.
+      The parameters by path.
 
     Raises:
       ConfigError: the files are missing, damaged or pickles; names, shapes or dtypes do
         not fit; or tied tensors differ.
     """
     shapes = {k: v for k, v in flatten(skeleton).items() if k not in skip}
-    return load(match(read_headers(Path(source)), shapes, rules, skip), shapes, devices)
+    matches = match(read_headers(Path(source)), shapes, rules, skip)
+    replicate = lambda path, array: devices.replicate(array)  # noqa: E731
+    return load(matches, shapes, place or replicate)
 
 
 def load(
     matches: dict[str, list[Match]],
     shapes: dict[str, Any],
-    devices: DeviceManager,
-    store: Callable[[str, Any], Any] = lambda path, array: array,
+    place: Callable[[str, np.ndarray], Any],
 ) -> dict[str, Any]:
     """Reads the tensors that `match` found into leaves of the wanted shapes.
 
-    `store(path, array)` makes of each, on the host, what goes to the devices.
+    `place(path, array)` puts each on the devices before the next is read.
     """
     for first, *tied in matches.values():
         for other in tied:
             _check_tied(other, first)
     leaves = {}
     for path, (first, *_) in matches.items():
-        leaf = store(path, _read(first, shapes[path]))
         # Waiting keeps no more than one parameter in host memory.
-        leaves[path] = jax.block_until_ready(devices.replicate(leaf))
+        leaves[path] = jax.block_until_ready(place(path, _read(first, shapes[path])))
     return leaves
 
 

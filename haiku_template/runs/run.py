@@ -131,7 +131,10 @@ class Run:  # Why: docs/decisions/house.md#run
         return (self.workdir / ADAPTERS).is_file()
 
     def parameters(self) -> tuple[hk.Params, hk.State]:
-        """Parameters and network state: averages if there are any, adapters merged."""
+        """Parameters and network state: averages if there are any, adapters merged.
+
+        Those of a run with frozen parameters are on the host, as NumPy arrays.
+        """
         return self.trainer.merged(self.state)
 
     def model(self) -> tuple[Callable[[Any, Any], Any], tuple]:
@@ -157,7 +160,10 @@ class Run:  # Why: docs/decisions/house.md#run
             return plain_outputs(facts["outputs"])
 
         function = with_axis(forward, self.devices.axis_name)
-        return function, (*self.parameters(), np.int32(self.step))
+        params, net_state = self.parameters()
+        if self.trainer.recipe.plan.frozen:
+            params = self.devices.replicate(params)
+        return function, (params, net_state, np.int32(self.step))
 
     @property
     def family(self) -> Family | None:

@@ -90,13 +90,28 @@ class Initializer:
         Raises `ConfigError` if pretrained parameters cannot be read, or do not fit.
         """
         experiment, frozen = self._experiment, self.frozen(layout)
-        leaves, net_state = {}, None
         adapters = experiment.finetuning.adapters
-        if experiment.init_from is not None or adapters is not None:
-            leaves, net_state = self._pretrained(frozen)
         inputs = self._first_inputs() if self.from_batch else None
-        state = self._devices.init(self._init, leaves, net_state, inputs, layout=layout)
+        if experiment.init_from is not None or adapters is not None:
+            return self._init_pretrained(frozen, inputs, layout)
+        state = self._devices.init(self._init, {}, None, inputs, layout=layout)
         return state._replace(frozen=frozen)
+
+    def _init_pretrained(
+        self, frozen: hk.Params, inputs: Any, layout: Layout
+    ) -> TrainState:
+        """Makes the state around what is read, which is in it as it was placed."""
+        # Why: docs/decisions/devices.md#leaf-by-leaf
+        leaves, net_state = self._pretrained(frozen, layout)
+
+        def init(*args: Any) -> TrainState:
+            state = self._init(*args)
+            others = {k: x for k, x in flatten(state.params).items() if k not in leaves}
+            return state._replace(params=unflatten(others))
+
+        state = self._devices.init(init, leaves, net_state, inputs, layout=layout)
+        params = unflatten(flatten(state.params) | leaves)
+        return state._replace(params=params, frozen=frozen)
 
     def lower(self, layout: Layout) -> Any:
         """Lowers the function that makes the first state from the seed."""
@@ -135,34 +150,42 @@ class Initializer:
             make = lambda inputs: {"frozen": self._frozen_of_seed(inputs)}  # noqa: E731
             inputs = self._first_inputs() if self.from_batch else None
             return self._devices.init(make, inputs, layout=layout)["frozen"]
-        abstract = layout.place({"frozen": self.abstract.frozen})
-        return self._devices.load(self._read_frozen, abstract, layout)["frozen"]
-
-    def _read_frozen(self, abstract: dict[str, hk.Params]) -> dict[str, hk.Params]:
         plan = self.recipe.plan
         shapes = hk.data_structures.merge(
             self._params,
             hk.data_structures.filter(
-                lambda module, name, x: not is_form(x), abstract["frozen"]
+                lambda module, name, x: not is_form(x), self.abstract.frozen
             ),
         )
-        leaves, _ = self._experiment.init_from(shapes, plan.trained, None, plan.store)
-        return {"frozen": unflatten(leaves)}
+
+        def place(path: str, array: Any) -> Any:
+            return self._place("frozen", path, plan.store(path, array), layout)
+
+        leaves, _ = self._experiment.init_from(shapes, plan.trained, None, place)
+        return unflatten(leaves)
+
+    def _place(self, field: str, path: str, leaf: Any, layout: Layout) -> Any:
+        """Puts a parameter, or its form, where a layout has it in a field."""
+        placed = self._devices.place({field: unflatten({path: leaf})}, layout)
+        return flatten(placed, is_leaf=is_form)[f"{field}/{path}"]
 
     def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
         return self.recipe.plan.split(self._first(inputs)["params"])[1]
 
-    def _pretrained(self, frozen: hk.Params) -> tuple[dict[str, Any], Any]:
+    def _pretrained(
+        self, frozen: hk.Params, layout: Layout
+    ) -> tuple[dict[str, Any], Any]:
         """Reads pretrained trainable parameters, by path, and Haiku state."""
+        place = functools.partial(self._place, "params", layout=layout)
         source, plan = self._experiment.init_from, self.recipe.plan
         adapters = self._experiment.finetuning.adapters
         leaves, net_state = {}, None
         if source is not None:
             skip = plan.frozen | plan.fresh
-            leaves, net_state = source(self._params, skip, self._net_state)
+            leaves, net_state = source(self._params, skip, self._net_state, place)
         if adapters is not None:
             params = tuning.load_adapters(
-                adapters, self.abstract.params, frozen, plan.lora, self._devices
+                adapters, self.abstract.params, frozen, plan.lora, self._devices, place
             )
             leaves = flatten(params)
         return leaves, net_state

@@ -339,10 +339,15 @@ class Trainer:
         return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
-        """Merges adapters into the parameters, averaged if there are averages."""
-        params = state.averaged()
+        """Parameters to evaluate, adapters merged, and network state.
+
+        With frozen ones they are merged one by one, to NumPy arrays on the host.
+        """
+        params, devices = state.averaged(), self.devices
         if self.recipe.plan.frozen:
-            params = self.devices.init(self.recipe.plan.merge, params, state.frozen)
+            params = devices.fetch(params)
+            with devices.on_host(), devices.implicit_transfers():
+                params = self.recipe.plan.merge(params, state.frozen, devices.fetch)
         return params, state.net_state
 
     def trace(self, arrays: Any) -> Any:

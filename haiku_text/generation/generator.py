@@ -65,7 +65,7 @@ def load(run: Run) -> LanguageModel:
         init = experiment.make_model(config, vocabulary).init
         tokens = np.zeros((1, 1), np.int32)
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
-        return checkpoints.restore(step, shapes, field)
+        return checkpoints.restore(step, devices.host_shapes(shapes), field)
 
     tuned = config and trains_a_part(config.finetuning)
     if config is None or tuned:
@@ -78,7 +78,8 @@ def load(run: Run) -> LanguageModel:
     else:
         model, name = experiment.make_model(config, vocabulary), config.precision
     precision = Precision.create(name)
-    params = devices.init(precision.policy.cast_to_compute, params)
+    cast = precision.policy.cast_to_compute
+    params = jax.tree.map(lambda x: devices.replicate(cast(x)), devices.fetch(params))
     return LanguageModel(step, params, model, precision, vocabulary, context)
 
 

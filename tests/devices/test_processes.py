@@ -75,6 +75,7 @@ BLOCKING = {"block_until_ready", "device_get", "process_allgather"}
 ALONE = {
     ("devices/exact.py", "map"): "exact mode is of one process",
     ("devices/manager.py", "replicate"): "copies from the host",
+    ("devices/manager.py", "place"): "copies from the host",
     ("devices/manager.py", "shard"): "copies from the host",
     ("devices/manager.py", "fetch"): "waited for, just before",
     ("pretrained/reading.py", "load"): "copies from the host",

@@ -116,7 +116,8 @@ def test_merged_equals_unmerged(one_device, tuning):
     state, losses = run(trainer, 30)
     assert losses[-1] < 0.8 * losses[0]
     base = trainer.initializer.frozen(trainer.layout)
-    merged = one_device.init(trainer.recipe.plan.merge, state.params, base)
+    base = state._replace(frozen=base)
+    merged = one_device.replicate(trainer.merged(base)[0])
     plain = made(one_device, Finetuning())
     whole = plain.init()
     assert jax.tree.structure(merged) == jax.tree.structure(whole.params)
