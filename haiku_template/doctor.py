@@ -24,9 +24,9 @@ from jax_doctor.code.names import REMOVED
 # Why: docs/decisions/doctor.md#boundary
 ADVICE = {  # Why: docs/decisions/doctor.md#advice
     "export JAX_NUM_CPU_DEVICES=": "in a run, --simulate_devices=",
-    "write jax.tree_map = jax.tree.map before jaxline is imported": (
-        "config.compat = True puts it back, and python -m haiku_template.compat "
-        "SCRIPT ARGS runs a program of jaxline's with it"
+    "put them back before jaxline is imported, such as jax.tree_map = jax.tree.map": (
+        "python -m haiku_template.compat SCRIPT ARGS runs a program of jaxline's as it "
+        "is; in a run, config.compat = True puts them back"
     ),
 } | {REMOVED[name].instead: path for name, path in MOVED.items()}
 

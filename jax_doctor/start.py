@@ -105,16 +105,17 @@ def _wrong_values(machine: Machine, facts: Facts) -> Signs:
 
 @cause(
     "A19",
-    fix="write jax.tree_map = jax.tree.map before jaxline is imported",
+    fix="put them back before jaxline is imported, such as jax.tree_map = jax.tree.map",
     severity="warning",
     scope="all",
 )
 def _jaxline(machine: Machine, facts: Facts) -> Signs:
-    """The installed jaxline calls a function that JAX removed."""
+    """The installed jaxline calls functions that JAX removed."""
     jax = machine.version("jax")
     # Said by the doctor alone: commands do not ask JAX, and may need no jaxline.
     if facts.jax and "jaxline" in machine.distributions and numbers(jax) >= (0, 6):
-        yield f"jaxline calls jax.tree_map, which jax {jax} lacks"
+        also = " and jax.device_put_sharded" * (numbers(jax) >= (0, 10))
+        yield f"jaxline calls jax.tree_map{also}, which jax {jax} lacks"
 
 
 @cause(

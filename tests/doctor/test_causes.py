@@ -287,8 +287,8 @@ def test_commands_are_silent_about_jaxline_which_they_may_not_need(gpu):
     (found,) = diagnose(gpu.machine(), Facts("cpu", jax=jax_result("cpu")))
     assert (found.id, found.severity) == ("A19", "warning")
     assert "jax.tree_map = jax.tree.map" in found.fix
-    assert ADVICE[found.fix].startswith("config.compat = True puts it back, and python")
-    assert "python -m haiku_template.compat SCRIPT ARGS" in ADVICE[found.fix]
+    assert ADVICE[found.fix].startswith("python -m haiku_template.compat SCRIPT ARGS")
+    assert "jax.tree_map and jax.device_put_sharded, which jax 0.1" in found.found
 
 
 def test_a_local_cuda_needs_no_wheels(gpu):
