@@ -57,6 +57,11 @@ flags.DEFINE_enum(
     "fallback", "error", ["error", "cpu"], "What to do when --device cannot be had."
 )
 flags.DEFINE_float("gpu_memory_fraction", None, "Share of a card's memory for JAX.")
+flags.DEFINE_string(
+    "gpu_memory",
+    None,
+    "unified:2.0: twice a card's memory, the host's beyond it.",
+)
 flags.DEFINE_bool("gpu_preallocate", None, "Reserve that memory at the start.")
 flags.DEFINE_string(
     "coordinator_address", None, "Of several processes: HOST:PORT of process 0."
@@ -118,6 +123,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
         fallback=FLAGS.fallback,
         gpu_memory_fraction=FLAGS.gpu_memory_fraction,
         gpu_preallocate=FLAGS.gpu_preallocate,
+        gpu_memory=FLAGS.gpu_memory,
     )
 
 
@@ -136,7 +142,7 @@ def target_devices(target: str) -> "DeviceManager":
         )
     from haiku_template.preflight import targets
 
-    return targets.target_devices(target, FLAGS.gpu_memory_fraction)
+    return targets.target_devices(target, FLAGS.gpu_memory_fraction, FLAGS.gpu_memory)
 
 
 def _resumes() -> bool:

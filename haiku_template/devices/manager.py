@@ -26,6 +26,7 @@ class DeviceManager(NamedTuple):
     ledger: Ledger  # Adds up bytes and seconds of what is done with them.
     memory: int | None = None  # Bytes for a run on each GPU of a `--target`.
     processes: "processes.Processes" = processes.Processes()
+    unified: float | None = None  # Times a card's memory, with the host's beyond it.
 
     @classmethod
     def create(
@@ -37,6 +38,7 @@ class DeviceManager(NamedTuple):
         fallback: str = "error",
         gpu_memory_fraction: float | None = None,
         gpu_preallocate: bool | None = None,
+        gpu_memory: str | None = None,
     ) -> "DeviceManager":
         """Chooses devices and starts JAX on them; options are those of the flags.
 
@@ -47,11 +49,11 @@ class DeviceManager(NamedTuple):
         Raises:
           DeviceError: the request cannot be met; the message names what exists.
         """
-        request = selection.parse(
-            spec, num_devices, simulate_devices, gpu_memory_fraction, gpu_preallocate
-        )
+        memory = gpu_memory_fraction, gpu_preallocate, gpu_memory
+        request = selection.parse(spec, num_devices, simulate_devices, *memory)
         devices, reason = selection.choose(request, fallback)
-        return cls(tuple(devices), reason, Ledger(), None, processes.of(devices))
+        several = processes.of(devices)
+        return cls(tuple(devices), reason, Ledger(), None, several, request.unified)
 
     @property
     def platform(self) -> str:
@@ -254,6 +256,11 @@ class DeviceManager(NamedTuple):
         stats = filter(None, (device.memory_stats() for device in self.devices))
         free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=None)
         return self.processes.least(free)
+
+    def card_memory(self) -> int | None:
+        """Bytes of a device's own memory, with unified; None where JAX cannot tell."""
+        limit = self.memory_limit()
+        return None if limit is None else int(limit / self.unified)
 
     def describe(self) -> str:
         """Describes the devices and the reason for them, in one line."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # A platform, and chosen devices of it.
 SPEC = re.compile(r"auto|(cpu|gpu|tpu)(?::(\d+(?:,\d+)*))?")
+MOST_UNIFIED = 100
 TOO_LATE = "create the DeviceManager before the first JAX operation"
 
 
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     simulate_devices: int | None
     memory_fraction: float | None
     preallocate: bool | None
+    unified: float | None = None  # Times a card's memory, the host's beyond it.
 
 
 def choose(request: Request, fallback: str) -> tuple[list[jax.Device], str]:
@@ -58,6 +60,18 @@ def check_share(memory_fraction: float | None) -> None:
         )
 
 
+def parse_memory(text: str) -> float:
+    """Parses `unified:2.0`, managed memory of so many times a card's."""
+    match = re.fullmatch(r"unified:(\d+(?:\.\d+)?)", text)
+    if not match or not 1 < float(match[1]) < MOST_UNIFIED:
+        raise DeviceError(
+            f"--gpu_memory={text} is not understood; possible is unified:2.0, twice "
+            "the memory of a card, the host's beyond it; the number is above 1 and "
+            f"below {MOST_UNIFIED}. A share of the card is --gpu_memory_fraction=0.5"
+        )
+    return float(match[1])
+
+
 # Sentences about requests that are refused, each with its condition.
 FAULTS: dict[str, Callable[[Request], Any]] = {
     "--device={spec} names a device twice; name each once": (
@@ -77,9 +91,13 @@ FAULTS: dict[str, Callable[[Request], Any]] = {
     "asks for others; give one of the two": (
         lambda r: r.simulate_devices and r.platform not in ("auto", "cpu")
     ),
-    "gpu_memory_fraction and gpu_preallocate were given after JAX had started and "
-    f"would be ignored; {TOO_LATE}": (
-        lambda r: r[-2:] != (None, None) and backend_started()
+    "--gpu_memory=unified:{unified} and --gpu_memory_fraction={memory_fraction} both "
+    "say how much memory; give one of the two": lambda r: (
+        r.unified and r.memory_fraction
+    ),
+    "gpu_memory, gpu_memory_fraction and gpu_preallocate were given after JAX had "
+    f"started and would be ignored; {TOO_LATE}": (
+        lambda r: r[-3:] != (None, None, None) and backend_started()
     ),
     "[A53] jax.default_device was overwritten with {default!r}, which changes no "
     "device and breaks JAX; write `with jax.default_device(device):`, or leave it "
@@ -100,6 +118,7 @@ def parse(
     simulate_devices: int | None = None,
     memory_fraction: float | None = None,
     preallocate: bool | None = None,
+    memory: str | None = None,
 ) -> Request:
     """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`; checks the options."""
     match = SPEC.fullmatch(spec)
@@ -116,6 +135,7 @@ def parse(
         simulate_devices,
         memory_fraction,
         preallocate,
+        memory and parse_memory(memory),
     )
     check_share(memory_fraction)
     for sentence, is_faulty in FAULTS.items():
@@ -147,10 +167,13 @@ def _configure(request: Request) -> None:
         _configure_accelerators(request)
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
-    if request.memory_fraction is not None:
+    if request.unified:  # Of the allocators BFC alone has it.
+        os.environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
+        os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "bfc"
+    if (share := request.unified or request.memory_fraction) is not None:
         # JAX refuses to start its GPU backend when the old name is set as well.
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(request.memory_fraction)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(share)
     if request.preallocate is not None:
         value = str(request.preallocate).lower()
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value

@@ -8,5 +8,4 @@ from haiku_template.preflight.budget import settle as settle
 from haiku_template.preflight.checks import check_before_start as check_before_start
 from haiku_template.preflight.fit import FIT_KEYS as FIT_KEYS
 from haiku_template.preflight.fit import NothingFits as NothingFits
-from haiku_template.preflight.fit import candidates as candidates
 from haiku_template.preflight.fit import fit as fit

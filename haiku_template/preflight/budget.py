@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Two in the prefetch queue, one in the thread's hands. Each step in flight has its own.
 WAITING_BATCHES = 3
 WAITING_BLOCKS = 1  # Of staged data: the row numbers of the next steps.
+BUS = "fits only with host memory, at the speed of the bus"
 LARGEST = 3  # Arrays that an error names.
 NO_SHARDING = "no leaf that a rule fits has a dimension that splits evenly"
 REMAT_LEVELS = 2  # Of modules within modules, each compiled.
@@ -71,6 +72,8 @@ class Budget(NamedTuple):
         out, plus a 10 % margin.
       evaluation_peak: with --target only: state, batch and temporaries of an
         evaluation.
+      card: bytes of the device's own, where unified memory has the host's beside; None
+        without it.
     """
 
     params: int
@@ -92,6 +95,15 @@ class Budget(NamedTuple):
     saved: dict[str, int]
     outside: int = 0
     evaluation_peak: int = 0
+    card: int | None = None
+
+    @property
+    def fit(self) -> str:
+        """Whether the run fits, in a word or three."""
+        if self.limit is not None and self.peak > self.limit:
+            return "no"
+        is_slow = self.card is not None and self.peak > self.card
+        return "with host memory" if is_slow else "yes"
 
     @property
     def resident(self) -> int:
@@ -115,8 +127,12 @@ class Budget(NamedTuple):
             total = self.process + self.num_devices * self.peak
             limits += [("this process already", in_units(self.process))]
             limits += [("with all devices", in_units(total))]
+        if self.card is not None:
+            limits.insert(1, ("of it the device's own", in_units(self.card)))
         title = f"Memory on each device{', about' if self.outside else ''}"
-        return table(title, ("what", "size"), rows, limits)
+        grid = table(title, ("what", "size"), rows, limits)
+        grid.caption = BUS if self.fit == "with host memory" else None
+        return grid
 
     def summary(self) -> Table | str:
         """Budget for the first lines of a run: one line where no limit is known."""
@@ -158,6 +174,7 @@ def memory_budget(
         process=process_bytes() if devices.platform == "cpu" else None,
         num_devices=len(devices.devices),
         saved=_saved(state.opt_state),
+        card=devices.unified and devices.card_memory(),
     )
     if trainer.experiment.exact_elastic is not None:
         return _of_shares(trainer, budget, analysis)
@@ -335,8 +352,7 @@ def print_targets(trainers: dict[str, Trainer], limit: int | None = None) -> Non
             rows.append((target, in_units(state), "", "", in_units(limits), "no"))
             continue
         sizes = (state, budget.temporaries + budget.outside, budget.peak, limits)
-        fits = "yes" if budget.peak <= limits else "no"
-        rows.append((target, *map(in_units, sizes), fits))
+        rows.append((target, *map(in_units, sizes), budget.fit))
     columns = ("target", "state", "temporaries", "peak", "limit", "fits")
     title = "Memory on each device, about"
     Console(markup=False).print(table(title, columns, rows))

@@ -2,7 +2,8 @@
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.models import repeated_blocks
-from haiku_template.preflight.budget import Budget, memory_budget, settle
+from haiku_template.preflight.budget import BUS, Budget, memory_budget, settle
 from haiku_template.reporting.display import in_units, table
 from haiku_template.storage.workdir import has_checkpoints
 from haiku_template.training.trainer import Trainer
@@ -63,7 +64,7 @@ class Candidate(NamedTuple):
             temporaries = budget.temporaries + budget.outside
             sizes = budget.resident, temporaries, beside, budget.peak
         cells = (in_units(size) if size else "" for size in sizes)
-        return (", ".join(names) or "as it is", *cells, "yes" if self.fits else "no")
+        return (", ".join(names) or "as it is", *cells, budget.fit if budget else "no")
 
 
 def _literal(value: Any) -> str:
@@ -183,15 +184,30 @@ def fit(build: Build, workdir: Path, limit: int | None) -> Candidate:
         )
     tried = list(candidates(build, workdir, limit))
     Console(markup=False).print(fit_table(tried, limit))
-    closest = min(tried, key=lambda x: (not x.fits, x.budget is None, x.size))
+    closest = closest_of(tried)
     if not closest.fits:
         raise NothingFits(
             f"nothing that --fit tries makes the run fit {in_units(limit)} on each "
-            f"device: the closest is {closest.flags}, of {in_units(closest.size)}; a "
-            "smaller config.batch_size, more devices or LoRA need less"
+            f"device: the closest is {closest.flags}, of {in_units(closest.size)}"
+            f"{unified(closest)}; a smaller config.batch_size, more devices or LoRA "
+            "need less"
         )
     print(f"fit       {closest.flags}: {in_units(closest.size)} of {in_units(limit)}")
     return closest
+
+
+def closest_of(tried: Sequence[Candidate]) -> Candidate:
+    """The candidate that fits, or the smallest of those that were compiled."""
+    return min(tried, key=lambda x: (not x.fits, x.budget is None, x.size))
+
+
+def unified(candidate: Candidate) -> str:
+    """Says with how much unified memory a change would fit; "" where that is none."""
+    if candidate.budget is None or candidate.budget.process is not None:
+        return ""  # On CPUs a process's memory is the host's.
+    times = math.ceil(10 * candidate.size / candidate.limit) / 10
+    sentence = f", which with --gpu_memory=unified:{times} {BUS}"
+    return sentence * (candidate.budget.card is None)
 
 
 def fit_table(tried: list[Candidate], limit: int) -> Table:

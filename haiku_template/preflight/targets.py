@@ -10,7 +10,12 @@ import jax
 from jax.experimental import topologies
 
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.selection import TOO_LATE, backend_started, check_share
+from haiku_template.devices.selection import (
+    TOO_LATE,
+    backend_started,
+    check_share,
+    parse_memory,
+)
 from haiku_template.devices.transfer import Ledger
 from haiku_template.errors import ConfigError, DeviceError, near
 
@@ -49,13 +54,16 @@ CARDS = {
 }
 
 
-def target_devices(text: str, memory_fraction: float | None = None) -> DeviceManager:
+def target_devices(
+    text: str, memory_fraction: float | None = None, gpu_memory: str | None = None
+) -> DeviceManager:
     """Makes a manager of GPUs that are not here, for programs to be compiled alone.
 
     Args:
       text: a card of `CARDS`, or a file with one as XLA's GpuTargetConfigProto in text;
         and perhaps a number of them, as in `h100x8`.
       memory_fraction: share of a card's memory that the run may take; None for JAX's.
+      gpu_memory: `unified:2.0`, for twice a card's memory, the host's beyond it.
 
     Raises:
       ConfigError: no such card or file, or not one of XLA's.
@@ -79,6 +87,7 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
         lacks = "device_memory_size: BYTES" if size is None else "one GPU or more"
         raise ConfigError(f"--target={text} is no target: {lacks} is needed")
     check_share(memory_fraction)
+    unified = gpu_memory and parse_memory(gpu_memory)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAGS not in flags:
@@ -98,10 +107,11 @@ def target_devices(text: str, memory_fraction: float | None = None) -> DeviceMan
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"--target={text} is refused by XLA: {reason}") from error
-    share = memory_fraction or POOL
+    share = unified or memory_fraction or POOL
     memory = int(int(size[1]) * share)
     reason = f"--target={text}: compiled for, not here; {share:.0%} of a card's memory"
-    return DeviceManager(tuple(topology.devices), reason, Ledger(), memory)
+    devices = DeviceManager(tuple(topology.devices), reason, Ledger(), memory)
+    return devices._replace(unified=unified)
 
 
 def _spec(card: Card) -> str:

@@ -15,7 +15,8 @@ from haiku_template.data.dataset import host_memory
 from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import MemoryFullError
 from haiku_template.params import leaves_by_path
-from haiku_template.preflight import candidates, memory_budget, settle
+from haiku_template.preflight import memory_budget, settle
+from haiku_template.preflight.fit import candidates, closest_of, unified
 from haiku_template.reporting.display import in_units, table
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
@@ -57,12 +58,13 @@ def explained(
         return MemoryFullError(f"{sentence}; --dry_run --fit says what needs less")
     limit = limit or devices.memory_limit() or host_memory() // devices.num_devices
     most = min(limit, int(LESS * expected))
-    for candidate in candidates(build, workdir, most):
-        if candidate.fits:
-            size = in_units(candidate.size)
-            return MemoryFullError(f"{sentence}; {candidate.flags} would need {size}")
+    best = closest_of([*candidates(build, workdir, most)])
+    need = f"{best.flags} would need {in_units(best.size)}"
+    if best.fits:
+        return MemoryFullError(f"{sentence}; {need}")
     return MemoryFullError(
-        f"{sentence}; no change that --fit tries needs less than {in_units(most)}"
+        f"{sentence}; no change that --fit tries is within {in_units(most)}: {need}"
+        f"{unified(best)}"
     )
 
 

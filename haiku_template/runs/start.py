@@ -72,13 +72,8 @@ def run(
     try:
         train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
-        from haiku_template.runs import exhausted
-
-        if not exhausted.is_exhausted(error):
-            raise
-        build = _builder(config, devices)
-        folder = Path(workdir)
-        raise exhausted.explained(error, trainer, build, folder, memory_limit) from None
+        _explain(error, trainer, config, workdir, memory_limit)
+        raise
 
 
 def fitted(
@@ -108,6 +103,22 @@ def fitted(
             "--fit=apply takes"
         )
     return config
+
+
+def _explain(
+    error: Exception,
+    trainer: Trainer,
+    config: config_dict.ConfigDict,
+    workdir: str,
+    limit: int | None,
+) -> None:
+    """Raises `MemoryFullError` for an error of XLA's that means it."""
+    from haiku_template.runs import exhausted
+
+    if exhausted.is_exhausted(error):
+        build = _builder(config, trainer.devices)
+        folder = Path(workdir)
+        raise exhausted.explained(error, trainer, build, folder, limit) from None
 
 
 def _builder(

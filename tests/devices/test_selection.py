@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from haiku_template.devices import DeviceManager, selection
+from haiku_template.errors import DeviceError
 from jax_doctor import Finding, Machine
 from jax_doctor.children import DriverResult
 
@@ -97,6 +98,30 @@ def test_memory_options_reach_the_variables_that_jax_reads(run):
         "os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))"
     )
     assert run(code, XLA_PYTHON_CLIENT_MEM_FRACTION=".3") == "0.5 false None"
+
+
+def test_unified_memory_reaches_the_variables_and_options_of_the_client(run):
+    names = "TF_FORCE_UNIFIED_MEMORY", "XLA_CLIENT_MEM_FRACTION"
+    code = (
+        "import os; from jaxlib.xla_client import generate_pjrt_gpu_plugin_options as o"
+        "; d = DeviceManager.create('cpu', gpu_memory='unified:2.0'); "
+        f"print(*[os.environ[x] for x in {names}], d.unified, "
+        "o()['memory_fraction'], o()['allocator'])"
+    )
+    assert run(code, XLA_PYTHON_CLIENT_MEM_FRACTION=".3") == "1 2.0 2.0 2.0 bfc"
+
+
+@pytest.mark.parametrize(
+    "text", ["2.0", "unified", "unified:1", "unified:0.5", "unified:1e3", "managed:2"]
+)
+def test_what_is_no_unified_memory_is_refused(text):
+    with pytest.raises(DeviceError, match="possible is unified:2.0, twice "):
+        selection.parse_memory(text)
+
+
+def test_unified_memory_and_a_share_are_one_too_many(run):
+    code = "DeviceManager.create('cpu', gpu_memory='unified:2', gpu_memory_fraction=.5)"
+    assert "give one of the two" in error_of(run, code)
 
 
 def test_choosing_the_cpu_starts_no_other_backend(run):

@@ -260,6 +260,17 @@ def test_every_card_is_known_to_xla(card):
     assert compiled.memory_analysis().argument_size_in_bytes
 
 
+def test_unified_memory_is_the_card_s_and_as_much_of_the_host_s(tmp_path):
+    devices = target_devices("l4", gpu_memory="unified:2.0")
+    assert devices.memory_limit() == 48 * 10**9
+    assert devices.card_memory() == 24 * 10**9
+    flags = ["--config=configs/digits.py", f"--workdir={tmp_path}", "--dry_run"]
+    done = run_command("train", *flags, "--target=l4", "--gpu_memory=unified:2.0")
+    assert done.returncode == 0, done.stderr
+    assert "44.70 GiB" in done.stdout and "22.35 GiB" in done.stdout
+    assert "speed of the bus" not in done.stdout  # It fits the card.
+
+
 def test_several_cards_are_a_row_each(tmp_path):
     flags = ["--config=configs/digits.py", "--dry_run", "--target=t4,h100x2"]
     done = run_command("train", *flags)

@@ -280,6 +280,16 @@ def test_on_the_cpu_the_process_s_own_share_is_said():
     assert "\n" not in line and budget._replace(limit=10).summary().title
 
 
+def test_what_is_beyond_a_card_s_own_memory_is_said():
+    budget = memory_budget(build(digits))
+    assert budget.card is None and budget._replace(limit=budget.peak).fit == "yes"
+    small = budget._replace(limit=2 * budget.peak, card=budget.peak - 1)
+    assert small.fit == "with host memory" and small.table().caption == budgets.BUS
+    large = small._replace(card=budget.peak)
+    assert large.fit == "yes" and large.table().caption is None
+    assert small._replace(limit=budget.peak - 1).fit == "no"
+
+
 def test_the_bytes_that_half_precision_moments_save_are_a_row():
     whole = memory_budget(build(digits))
     config = digits.get_config()
