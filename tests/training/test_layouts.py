@@ -10,6 +10,7 @@ from configs import digits, digits_resnet
 from haiku_template.devices import DeviceManager, Layout, mean_over
 from haiku_template.preflight.budget import check_budget
 from haiku_template.runs import train
+from haiku_template.storage.checkpoint import restore
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment
 from haiku_template.training.optimizers import _usable, make_optimizer
@@ -19,8 +20,17 @@ MOMENTS, ALL = (("opt_state/*", "data"),), (("*", "data"),)
 LAYOUTS = {"replicated": (), "moments": MOMENTS, "all": ALL}
 
 
-def build(num_devices, rules=MOMENTS, base=digits, rank=None, accumulate=1, **keys):
+def build(
+    num_devices,
+    rules=MOMENTS,
+    base=digits,
+    rank=None,
+    accumulate=1,
+    keys_of_config=(),
+    **keys,
+):
     config = base.get_config()
+    config.update(dict(keys_of_config))
     config.steps_per_call = 1
     config.ema_decay, config.sharding = 0.9, rules
     config.accumulate_steps, config.finetuning.lora.rank = accumulate, rank
@@ -167,6 +177,36 @@ def test_a_checkpoint_resumes_in_any_layout_on_any_number_of_devices(
         for folder in (straight, stopped)
     ]
     np.testing.assert_allclose(*losses, **tolerance)
+
+
+ORDERS = {name: [name] * 4 for name in LAYOUTS}
+ORDERS["mixed"] = ["all", "moments", "replicated", "all"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_from_4_to_1_to_8_to_3_devices_a_run_has_the_bits_that_were_saved(
+    tmp_path, order
+):
+    """Its numbers stay those of one device, up to rounding."""
+    saved, batch = None, {"batch_size": 24}
+    for i, (num_devices, name) in enumerate(zip((4, 1, 8, 3), order, strict=True), 1):
+        trainer = build(num_devices, LAYOUTS[name], keys_of_config=batch)
+        if saved is not None:
+            abstract = trainer.abstract.saved()
+            step, state = restore(
+                tmp_path,
+                "latest",
+                lambda x, step: x.restore(step, abstract),  # noqa: B023
+            )
+            trainer.devices.check(state, Layout(trainer.layout.devices, LAYOUTS[name]))
+            assert step == 2 * (i - 1)
+            assert_close(saved, jax.device_get(state), rtol=0, atol=0)
+        end = train(trainer, num_steps=2 * i, workdir=tmp_path, keep_best=0).state
+        saved = jax.device_get(end.saved())
+    one = build(1, (), keys_of_config=batch)
+    expected, _ = run_steps(one, 8)
+    assert_close(jax.device_get(expected.saved()), saved, rtol=0, atol=2e-6)
 
 
 def updated(name, rules, steps=3):
