@@ -19,6 +19,7 @@ from haiku_template.finetuning.lora import Adapted
 from haiku_template.finetuning.quantized import BLOCK, NF4, Int8, Nf4
 from haiku_template.models import plain_outputs
 from haiku_template.params import flatten, unflatten
+from haiku_template.preflight.budget import check_budget
 from haiku_template.training import Experiment, classification
 from haiku_text import models as text_models
 from tests.runs import run_steps
@@ -280,6 +281,28 @@ def test_half_precision_uses_exact_scales(one_device, file):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_budget_audit_and_program_count_what_is_stored(one_device, file, dtype):
+    kinds = (dtype, "float32")
+    trainers = [trainer_of(one_device, kind, file, unquantized=()) for kind in kinds]
+    sizes, arguments = [], []
+    for trainer in trainers:
+        frozen = trainer.init().frozen
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(frozen)))
+        assert check_budget(trainer).frozen == sizes[-1]
+        assert sum(x.bytes for x in one_device.audit(frozen)) == sizes[-1]
+        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        arguments.append(compiled.memory_analysis().argument_size_in_bytes)
+    matrices, vectors = 2 * 2 * WIDTH**2, 7 * WIDTH
+    scales = matrices // WIDTH if dtype == "nf4" else 2 * WIDTH + WIDTH
+    bits = {"int8": 8, "nf4": 4}[dtype]
+    assert sizes == [
+        matrices * bits // 8 + 4 * scales + 2 * vectors,
+        4 * (matrices + vectors),
+    ]
+    assert arguments[1] - arguments[0] == sizes[1] - sizes[0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
 def test_several_devices_train_alike(one_device, four_devices, file, dtype):
     losses = []
     for devices in (one_device, four_devices):
@@ -310,9 +333,25 @@ LANGUAGE = {
 }
 
 
-@pytest.mark.parametrize("name", LANGUAGE)
+# As published, but for the vocabularies: there errors of twelve layers add up.
+REAL = {"width": 768, "num_layers": 12, "num_heads": 12, "context": 64, "dropout": 0.0}
+REAL = {
+    "real gpt2": functools.partial(text_models.gpt, num_outputs=8_000, **REAL),
+    "real bert": functools.partial(
+        text_models.bert, num_outputs=50, vocab_size=8_000, mlp_width=3072, **REAL
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*LANGUAGE, *(pytest.param(x, marks=pytest.mark.slow) for x in REAL)]
+)
 def test_logits_are_within_a_percent_in_int8(name):
-    model = LANGUAGE[name](axis_name=None)
+    most, model = (
+        0.025 if name in REAL else 0.01,
+        (LANGUAGE | REAL)[name](axis_name=None),
+    )
+    name = "gpt" if "gpt" in name else "bert"
     inputs = TOKENS if name == "gpt" else {"tokens": TOKENS, "mask": TOKENS >= 0}
     params = model.init(jax.random.key(0), inputs, False)
     plan = make_plan(Finetuning(lora=Lora(rank=0), base_dtype="int8"), params)
@@ -323,7 +362,7 @@ def test_logits_are_within_a_percent_in_int8(name):
     expected = np.asarray(plain_outputs(model.apply(params, None, inputs, False)))
     logits = np.asarray(plain_outputs(apply(forms, None, inputs, False)))
     error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-    assert 0 < error < 0.01
+    assert 0 < error < most
 
 
 def stack_of_vectors(x):
