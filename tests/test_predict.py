@@ -6,16 +6,24 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
 from haiku_template.config import default_config
+from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.data.examples import read_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.models import mlp
 from haiku_template.runs import Run, train
-from haiku_template.runs.predictions import read_labelled, write_predictions
+from haiku_template.runs.predictions import (
+    print_predictions,
+    read_labelled,
+    write_predictions,
+)
 from haiku_template.training import Experiment
 from tests.runs import ROOT
 
@@ -179,6 +187,39 @@ def test_a_file_that_cannot_be_read_is_named(run, tmp_path, name):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_examples(str(tmp_path / name), run.trainer.experiment.data, 8)
+
+
+def own(outputs, batch):
+    """A loss of one's own, which says nothing of its labels or outputs."""
+    labels = batch["labels"].reshape(len(outputs), -1)
+    return {"loss": jnp.square(outputs - labels).sum(axis=1)}
+
+
+def printed(data, workdir, capsys, num_outputs=2):
+    model = mlp(num_outputs, width=8)
+    experiment = Experiment(model=model, task=own, data=data, optimizer=optax.sgd(0.1))
+    devices = DeviceManager.create("cpu", num_devices=1)
+    if not workdir.exists():
+        train(experiment.trainer(devices), num_steps=1, workdir=workdir)
+        capsys.readouterr()
+    print_predictions(Run.open(workdir, devices, experiment=experiment))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_loss_of_one_s_own_predicts_names_of_classes(tmp_path, capsys):
+    data = from_split(Split(X, Y, X[:16], Y[:16]), BatchSpec(8, labels="any"))
+    named = data._replace(class_names=("cat", "dog"))
+    rows = printed(named, tmp_path / "run", capsys)
+    assert len(rows) == 16
+    for row in rows:
+        assert row["class"] == ["cat", "dog"][int(np.argmax(row["outputs"]))]
+        assert "probability" not in row  # Its outputs need not be logits.
+    assert "class" not in printed(data, tmp_path / "run", capsys)[0]
+    both = np.stack([Y, 1 - Y], axis=1).astype(np.float32)
+    several = from_split(Split(X, both, X[:16], both[:16]), BatchSpec(8, labels="any"))
+    several = several._replace(class_names=("cat", "dog"))
+    assert "class" not in printed(several, tmp_path / "several", capsys)[0]
+    assert "class" not in printed(named, tmp_path / "three", capsys, 3)[0]
 
 
 def write_table(path, column, labels):

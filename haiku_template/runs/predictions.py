@@ -47,8 +47,8 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
 
     `output` ends in `.npz`, for arrays [N, ...] named `outputs`, or `outputs/NAME`, and
     `labels`, which memory must hold; or in `.jsonl`, for an object with both a line.
-    With them come `class`, of a classification, and the `file` of a picture. `examples`
-    are those of `read_examples`.
+    With them come `class`, of a classification or of data with names of classes, and
+    the `file` of a picture. `examples` are those of `read_examples`.
 
     Returns the number of examples. Raises `ConfigError` for another ending, an `output`
     that exists, no such checkpoint, or nothing to predict; `StorageError` if the
@@ -76,12 +76,16 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
 
 
 def print_predictions(run: Run, examples: Any = None) -> None:
-    """Prints a JSON object for each example: its class and probability, or outputs."""
+    """Prints a JSON object for each example: its class and probability, or outputs.
+
+    The outputs of a loss of one's own are no logits to it: they stay, beside the class.
+    """
     run.check_outputs()
+    is_softmax = run.trainer.recipe.task.labels == "classes"
     try:
         with run.devices.explicit_transfers():
             for batch in _batches(run, examples):
-                if "class" in batch:
+                if "class" in batch and is_softmax:
                     batch["probability"] = _probability(batch.pop("outputs"))
                 for example in _rows(batch):
                     sys.stdout.write(json.dumps(example) + "\n")
@@ -108,15 +112,28 @@ def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:
     files, first = np.array(examples.files if examples else ()), 0
     data, task = run.trainer.experiment.data, run.trainer.recipe.task
     names = np.array(data.class_names or range(data.num_outputs))
+    is_classifier = task.labels == "classes" or _scores_classes(run)
     for batch in _predict(run.trainer, run.state, dataset):
         outputs, rows = batch["outputs"], num_rows(batch)
         shape = getattr(outputs, "shape", ())
-        if task.labels == "classes" and shape[1:] == (len(names),):
+        if is_classifier and shape[1:] == (len(names),):
             batch["class"] = names[outputs.argmax(axis=1)]
         if len(files):
             batch = {"file": files[first : first + rows]} | batch
         first += rows
         yield batch
+
+
+def _scores_classes(run: Run) -> bool:
+    """Tests for data with names of classes, and a label of one whole number [B].
+
+    A loss of one's own, of any labels, says nothing of its outputs; several labels an
+    example, or numbers, would make the highest of K outputs no class.
+    """
+    example = run.trainer.feed.example
+    labels = example.get("labels") if isinstance(example, dict) else None
+    has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
+    return has_classes and bool(run.trainer.experiment.data.class_names)
 
 
 def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:
