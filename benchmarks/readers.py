@@ -813,7 +813,7 @@ ELSEWHERE = {
             "conversion.__main__.limit_memory",
             "reporting.display",
             "haiku_text.generate.guarded",
-            "runs.predictions.print_predictions",
+            "signals._output_is_lost",
             "xla_flags",
         ),
         "of the system: /proc, /dev/null, JAX's own libraries, what is written",

@@ -265,13 +265,14 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
         if cluster.HEARTBEATS:
             cluster.leave()
 
-    try:
-        app.run(guarded, flags_parser=lambda argv: _parse(argv, arguments))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        _end(error)
-        raise
+    with signals.closed_pipes():
+        try:
+            app.run(guarded, flags_parser=lambda argv: _parse(argv, arguments))
+        except SystemExit:
+            raise
+        except BaseException as error:
+            _end(error)
+            raise
 
 
 def _end(error: BaseException) -> None:
@@ -313,6 +314,8 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         if file is not None:
             _set_literals(file, filter(None, literals.values()))
         return arguments
+    except BrokenPipeError:  # Of `--help | head`.
+        raise
     except Exception as error:
         raise ConfigError(_sentence(error, argv)) from error
 

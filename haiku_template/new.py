@@ -47,4 +47,5 @@ def _refuse(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with signals.closed_pipes():
+        sys.exit(main(sys.argv[1:]))

@@ -125,6 +125,41 @@ def _leave_quietly(number: int, _: FrameType | None) -> None:
     os._exit(EXIT_CODES[number])
 
 
+@contextlib.contextmanager
+def closed_pipes() -> Iterator[None]:
+    """Context of a command: one that prints to who reads no more ends quietly.
+
+    Python makes an error of SIGPIPE, of which `command | head -1` would see a
+    traceback, and another one as it ends. The exit code is 0, or the command's own.
+    """
+    try:
+        yield
+        _output_is_lost()
+    except SystemExit:
+        _output_is_lost()
+        raise
+    except BrokenPipeError:
+        if not _output_is_lost():  # It was another pipe.
+            raise
+        sys.exit(0)
+
+
+def _output_is_lost() -> bool:
+    """Tests whether nobody reads standard output any more; then it goes nowhere."""
+    try:
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except BrokenPipeError:
+        is_gone = True
+    except (AttributeError, OSError, ValueError):  # It is none, or no file.
+        return False
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_gone
+
+
 def end(sentence: str, code: int) -> None:
     """Ends this process at once: says why, and calls what `called` registered."""
     try:

@@ -1,7 +1,6 @@
 """Predictions: outputs for each example of a data set, written to a file or shown."""
 
 import json
-import os
 import sys
 import types
 from collections import deque
@@ -82,16 +81,12 @@ def print_predictions(run: Run, examples: Any = None) -> None:
     """
     run.check_outputs()
     is_softmax = run.trainer.recipe.task.labels == "classes"
-    try:
-        with run.devices.explicit_transfers():
-            for batch in _batches(run, examples):
-                if "class" in batch and is_softmax:
-                    batch["probability"] = _probability(batch.pop("outputs"))
-                for example in _rows(batch):
-                    sys.stdout.write(json.dumps(example) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # As of `| head`; Python would try again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with run.devices.explicit_transfers():
+        for batch in _batches(run, examples):
+            if "class" in batch and is_softmax:
+                batch["probability"] = _probability(batch.pop("outputs"))
+            for example in _rows(batch):
+                sys.stdout.write(json.dumps(example) + "\n")
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:

@@ -1,0 +1,93 @@
+"""Commands whose output nobody reads any more, as in `command | head -1`: quiet."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.runs import ROOT
+from tests.test_predict import X, Y, config_of, fit
+from tests.test_signals import COMMANDS
+
+
+def unread(module, *words):
+    """Runs a command that prints to a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=200,
+        check=False,
+    )
+    os.close(writer)
+    return done
+
+
+@pytest.mark.parametrize("name", ["train", "runs", "", "jax_doctor"])
+def test_help_and_lists_end_quietly(name):
+    module = "jax_doctor" if name == "jax_doctor" else f"haiku_template.{name}"
+    done = unread(module.rstrip("."), *["--help"] * bool(name))
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"train"}))
+def test_help_of_each_command_ends_quietly(name):
+    assert unread(f"haiku_template.{name}", "--help").stderr == ""
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipes")
+    np.savez(folder / "new.npz", x=X[:11], y=Y[:11])
+    return fit(config_of(folder), folder / "runs" / "one")
+
+
+PRINTING = {
+    "evaluate": ["--workdir={run}"],
+    "predict": ["--workdir={run}", "--inputs={run}/../../new.npz"],
+    "checkpoints": ["--workdir={run}"],
+    "export": ["--workdir={run}", "--format=safetensors", "--output={run}/../out"],
+    "runs": ["{run}/.."],
+    "doctor": ["--code=jax_doctor"],
+    "new": ["--notebooks={run}/../../notebooks"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[] if x == "evaluate" else pytest.mark.slow)
+        for x in PRINTING
+    ],
+)
+def test_a_command_that_printed_to_nobody_is_done(workdir, name):
+    words = [word.format(run=workdir) for word in PRINTING[name]]
+    done = unread(f"haiku_template.{name}", *words)
+    # rich, which prints the table of runs, has a code of its own for this.
+    assert (done.returncode, done.stderr) == (int(name == "runs"), "")
+
+
+@pytest.mark.slow
+def test_a_training_goes_on(workdir, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from haiku_template.config import default_config\n"
+        "def get_config():\n"
+        "    config = default_config()\n"
+        "    config.num_steps = 4\n"
+        "    config.model = {'name': 'mlp', 'width': 8}\n"
+        f"    path = {str(workdir.parents[1] / 'data.npz')!r}\n"
+        "    config.data = {'name': 'npz', 'path': path}\n"
+        "    return config\n"
+    )
+    words = [f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'run'}"]
+    done = unread("haiku_template.train", *words)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
