@@ -318,6 +318,30 @@ def test_help_shows_each_example_as_it_is_typed(path):
     assert words.count("\n") == node.end_lineno - node.lineno
 
 
+PARSES = [x for x in COMMANDS if x.parent.name == "haiku_template"]
+PARSES = [x for x in PARSES if "cli.run(" in x.read_text() and x.stem != "cli"]
+
+
+def examples(path):
+    """Commands in the docstring of a file, with what is optional in them."""
+    text = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", " ")
+    for line in re.findall(r"(?m)^    python -m (.*)$", text):
+        module, *words = shlex.split(re.sub("[][]", "", line))
+        assert module == f"{path.parent.name}.{path.stem}"
+        yield words
+
+
+@pytest.mark.parametrize("path", PARSES, ids=lambda path: path.stem)
+def test_flags_of_each_example_in_help_are_there(path):
+    commands = [["command", *words] for words in examples(path)]
+    code = f"import {path.parent.name}.{path.stem}\nfrom absl import flags\n"
+    code += f"for words in {commands}: flags.FLAGS(words)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert commands and done.returncode == 0, done.stderr
+
+
 HUB = "google-bert/bert-base-uncased"
 
 
