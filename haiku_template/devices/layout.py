@@ -45,6 +45,17 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
             shardings.append(sharding_on(self.devices, *spec, kind=kind))
         return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
+    def unsplit(self, tree: Any) -> list[str]:
+        """Paths and shapes of large leaves that a rule fits, and that stay whole."""
+        rules, shardings = self._matches(flatten(tree)), jax.tree.leaves(self.of(tree))
+        return [
+            f"{path} {[*leaf.shape]}"
+            for (path, leaf), x in zip(flatten(tree).items(), shardings, strict=True)
+            if rules.get(path, (None,))[0] is not None
+            and x.is_fully_replicated
+            and math.prod(leaf.shape) * leaf.dtype.itemsize >= GATHERED
+        ]
+
     # Why: docs/decisions/devices.md#shares
     def shares(self, tree: Any) -> Any:
         """Maps each leaf to the `PartitionSpec` of what a step sees of it.

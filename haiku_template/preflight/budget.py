@@ -297,6 +297,14 @@ def _warn_of_no_sharding(trainer: Trainer) -> None:
         one = trainer.devices.axis_name is None
         reason = "there is one device" if one else f"{NO_SHARDING} over the devices"
         logger.warning("config.sharding changes nothing: %s", reason)
+    elif unsplit := trainer.layout.unsplit(trainer.abstract):
+        logger.warning(
+            "config.sharding leaves %s whole on each device: none of its dimensions is "
+            "a multiple of the %d devices%s",
+            unsplit[0],
+            trainer.devices.num_devices,
+            f"; and {len(unsplit) - 1} more" * (len(unsplit) > 1),
+        )
 
 
 def check_budget(

@@ -148,6 +148,17 @@ def test_on_one_device_it_changes_nothing_and_says_so(caplog, sharded):
     assert "config.sharding changes nothing: there is one device" in caplog.text
 
 
+def test_what_no_number_of_devices_splits_is_said_once(caplog):
+    check_budget(build(8, ALL))
+    assert "leaves" not in caplog.text  # Small ones are not worth a word.
+    odd = {"name": "mlp", "width": 250, "num_layers": 2, "dropout": 0.0}
+    check_budget(build(8, ALL, keys_of_config={"model": odd}))
+    (line,) = [x for x in caplog.messages if "leaves" in x]
+    assert "params/mlp/~/linear_1/w [250, 250] whole on each device" in line
+    assert "a multiple of the 8 devices; and 3 more" in line
+    caplog.clear()
+
+
 @pytest.mark.slow(but="4-moments-all")
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
