@@ -254,11 +254,12 @@ def work(name: str, seconds: int, folder: Path) -> None:
     corpus.mkdir(exist_ok=True)
     for number, data in enumerate(fuzzed.inputs()):
         (corpus / f"seed-{number}").write_bytes(data)
-    most = virtual_memory() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def run(data: bytes) -> None:
         nonlocal last
+        # Of one file: what TensorStore lists, it never frees.
+        most = virtual_memory() + MEMORY, resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, most)
         fuzzed.run(data)
         if time.monotonic() > last + 2:
             last = time.monotonic()

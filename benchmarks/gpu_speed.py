@@ -199,7 +199,7 @@ def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
     trainer = Experiment.from_config(config, devices).trainer(devices)
     config.steps_per_call = overhead.STEPS_PER_CALL
     several = Experiment.from_config(config, devices).trainer(devices)
-    on_device = Run(trainer)
+    on_device, every = Run(trainer), config.log_every
     names = ("whole", "50 a call", "own step", "on device")
     rates: dict[str, list[float]] = {name: [] for name in names}
     with (
@@ -207,8 +207,8 @@ def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
         mock.patch.dict(os.environ, {"FORCE_COLOR": "1"}),  # So that rich draws.
     ):
         for _ in range(scale.overhead_rounds):
-            rates["whole"].append(overhead.whole_loop(trainer, config))
-            rates["50 a call"].append(overhead.whole_loop(several, config))
+            rates["whole"].append(overhead.whole_loop(trainer, every))
+            rates["50 a call"].append(overhead.whole_loop(several, every))
             rates["own step"].append(overhead.step_loop(trainer))
             rates["on device"].append(1 / on_device.steps(scale.overhead_steps // 10))
     figures |= {f"{name}, steps/s": spread(values) for name, values in rates.items()}

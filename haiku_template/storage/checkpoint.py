@@ -328,7 +328,16 @@ class Checkpoints:
           StorageError: no such step, or one of another structure: lists the leaves
             that differ. Nothing is loaded then.
         """
-        saved = self.saved(step)
+        return self._restore(step, self.saved(step), abstract, field, skip)
+
+    def _restore(
+        self,
+        step: int,
+        saved: dict[str, Any],
+        abstract: Any,
+        field: str | None,
+        skip: Collection[str] = (),
+    ) -> Any:
         _check_fits(step, saved[field] if field else saved, abstract, skip)
         tree = {field: abstract} if field else abstract
         has_step = getattr(saved.get(STEP), "shape", None) == ()
@@ -422,8 +431,9 @@ class Checkpoints:
           DamagedError: it is of another run, or its bits are not those that were
             saved, or cannot be read.
         """
-        for field, leaves in self.saved(step).items():
-            self.restore(step, jax.tree.map(_unread, leaves), field)
+        saved = self.saved(step)  # Once: TensorStore never frees what it lists.
+        for field, leaves in saved.items():
+            self._restore(step, saved, jax.tree.map(_unread, leaves), field)
         return manifests.read(self.directory / str(step)) is not None
 
     def set_aside(self, step: int) -> str:  # Why: docs/decisions/storage.md#fallback
