@@ -633,6 +633,7 @@ def test_the_package_lists_its_commands_without_importing_jax():
     assert re.findall(r"(?m)^python -m haiku_template\.(\w+) +[A-Z]", begun.stdout) == [
         *(
             "checkpoints",
+            "compat",
             "convert",
             "doctor",
             "evaluate",

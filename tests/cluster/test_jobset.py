@@ -65,7 +65,7 @@ def test_what_would_end_the_same_way_fails_and_all_else_starts_again():
     assert rule["action"] == "FailJob" and policy["action"] == "FailJobSet"
     assert policy["onJobFailureReasons"] == ["PodFailurePolicy"]
     fatal = errors.ConfigError, errors.NonFiniteError, errors.ReplayError
-    fatal += (errors.StorageError,)
+    fatal += (errors.StorageError, errors.MemoryFullError)
     assert rule["onExitCodes"] == {
         "operator": "In",
         "values": [error.exit_code for error in fatal],

@@ -204,9 +204,9 @@ def test_parameters_that_are_read_are_of_no_batch(one_device):
     expected, _ = of_haiku(act_norm, seed=1)
     expected["~"]["scale"] = jnp.full(8, 7.0)
 
-    def source(shapes, skip, net_state):
+    def source(shapes, skip, net_state, place):
         leaves = {k: x for k, x in flatten(expected).items() if k not in skip}
-        return one_device.replicate(leaves), None
+        return {k: place(k, x) for k, x in leaves.items()}, None
 
     options = {"init_from": source}
     trainer = experiment(act_norm, **options).trainer(one_device)
