@@ -168,7 +168,7 @@ def test_each_pass_gathers_a_parameter_once_and_scatters_its_gradient_once():
 
 def test_a_rematerialized_block_gathers_again_and_keeps_nothing_whole():
     trainer, _, _ = losses(4, 1, model=model_of(rematerialized), sharding=ALL)
-    # As lowered: XLA of jax 0.10 makes one of two gathers on CPUs, where both are cheap.
+    # As lowered: on CPUs XLA of jax 0.10 makes one gather of two.
     lowered = trainer.lower(trainer.feed.host_shapes()[0]).as_text()
     matrix = rf"all_gather.*-> tensor<{WIDTH}x{WIDTH}xf32>"
     assert len(re.findall(matrix, lowered)) == 4
