@@ -52,6 +52,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --ed
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 
+define NEWER
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: \
+	Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) -V 2>&1`; name another: \
+	make $(firstword $(MAKECMDGOALS) train) PYTHON=python3.12" | tr -d '\t' >&2; exit 1; }
+endef
+
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
 .PHONY: test-trackers test-onnx
 .PHONY: published test-published test-cluster bench bench-peers bench-against
@@ -167,6 +173,7 @@ gpu-levers: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check --levers
 
 new:
+	$(NEWER)
 	@$(PYTHON) skeleton/new.py --name="$(NAME)" --dest="$(DEST)" \
 		--eject="$(EJECT)" $(if $(filter-out 0,$(VENDOR)),--vendor)
 
@@ -174,9 +181,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: \
-	Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) -V 2>&1`; name another: \
-	make train PYTHON=python3.12" | tr -d '\t' >&2; exit 1; }
+	$(NEWER)
 	$(PYTHON) -m venv $(VENV)
 
 # An editable install: what runs is this tree. Each stamp is one set of extras.

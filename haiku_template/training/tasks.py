@@ -120,6 +120,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         raise ConfigError(
             f"the task returns {article} {kind}; it must return a dictionary of "
             "per-example values [B], 'loss' among them: {'loss': ...}"
+            + (", or the Task be named itself: module:TASK" * isinstance(values, Task))
         )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")

@@ -15,7 +15,7 @@ from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment
+from haiku_template.training import Experiment, Task
 from haiku_template.training.experiment import make_task
 from haiku_template.training.tasks import as_task, example_values, facts_of
 
@@ -230,6 +230,10 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
         (
             lambda outputs, batch: outputs,
             r"an array \[.*must return a dictionary",
+        ),
+        (
+            lambda outputs, batch: Task(cross_entropy),
+            "returns a Task; .* or the Task be named itself: module:TASK",
         ),
         (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, batch"),
     ],
