@@ -127,21 +127,15 @@ def _leave_quietly(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def closed_pipes() -> Iterator[None]:
-    """Context of a command: one that prints to who reads no more ends quietly.
-
-    Python makes an error of SIGPIPE, of which `command | head -1` would see a
-    traceback, and another one as it ends. The exit code is 0, or the command's own.
-    """
-    try:
+    """Context of a command: one that prints to who reads no more ends quietly."""
+    try:  # Python makes an error of SIGPIPE, and another one as it ends.
         yield
-        _output_is_lost()
-    except SystemExit:
-        _output_is_lost()
-        raise
     except BrokenPipeError:
         if not _output_is_lost():  # It was another pipe.
             raise
         sys.exit(0)
+    finally:
+        _output_is_lost()
 
 
 def _output_is_lost() -> bool:
