@@ -7,7 +7,7 @@ once, and in a rematerialized module none is kept for the backward pass.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
@@ -20,7 +20,6 @@ NOTE = (
     "int8, nf4, shares of a layout), and become arrays where hk.get_parameter asks for "
     "them. A model that reads its parameters by other means can have none of these."
 )
-
 STACK = (
     "Vectors of a stack of layers (hk.layer_stack) are a matrix by their shape; those "
     "that this run quantizes belong into config.finetuning.unquantized."
@@ -53,26 +52,32 @@ def used(params: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda leaf: use(leaf, dtype), params, is_leaf=is_form)
 
 
-def using(apply: Apply, dtype: Any) -> Apply:
+def using(apply: Apply, dtype: Any, in_order: bool = False) -> Apply:
     """Makes an `apply(params, ...)` of a Haiku model that takes forms, too.
 
+    With `in_order` the backward pass makes the gradients of a module's parameters
+    before it goes on to the module before, so that no inputs wait for them.
     A model that reads its parameters by other means than `hk.get_parameter` and
     `hk.get_params` raises what its first operation on a form does, with a note.
     """
-
-    inputs: list[Any] = []  # Of the modules that are being called, outermost first.
+    # Inputs and tokens of the modules that are being called, outermost first.
+    calls: list[tuple[Any, Any]] = [(None, None)]
 
     def call(run: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         del context
-        inputs.append(next(filter(_is_array, jax.tree.leaves((args, kwargs))), None))
+        first = next(filter(_is_array, jax.tree.leaves((args, kwargs))), None)
+        args, token = _gated(args) if in_order else (args, None)
+        calls.append((first, token))
         try:
             return run(*args, **kwargs)
         finally:
-            inputs.pop()
+            calls.pop()
 
     def get(next_getter: Callable[[Any], Any], value: Any, context: Any) -> Any:
         del context
-        return next_getter(use(value, dtype, _zero(inputs)))
+        first, token = calls[-1]
+        array = use(value, dtype, _zero(first))
+        return next_getter(array if token is None else _tied(array, token))
 
     def run(*args: Any) -> Any:
         with hk.custom_getter(get), hk.intercept_methods(call), _whole_trees(dtype):
@@ -99,13 +104,50 @@ def _is_array(leaf: Any) -> bool:
     return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
-def _zero(inputs: Sequence[Any]) -> Any:
-    """Zero that is computed from a module's inputs, if it has any."""
+def _zero(x: Any) -> Any:
+    """Zero that is computed from a module's input, if it has any."""
     # Why: docs/decisions/finetuning.md#forms-after-inputs
-    if not inputs or inputs[-1] is None:
+    if x is None:
         return 0
-    first = jax.lax.stop_gradient(inputs[-1]).ravel()[0].astype(jnp.float32)
+    first = jax.lax.stop_gradient(x).ravel()[0].astype(jnp.float32)
     return jnp.minimum(jnp.abs(first), 0)
+
+
+# Why: docs/decisions/devices.md#gradients-in-order
+def _gated(args: tuple) -> tuple[tuple, Any]:
+    """Arguments whose gradient is there after those of all that is tied to a token."""
+    for i, x in enumerate(args):
+        is_traced = isinstance(x, jax.core.Tracer) and x.size > 0
+        if is_traced and jnp.issubdtype(x.dtype, jnp.floating):
+            gated, token = _gate(x)
+            return (*args[:i], gated, *args[i + 1 :]), token
+    return args, None
+
+
+@jax.custom_jvp
+def _gate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, jnp.zeros((), jnp.float32)
+
+
+@_gate.defjvp
+def _gate_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    # A zero that XLA does not know to be one, forward and backward.
+    change = _zero(*primals) * tangents[0].ravel()[0].astype(jnp.float32)
+    return _gate(*primals), (*tangents, change)
+
+
+@jax.custom_jvp
+def _tied(array: jax.Array, token: jax.Array) -> jax.Array:
+    del token
+    return array
+
+
+@_tied.defjvp
+def _tied_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    array, token = tangents
+    corner = token.astype(array.dtype).reshape((1,) * array.ndim)
+    rest = [(0, size - 1, 0) for size in array.shape]
+    return _tied(*primals), array + jax.lax.pad(corner, corner.dtype.type(0), rest)
 
 
 @contextlib.contextmanager

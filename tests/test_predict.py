@@ -177,7 +177,7 @@ FILES = {
     "few.csv": ("1,2\n", "2 columns of inputs.*6 values"),
     "words.csv": ("1,2,3,4,5,six\n1,2,3,4,5,6\n,,,,,\n", "line 3 is not one number"),
     "a.txt": ("text", "of no kind that is read here; possible are .npy"),
-    "a.jsonl": ("{}", "of no kind that is read here"),
+    "a.jsonl": ("{}", "0 columns of inputs, and an example of the run has 6 values"),
 }
 
 

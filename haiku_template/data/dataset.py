@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
 
 Batch = Any  # A dict with `inputs`, or another tree of arrays.
@@ -94,17 +95,6 @@ def each_shape(dataset: Dataset) -> list[Batch]:
     return several() if several else [dataset.batch(0)]
 
 
-def count_batches(dataset: Any) -> int:
-    """Number of batches of an evaluation set; raises `ConfigError` for none."""
-    if dataset.num_batches > 0:
-        return dataset.num_batches
-    raise ConfigError(
-        f"the evaluation set, a {type(dataset).__name__}, has num_batches="
-        f"{dataset.num_batches}, and metrics are of one batch at least; give it "
-        "examples, or train without: Data(evaluation=None)"
-    )
-
-
 def count_examples(dataset: Any) -> int | None:
     """Examples in an epoch of a training set; None if it does not tell."""
     return getattr(without_workers(dataset), "num_examples", None)
@@ -125,8 +115,7 @@ def whole_batches(dataset: Dataset) -> Dataset:
     """Makes a data set that reads shares of batches, a dataclass, read whole ones."""
     dataset = without_workers(dataset)
     spec = getattr(dataset, "spec", None)
-    shares = getattr(spec, "process_count", 1) > 1
-    if not shares or not dataclasses.is_dataclass(dataset):
+    if getattr(spec, "process_count", 1) == 1 or not dataclasses.is_dataclass(dataset):
         return dataset
     spec = spec._replace(process_index=0, process_count=1)
     return dataclasses.replace(dataset, spec=spec)
@@ -164,51 +153,62 @@ def arrays_by_name(inputs: Any, labels: Any) -> Batch:
     return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
 
 
-def check_arrays(arrays: Batch, where: str = "the data set") -> None:
-    """Raises `ConfigError` for an empty set, missing labels, or trees of arrays."""
-    for name, array in arrays.items():
-        if not hasattr(array, "ndim"):
-            raise ConfigError(
-                f"the {name} of {where} are a {type(array).__name__}, and one array is "
-                "needed; trees of arrays come from `bucketed`, or from objects of "
-                "yours: batch(step) to train, num_batches and batch(index) to evaluate"
-            )
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if () in shapes.values() or shapes["inputs"][0] == 0:
-        facts = " and ".join(f"{name} {list(x)}" for name, x in shapes.items())
-        raise ConfigError(f"{where} has no examples: {facts}; one at least is needed")
-    if len({shape[0] for shape in shapes.values()}) > 1:
-        counts = " and ".join(f"{x[0]} {name}" for name, x in shapes.items())
-        raise ConfigError(f"{where} has {counts}; each input needs one label")
+def check_arrays(arrays: Batch, where: str = "the data set") -> dict[str, Any]:
+    """Leaves [N, ...] by path; `ConfigError` for an empty set, or a missing label."""
+    leaves = leaves_by_path(arrays)
+    counts = {getattr(array, "shape", ())[:1] for array in leaves.values()}
+    if len(counts) != 1 or counts & {(), (0,)} or not leaves_by_path(arrays["inputs"]):
+        raise _fault(leaves, where)
+    return leaves
+
+
+def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
+    """Says why leaves are no arrays of N examples each."""
+    kinds = [(x, type(leaf).__name__) for x, leaf in leaves.items()]
+    kinds = [(x, kind) for x, kind in kinds if not hasattr(leaves[x], "ndim")]
+    if kinds or not leaves.keys() - {"labels"}:
+        path, kind = [*kinds, ("the inputs", "empty tree")][0]
+        return ConfigError(
+            f"{path} of {where} is a {kind}, and an array is needed; several are a "
+            "dictionary or a tuple of arrays, one row an example, and examples of "
+            "different lengths are for `bucketed`"
+        )
+    shapes = [*leaves.items()][:3] + [*leaves.items()][3:][-1:]
+    facts = " and ".join(f"{path} {list(x.shape)}" for path, x in shapes)
+    if any(array.shape[:1] in ((), (0,)) for array in leaves.values()):
+        return ConfigError(f"{where} has no examples: {facts}; one at least is needed")
+    counts = " and ".join(f"{len(x)} {path}" for path, x in shapes)
+    return ConfigError(f"{where} has {counts}; each input needs one label")
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayDataset:
     """Shuffled batches from arrays [N, ...] in host memory or mapped from files.
 
-    Every batch is full, and no example is dropped. `labels` may be None. `augment`
-    maps (inputs of a batch, generator) to new inputs, on the host.
+    Every batch is full, and no example is dropped. `inputs` are an array or a tree of
+    arrays, `labels`, too, or None. `augment` maps (inputs of a batch, generator) to new
+    inputs, on the host.
     """
 
-    inputs: np.ndarray
-    labels: np.ndarray | None
+    inputs: Any
+    labels: Any
     spec: BatchSpec
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        check_arrays(self.staged())
-        self.spec.check(sum(x[:1].nbytes for x in self.staged().values()))
+        leaves = check_arrays(self.staged()).values()
+        self.spec.check(sum(x[:1].nbytes for x in leaves))
 
     @property
     def num_examples(self) -> int:
         """Examples in an epoch."""
-        return len(self.inputs)
+        return count_rows(self.inputs)
 
     @property
     def staged_size(self) -> tuple[int, int] | None:
         """Rows and bytes to stage on the devices; None if the host augments them."""
-        size = sum(array.nbytes for array in self.staged().values())
-        return None if self.augment else (len(self.inputs), size)
+        size = sum(array.nbytes for array in leaves_by_path(self.staged()).values())
+        return None if self.augment else (self.num_examples, size)
 
     def staged(self) -> Batch:
         """Arrays to stage, which `gather` reads from."""
@@ -216,19 +216,22 @@ class ArrayDataset:
 
     def rows(self, step: int) -> np.ndarray:
         """Indices of the examples in this process's share: int64 [B / processes]."""
-        return epochs(len(self.inputs), self.spec, step)[self.spec.share()]
+        return epochs(self.num_examples, self.spec, step)[self.spec.share()]
 
     def gather(self, arrays: Batch, rows: Any) -> Batch:
         """Gathers a batch from rows of staged arrays; for NumPy and for JAX."""
-        return {name: array[rows] for name, array in arrays.items()}
+        return map_leaves(lambda _, array: array[rows], arrays)
 
     def batch(self, step: int) -> Batch:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
-        if self.augment is None:
-            return self.gather(self.staged(), self.rows(step))
+        if self.augment is not None:
+            return self._augmented(step)
+        return self.gather(self.staged(), self.rows(step))
+
+    def _augmented(self, step: int) -> Batch:
         # Drawn for the whole batch, so that shares do not change what is drawn.
         rng = np.random.default_rng((self.spec.seed, 1, step))
-        batch = self.gather(self.staged(), epochs(len(self.inputs), self.spec, step))
+        batch = self.gather(self.staged(), epochs(self.num_examples, self.spec, step))
         batch["inputs"] = self.augment(batch["inputs"], rng)
         return self.gather(batch, self.spec.share())
 
@@ -237,8 +240,8 @@ class ArrayDataset:
 class EvaluationSet:
     """Every example once, in order; only the last batch may have fewer rows."""
 
-    inputs: np.ndarray
-    labels: np.ndarray | None
+    inputs: Any
+    labels: Any
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -247,11 +250,11 @@ class EvaluationSet:
     @property
     def num_batches(self) -> int:
         """Number of batches that hold each example once."""
-        return -(-len(self.inputs) // self.batch_size)
+        return -(-count_rows(self.inputs) // self.batch_size)
 
     def batch(self, index: int) -> Batch:
         """Copies the arrays of one batch out of the set."""
         # A JAX array stays one, which devices refuse: no copy between them in silence.
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
         arrays = arrays_by_name(self.inputs, self.labels)
-        return {k: x[rows].copy() for k, x in arrays.items()}
+        return map_leaves(lambda _, array: array[rows].copy(), arrays)

@@ -32,6 +32,8 @@ def from_split(
 ) -> Data:
     """Makes `Data` of arrays; without labels, an output is as large as an input.
 
+    Inputs are an array or a dictionary, a tuple or another tree of arrays, which the
+    model takes; so may labels be, for a task that takes any.
     `preprocess` is of inputs on the device, such as `images.scale_pixels`; `augment` of
     training inputs on the host.
 
@@ -43,10 +45,15 @@ def from_split(
     train_part, test_part = f"the training part of {where}", f"the test part of {where}"
     train = dataset.arrays_by_name(split.x_train, split.y_train)
     test = dataset.arrays_by_name(split.x_test, split.y_test)
-    dataset.check_arrays(train, train_part)
-    dataset.check_arrays(test, test_part)
-    if train.keys() != test.keys():
+    train = dataset.check_arrays(train, train_part)
+    test = dataset.check_arrays(test, test_part)
+    if (split.y_train is None) != (split.y_test is None):
         raise ConfigError(f"one part of {where} has labels; give both, or neither")
+    if train.keys() != test.keys():
+        raise ConfigError(
+            f"{train_part} has {', '.join(train)}, and the test part "
+            f"{', '.join(test)}; they must agree"
+        )
     for name, array in train.items():
         a, b = list(array.shape[1:]), list(test[name].shape[1:])
         if a != b:
@@ -54,12 +61,12 @@ def from_split(
                 f"an example's {name} in {train_part} has shape {a} and in the test "
                 f"part {b}; they must agree"
             )
-    a, b = train["inputs"].dtype, test["inputs"].dtype
-    if a != b:
-        raise ConfigError(
-            f"the inputs in {train_part} are {a} and in the test part {b}, which a "
-            "model would take for other values; they must agree"
-        )
+        a, b = array.dtype, test[name].dtype
+        if a != b and name.startswith("inputs"):
+            raise ConfigError(
+                f"the {name} in {train_part} are {a} and in the test part {b}, which a "
+                "model would take for other values; they must agree"
+            )
     num_outputs, is_classes = _count_outputs(
         train, spec.labels, num_classes, train_part
     )
@@ -75,17 +82,20 @@ def from_split(
 
 
 def _count_outputs(
-    arrays: dataset.Batch, kind: str, num_classes: int | None, where: str
+    arrays: dict[str, Any], kind: str, num_classes: int | None, where: str
 ) -> tuple[int, bool]:
-    """Number of outputs, and True if they are classes."""
-    labels = arrays.get("labels")
+    """Number of outputs for these leaves, and True if they are classes."""
+    labels, several = arrays.get("labels"), arrays.keys() - {"labels"}
+    targets = [x for x in several if x.startswith("labels/")]
     if labels is None:
         if kind != "any":
+            reason = f"labels {', '.join(sorted(targets))}" if targets else "no labels"
             raise ConfigError(
-                f"{where} has no labels, and the task needs {kind}; for one that needs "
-                'none, give BatchSpec(..., labels="any")'
+                f"{where} has {reason}, and the task needs {kind}; for one that needs "
+                'none, or several, give BatchSpec(..., labels="any")'
             )
-        return math.prod(arrays["inputs"].shape[1:]), False
+        sizes = [math.prod(arrays[x].shape[1:]) for x in targets or several]
+        return sum(sizes), False
     # Of a task that takes any, numbers with a fraction are no classes.
     if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
         return check_classes(labels, num_classes, where), True

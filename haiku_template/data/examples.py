@@ -8,6 +8,7 @@ import csv
 import dataclasses
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +17,23 @@ import numpy as np
 
 from haiku_template.data.dataset import Batch, Data, each_shape
 from haiku_template.data.datasets import check_classes
-from haiku_template.data.files import read_with
-from haiku_template.data.trees import leaves_by_path, map_leaves
+from haiku_template.data.files import check_names, read_with
+from haiku_template.data.rows import Row, read_rows
+from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
 POSSIBLE = (
-    "possible are .npy, .npz and .csv files, a folder of pictures, the .jsonl, "
-    ".csv or .parquet of a data set of texts, and a function as module:function"
+    "possible are .npy and .npz files, the tables .csv, .jsonl and .parquet, a folder "
+    "of pictures, and a function as module:function"
 )
-TEXTS = {".jsonl", ".csv", ".parquet"}
+TABLES = (".csv", ".jsonl", ".parquet")
 # What others call the arrays of a .npz, and the last column of a table.
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
 LABELS = {"label", "labels", "class", "target", "y"}
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
+NUMBERS = "one number in each column"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels.
 
 
@@ -42,7 +45,7 @@ class Rows:
     batch_size: int
 
     def __len__(self) -> int:
-        return len(next(iter(leaves_by_path(self.arrays).values())))
+        return count_rows(self.arrays)
 
     @property
     def num_batches(self) -> int:
@@ -70,7 +73,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     path = Path(name).expanduser()
     if not path.exists() and ":" in name:
         return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
-    if path.suffix in TEXTS and data.read is not None:
+    if path.suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
     like = _first(data)
     if path.is_dir():
@@ -79,7 +82,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
         ".npz": _read_npz,
-        ".csv": lambda file: _read_table(file, _shape_of(like, file), data),
+        **dict.fromkeys(TABLES, lambda file: _read_table(file, like, data)),
     }
     if path.suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
@@ -104,14 +107,14 @@ def as_dataset(
         is_tree = isinstance(like["inputs"], Mapping) and "inputs" not in arrays
         if is_tree or not isinstance(arrays, Mapping):
             arrays = {"inputs": arrays}
-    expected = leaves_by_path(like)
     leaves = leaves_by_path(arrays)
-    missing = [x for x in expected if x not in leaves and not x.startswith("labels")]
-    unknown = [x for x in leaves if x not in expected]
-    if missing or unknown:
+    if isinstance(like, dict) and not any(map(_is_label, leaves)):
+        like = {name: leaf for name, leaf in like.items() if name != "labels"}
+    expected = leaves_by_path(like)
+    if expected.keys() != leaves.keys():
         raise ConfigError(
             f"{where} has {', '.join(x or 'one array' for x in leaves)}, and a batch "
-            f"of the run {', '.join(expected)}; the names must agree"
+            f"of the run {', '.join(leaves_by_path(shapes[0]))}; the names must agree"
         )
     counts = {path: len(x) if np.ndim(x) else 0 for path, x in leaves.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
@@ -120,14 +123,10 @@ def as_dataset(
             "array has one row an example, and one at least"
         )
     if "labels" in leaves:
-        labels = _indices(leaves["labels"], _classes(data), where)
-        arrays = {**arrays, "labels": labels}
+        leaves["labels"] = _indices(leaves["labels"], _classes(data), where)
     several = len(shapes) > 1
-    arrays = map_leaves(
-        lambda path, x: _fitting(f"{path} of {where}", x, expected[path], several),
-        arrays,
-    )
-    return Rows(arrays, batch_size)
+    fit = lambda x, like: _fitting(f"{x} of {where}", leaves[x], like, several)  # noqa: E731
+    return Rows(map_leaves(fit, like), batch_size)
 
 
 def as_labelled(
@@ -152,6 +151,10 @@ def as_labelled(
     if isinstance(dataset, Rows) and kind == "classes" and data.num_outputs:
         check_classes(dataset.arrays["labels"], data.num_outputs, where)
     return dataset
+
+
+def _is_label(path: str) -> bool:
+    return path.partition("/")[0] == "labels"
 
 
 def _first(data: Data) -> Batch:
@@ -214,50 +217,106 @@ def _shape_of(like: Batch, path: Path) -> Any:
     if isinstance(like, Mapping) and hasattr(like.get("inputs"), "shape"):
         return like["inputs"]
     raise ConfigError(
-        f"--inputs={path} holds one array, and a batch of the run has "
-        f"{', '.join(leaves_by_path(like))}; possible are a .npz with these names, and "
-        "a function as module:function"
+        f"--inputs={path} holds pictures, one array, and a batch of the run has "
+        f"{', '.join(leaves_by_path(like))}; possible are a .npz or a table with these "
+        "names, and a function as module:function"
     )
 
 
 def _read_npz(path: Path) -> Any:
     with np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    if len(arrays) == 1:
-        return next(iter(arrays.values()))
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, leaf = NAMES.get(name, name).split("/")
-        inner = tree
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        if name not in ("x_train", "y_train"):
-            inner[leaf] = array
-    return tree
+        names = archive.files
+        if len(names) == 1 and "/" not in names[0]:
+            return archive[names[0]]
+        names = [x for x in names if x.partition("/")[0] not in ("x_train", "y_train")]
+        paths = [_our_path(name) for name in names]
+        check_names(paths, str(path), "an array")
+        return nested({x: archive[name] for x, name in zip(paths, names, strict=True)})
 
 
-def _read_table(path: Path, like: Any, data: Data) -> Any:
-    """Reads numbers, a row an example; a column named `label` or so is its label."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = [row for row in csv.reader(file) if row]
-    header = rows.pop(0) if rows and not all(map(_is_number, rows[0])) else []
-    labels = [i for i, name in enumerate(header) if name.strip().lower() in LABELS]
-    columns = [i for i in range(len(rows[0] if rows else [])) if i not in labels]
-    size = int(np.prod(like.shape[1:]))
-    if len(columns) != size:
-        raise ValueError(
-            f"it has {len(columns)} columns of inputs, and an example of the run "
-            f"has {size} values"
-        )
-    for number, row in enumerate(rows, 1 + bool(header)):
-        is_whole = len(row) == len(columns) + len(labels)
-        if not is_whole or not all(_is_number(row[i]) for i in columns):
-            raise ValueError(f"line {number} is not one number in each column")
-    inputs = _numbers([[row[i] for i in columns] for row in rows], like.dtype.kind)
-    arrays = {"inputs": inputs.reshape(len(rows), *like.shape[1:])}
+def _our_path(name: str) -> str:
+    head, slash, inner = name.partition("/")
+    return f"{NAMES.get(head, head)}{slash}{inner}"
+
+
+def _read_table(path: Path, like: Batch, data: Data) -> Any:
+    """Reads numbers, a row an example; a column named `label` or so is its label.
+
+    An array of several is the column of its name; one without is made of the columns
+    that are left, one for each value. Without a header all are, in their order.
+    """
+    rows, has_names = _read_cells(path)
+    leaves = {
+        x.removeprefix("inputs/"): (x, leaf)
+        for x, leaf in leaves_by_path(like).items()
+        if not _is_label(x)
+    }
+    columns = [*rows[0].values] if rows else []
+    for row in rows:
+        if row.values.keys() != rows[0].values.keys():
+            raise ValueError(f"{row.where} has other columns than {', '.join(columns)}")
+    labels = [x for x in columns if x.strip().lower() in LABELS and x not in leaves]
+    if len(labels) > 1:
+        raise ValueError(f"it has {len(labels)} columns of labels: {', '.join(labels)}")
+    free = [x for x in columns if x not in leaves and x not in labels]
+    sizes = {x: math.prod(leaf.shape[1:]) for x, (_, leaf) in leaves.items()}
+    unnamed = {x: size for x, size in sizes.items() if x not in columns}
+    several = ", ".join(f"{x} {size}" for x, size in sizes.items())
+    facts = f"an example of the run has {sum(sizes.values())} values"
+    facts += f" ({several})" * (len(sizes) > 1)
+    if len(free) != sum(unnamed.values()):
+        raise ValueError(f"it has {len(free)} columns of inputs, and {facts}")
+    if has_names and len(unnamed) > 1:
+        raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")
+    arrays = {}
+    for name, (leaf_path, leaf) in leaves.items():
+        names = [free.pop(0) for _ in range(unnamed.get(name, 0))] or [name]
+        arrays[leaf_path] = _read_numbers(rows, names, leaf)
     if labels:
-        arrays["labels"] = _labels([row[labels[0]].strip() for row in rows], data)
-    return arrays
+        cells = [_label(row, labels[0]) for row in rows]
+        arrays["labels"] = _labels(cells, data)
+    return nested(arrays)
+
+
+def _read_cells(path: Path) -> tuple[list[Row], bool]:
+    """Reads the rows of a table, and if its columns have names."""
+    if path.suffix != ".csv":
+        return read_rows(path, None), True
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = [line for line in csv.reader(file) if line]
+    if not lines:
+        raise ValueError("it has no rows")
+    has_names = not all(map(_is_number, lines[0]))
+    names = lines.pop(0) if has_names else [f" {i}" for i in range(len(lines[0]))]
+    check_names(names, str(path))
+    rows = []
+    for number, line in enumerate(lines, 1 + has_names):
+        if len(line) != len(names):
+            raise ValueError(f"line {number} is not {NUMBERS}")
+        rows.append(Row(f"line {number}", dict(zip(names, line, strict=True))))
+    return rows, has_names
+
+
+def _read_numbers(rows: list[Row], columns: list[str], like: Any) -> np.ndarray:
+    """Array [N, ...] of columns of numbers, or of one column of lists of them."""
+    size, numbers = math.prod(like.shape[1:]), []
+    for row in rows:
+        try:
+            cells = np.array([row.values[x] for x in columns], object)
+            numbers.append([float(x) for x in cells.ravel()])
+        except (KeyError, TypeError, ValueError):
+            numbers.append([])
+        if len(numbers[-1]) != size:
+            is_list = len(columns) < size
+            kind = f"{size} numbers as {columns[0]}" if is_list else NUMBERS
+            raise ValueError(f"{row.where} is not {kind}")
+    return _numbers(numbers, like.dtype.kind).reshape(len(rows), *like.shape[1:])
+
+
+def _label(row: Row, column: str) -> str:
+    if row.values[column] is None:
+        raise ValueError(f"{row.where} has no {column}")
+    return str(row.values[column]).strip()
 
 
 def _labels(cells: list[str], data: Data) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Readers of array files: .npz, .safetensors, .npy, MNIST's idx, CIFAR-10's binary.
 
-Each returns a `Split`. A missing or damaged file is a `ConfigError` that names it.
+Each returns a `Split`. A missing or damaged file is a `ConfigError` that names it. Of
+inputs or labels that are several arrays each has a name, as in `x_train/NAME`.
 """
 
 import gzip
@@ -8,7 +9,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from haiku_template.data.dataset import check_memory
+from haiku_template.data.trees import nested
 from haiku_template.errors import ConfigError
 
 IDX_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -27,12 +29,37 @@ T = TypeVar("T")
 
 
 class Split(NamedTuple):
-    """Training and test examples: inputs [N, ...], labels [N, ...] or None for both."""
+    """Training and test examples: inputs [N, ...], labels [N, ...] or None for both.
 
-    x_train: np.ndarray
-    y_train: np.ndarray | None
-    x_test: np.ndarray
-    y_test: np.ndarray | None
+    Each is an array, or a dictionary, a tuple or another tree of arrays.
+    """
+
+    x_train: Any
+    y_train: Any
+    x_test: Any
+    y_test: Any
+
+
+def _split(names: Iterable[str], read: Callable[[str], np.ndarray]) -> Split:
+    """Reads the arrays of a split, and all below a name: `x_train/NAME`."""
+    names = [*names]
+
+    def part(name: str) -> Any:
+        inner = [x for x in names if x.startswith(f"{name}/")]
+        if name not in names and not inner:
+            raise ValueError(f"it has no array {name}, only {', '.join(names)}")
+        if name in names and inner:
+            raise ValueError(f"it has {name} and {inner[0]}, and one is needed")
+        return nested({x.partition("/")[2]: read(x) for x in inner}) or read(name)
+
+    return Split(*map(part, Split._fields))
+
+
+def check_names(names: Iterable[str], where: str, what: str = "a column") -> None:
+    """Raises `ConfigError` for a name that stands twice: one of both would be lost."""
+    names = [*names]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where} names {what} twice: {', '.join(names)}")
 
 
 def data_path(path: str | None, name: str, description: str) -> Path:
@@ -69,16 +96,18 @@ def read_npz(path: Path) -> Split:
 
     def arrays(file: Path) -> Split:
         with zipfile.ZipFile(file) as archive:
-            return Split(*(_read_member(archive, name, file) for name in Split._fields))
+            check_names(archive.namelist(), str(file), "an array")
+            members = {key.removesuffix(".npy"): key for key in archive.namelist()}
+            read = lambda name: _read_member(archive, name, members[name], file)  # noqa: E731
+            return _split(members, read)
 
     return read_with(path, arrays)
 
 
-def _read_member(archive: zipfile.ZipFile, name: str, file: Path) -> np.ndarray:
-    names = {key.removesuffix(".npy"): key for key in archive.namelist()}
-    if name not in names:
-        raise ValueError(f"it has no array {name}, only {', '.join(names)}")
-    info = archive.getinfo(names[name])
+def _read_member(
+    archive: zipfile.ZipFile, name: str, member: str, file: Path
+) -> np.ndarray:
+    info = archive.getinfo(member)
     with archive.open(info) as packed:
         header = io.BytesIO(packed.read(NPY_HEADER))
     shape, _, dtype = npy_header(header)
@@ -109,19 +138,27 @@ def read_safetensors(path: Path) -> Split:
 
     def arrays(file: Path) -> Split:
         with safe_open(file, framework="numpy") as tensors:
-            return Split(*map(tensors.get_tensor, Split._fields))
+            return _split(tensors.keys(), tensors.get_tensor)
 
     return read_with(path, arrays)
 
 
 def read_npy(directory: Path) -> Split:
-    """Maps x_train.npy, y_train.npy, x_test.npy and y_test.npy; nothing is read yet."""
+    """Maps x_train.npy, or x_train/*.npy, and so on; nothing is read yet."""
 
     def read(file: Path) -> np.ndarray:
         # A plain view: slicing numpy.memmap itself is several times slower.
         return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    return Split(*(read_with(directory / f"{x}.npy", read) for x in Split._fields))
+    def part(name: str) -> Any:
+        folder = directory / name
+        leaves = {x.stem: read_with(x, read) for x in folder.glob("*.npy")}
+        file = directory / f"{name}.npy"
+        if leaves and file.exists():
+            raise ConfigError(f"there are {file} and {folder}, and one is needed")
+        return nested(leaves) or read_with(file, read)
+
+    return Split(*map(part, Split._fields))
 
 
 def read_idx(path: Path) -> np.ndarray:

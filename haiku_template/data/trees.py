@@ -11,10 +11,16 @@ from typing import Any
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
     """Maps `function(path, leaf)` over the leaves; paths are as `inputs/tokens`."""
+    branch = lambda name, x: map_leaves(function, x, f"{path}/{name}".lstrip("/"))  # noqa: E731
+    if type(tree) is dict:
+        return {name: branch(name, inner) for name, inner in tree.items()}
+    kinds = Mapping | list | tuple | None
+    is_tree = isinstance(tree, kinds) or dataclasses.is_dataclass(tree)
+    return _mapped(branch, tree) if is_tree else function(path, tree)
 
-    def branch(name: Any, inner: Any) -> Any:
-        return map_leaves(function, inner, f"{path}/{name}" if path else str(name))
 
+def _mapped(branch: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """Maps `branch(name, tree)` over the branches of a tree that is no plain `dict`."""
     if tree is None:
         return None
     if dataclasses.is_dataclass(tree):  # chex's are mappings, too.
@@ -25,9 +31,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
         return {name: branch(name, inner) for name, inner in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*map(branch, tree._fields, tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(branch(i, inner) for i, inner in enumerate(tree))
-    return function(path, tree)
+    return type(tree)(branch(i, inner) for i, inner in enumerate(tree))
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -35,3 +39,22 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     map_leaves(leaves.__setitem__, tree)
     return leaves
+
+
+def count_rows(tree: Any) -> int:
+    """Rows N of the arrays [N, ...] of a tree, which all have as many."""
+    return len(next(iter(leaves_by_path(tree).values())))
+
+
+def nested(leaves: Mapping[str, Any]) -> Any:
+    """Makes a tree of its leaves by path; one of the names 0, 1, ... is a tuple."""
+    branches: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        name, _, inner = path.partition("/")
+        branches.setdefault(name, {})[inner] = leaf
+    tree = {
+        name: inner[""] if [*inner] == [""] else nested(inner)
+        for name, inner in branches.items()
+    }
+    places = [*map(str, range(len(tree)))]
+    return tuple(tree[i] for i in places) if tree.keys() == {*places} else tree

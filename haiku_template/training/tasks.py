@@ -126,7 +126,8 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     for name, value in values.items():
         shape = jnp.shape(value)
-        _check_shape(name, shape, facts["batch"], rows)
+        if shape != (rows,):
+            _check_shape(name, shape, facts["batch"], rows)
         if not shape and "mask" not in parameters.values() and not facts["is_training"]:
             raise ConfigError(
                 f"the task's {name!r} has shape [] for {rows} examples, not one number "
@@ -141,7 +142,9 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         # A fault, which guards name. Why: docs/decisions/training.md#refused-values
         weights = jnp.where(weights >= 0, weights, jnp.nan)
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
-    averages = {k: _per_example(k, x, weights, rows) for k, x in values.items()}
+    averages = {k: jnp.asarray(x) for k, x in values.items()}
+    for name in [k for k, x in averages.items() if x.shape != (rows,)]:
+        averages[name] = _per_example(name, averages[name], weights, rows)
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
@@ -173,7 +176,6 @@ def _beside_inputs(batch: Any) -> Any:
 
 
 def _per_example(name: str, value: Any, weights: Any, rows: int) -> jax.Array:
-    value = jnp.asarray(value)
     if value.ndim < 2:
         return jnp.broadcast_to(value, (rows,))
     if weights is None or weights.ndim < 2:

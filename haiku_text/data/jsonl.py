@@ -17,11 +17,11 @@ import numpy as np
 from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import data_path
+from haiku_template.data.rows import Row, read_rows
 from haiku_template.errors import ConfigError
 from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
-from haiku_text.data.rows import Row, read_rows
 from haiku_text.data.texts import Completions, Texts, Tokens
 from haiku_text.data.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 from haiku_template.config import default_config
 from haiku_template.data import BatchSpec
 from haiku_template.data.examples import read_examples
+from haiku_template.data.rows import read_rows
 from haiku_template.errors import ConfigError
 from haiku_template.runs import Run, start
 from haiku_template.runs.predictions import write_predictions
 from haiku_text.data.jsonl import jsonl
-from haiku_text.data.rows import read_rows
 
 CLASSIFICATION = BatchSpec(4)
 # What a table must keep: separators, quotes, line ends, and other scripts.

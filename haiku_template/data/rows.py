@@ -1,6 +1,7 @@
-"""Rows of texts, by the names of their columns: JSON-lines, CSV, Parquet."""
+"""Rows by the names of their columns: JSON-lines, CSV, Parquet."""
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from haiku_template.bounded import parse
 from haiku_template.data.dataset import check_memory
-from haiku_template.data.files import read_with
+from haiku_template.data.files import check_names, read_with
 from haiku_template.errors import ConfigError, download
 
 PIECE = 4096  # Rows of Parquet unpacked at a time.
@@ -21,10 +22,11 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-def read_rows(path: Path, columns: Collection[str]) -> list[Row]:
+def read_rows(path: Path, columns: Collection[str] | None) -> list[Row]:
     """Reads the rows of a file, in the format of its ending: `FORMATS`, or JSON-lines.
 
-    Of a CSV file all values are text; of Parquet those of other columns are None.
+    Of a CSV file all values are text; of Parquet those of other columns are None, if
+    some are named.
     Raises `ConfigError` for a file that is missing, damaged or without rows.
     """
     if hint := download(path, "dataset"):
@@ -33,6 +35,11 @@ def read_rows(path: Path, columns: Collection[str]) -> list[Row]:
     if not rows:
         raise ConfigError(f"{path} is empty; at least one example is needed")
     return rows
+
+
+def _by_name(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_names([name for name, _ in pairs], where)
+    return dict(pairs)
 
 
 def _read_text(path: Path) -> str:
@@ -53,7 +60,9 @@ def _read_lines(path: Path, columns: Collection[str]) -> list[Row]:
 
 def _parse(where: str, text: str) -> Row:
     try:
-        values = parse(text)
+        values = parse(text, pairs=functools.partial(_by_name, where))
+    except ConfigError:
+        raise
     except ValueError as error:
         reason = getattr(error, "msg", error)
         raise ConfigError(f"{where} is no JSON: {reason}") from error
@@ -70,8 +79,7 @@ def _read_csv(path: Path, columns: Collection[str]) -> list[Row]:
     rows, begin = [], 1
     try:
         header = next(reader, [])
-        if len(set(header)) < len(header):
-            raise ConfigError(f"{path} names a column twice: {', '.join(header)}")
+        check_names(header, str(path))
         begin = reader.line_num + 1
         for values in reader:
             where, begin = f"line {begin} of {path}", reader.line_num + 1
@@ -91,7 +99,7 @@ def _read_csv(path: Path, columns: Collection[str]) -> list[Row]:
     return rows
 
 
-def _read_parquet(path: Path, columns: Collection[str]) -> list[Row]:
+def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -102,8 +110,9 @@ def _read_parquet(path: Path, columns: Collection[str]) -> list[Row]:
 
     def rows(file: Path) -> list[dict[str, Any]]:
         with parquet.ParquetFile(file) as table:
+            check_names(table.schema_arrow.names, str(file))
             unread = dict.fromkeys(table.schema_arrow.names)  # To be named alone.
-            names = [x for x in unread if x in columns]
+            names = [x for x in unread if columns is None or x in columns]
             size = sum(
                 table.metadata.row_group(i).total_byte_size
                 for i in range(table.num_row_groups)
