@@ -33,11 +33,14 @@ def contents(path: Path, most: int = MOST) -> bytes:
     return data
 
 
-def parse(text: str | bytes, kind: type = object) -> Any:
-    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind."""
+def parse(text: str | bytes, kind: type = object, pairs: Any = None) -> Any:
+    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind.
+
+    `pairs` makes each object of its (key, value) pairs, by default a dictionary.
+    """
     text = text.decode() if isinstance(text, bytes) else text
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError(DEEP) from error
     if text.count("[") + text.count("{") > DEPTH:

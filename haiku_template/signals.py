@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 PREEMPTED, STALLED, INTERRUPTED = 75, 76, 130
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
@@ -36,6 +37,7 @@ HEARERS: list[Callable[[int], object]] = []
 # And each of these once in so many seconds, in the same thread.
 LOOKERS: list[Callable[[], object]] = []
 LOOK_SECONDS = 1.0
+RESCUES: list[Any] = []  # Of a process of several: `cluster/rescue.py`.
 _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -135,7 +137,10 @@ def closed_pipes() -> Iterator[None]:
             raise
         sys.exit(0)
     finally:
-        _output_is_lost()
+        try:
+            print(end="", flush=True)
+        except (OSError, ValueError):
+            _output_is_lost()
 
 
 def _output_is_lost() -> bool:

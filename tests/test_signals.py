@@ -4,11 +4,13 @@ A handler that raises is quiet where Python swallows what it raises: these are s
 purpose, and others are spread over all that a run does.
 """
 
+import contextlib
 import gc
 import itertools
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -225,7 +227,7 @@ def test_a_second_sigint_ends_a_run_and_nothing_half_written_stays(tmp_path, how
 
 
 def test_a_converter_s_child_ends_with_it(tmp_path):
-    """The child waits for a file that is a pipe, which nobody fills."""
+    """The child reads a file that is a pipe, which nobody fills."""
     source = tmp_path / "params.pkl"
     os.mkfifo(source)
     code = (
@@ -239,12 +241,60 @@ def test_a_converter_s_child_ends_with_it(tmp_path):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     (child,) = children(process.pid)
-    process.terminate()
-    assert_left(process, "SIGTERM")
-    assert not list((tmp_path / "new").iterdir())
-    while Path(f"/proc/{child}/fd").exists() and time.monotonic() < deadline:
+    pipe = None
+    while pipe is None:  # Until the child has opened it.
+        assert process.poll() is None and time.monotonic() < deadline
+        with contextlib.suppress(OSError):
+            pipe = os.open(source, os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.01)
-    assert time.monotonic() < deadline
+    try:
+        process.terminate()
+        assert_left(process, "SIGTERM")
+        assert not list((tmp_path / "new").iterdir())
+        deadline = time.monotonic() + 10
+        while is_alive(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.close(pipe)
+
+
+FORKS = """
+from haiku_template import signals
+signals.install()
+import multiprocessing, time
+
+def child():  # Its handlers are its own by now.
+    print("started", flush=True)
+    time.sleep(99)
+
+multiprocessing.get_context("fork").Process(target=child).start()
+time.sleep(99)
+"""
+
+
+def test_children_of_other_modules_end_with_a_command():
+    process = start("-c", FORKS)
+    assert process.stdout.readline() == "started\n"
+    (child,) = children(process.pid)
+    process.terminate()
+    process.wait(timeout=50)
+    deadline = time.monotonic() + 10
+    try:
+        while is_alive(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        if is_alive(child):
+            os.kill(int(child), signal.SIGKILL)
+    assert_left(process, "SIGTERM")
+
+
+def is_alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def children(pid):
@@ -315,6 +365,7 @@ def test_outside_the_main_thread_signals_are_left_alone():
 
 
 STEPS = 3000
+MOST_SECONDS = 5.0  # Of a processor, from a signal to the end: others use it, too.
 FLAGS = [f"--config.num_steps={STEPS}", "--config.log_every=10"]
 FLAGS += ["--config.eval_every=500", "--config.save_every=100"]
 
@@ -359,6 +410,11 @@ def cpu_seconds(process):
     return sum(map(int, fields.split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
+def children_seconds():
+    """The same of all children that have ended."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A run that nothing stops: seconds to its first step, in its loop, to its end."""
@@ -381,6 +437,7 @@ def measured(tmp_path_factory):
 
 def stop_at(workdir, name, when, seconds):
     """Starts a run, sends it a signal so long after what `when` says, and judges it."""
+    before = children_seconds()
     first, process = steps_of(workdir), train(workdir)
     reached = {
         "start": lambda: catches(process),
@@ -390,9 +447,12 @@ def stop_at(workdir, name, when, seconds):
     assert wait_until(process, reached)
     at = cpu_seconds(process) + seconds
     wait_until(process, lambda: cpu_seconds(process) >= at)
-    done = steps_of(workdir)
+    done, at = steps_of(workdir), cpu_seconds(process)
     process.send_signal(signal.Signals[name])
     code, _, errors = ended(process)
+    if when != "end":  # There it may have its report to draw.
+        used = children_seconds() - before - at
+        assert used < MOST_SECONDS, used
     # At the end of a run there may be nothing left to stop.
     whole = done > STEPS - 200 and (workdir / f"checkpoints/{STEPS}").is_dir()
     assert code == CODES[name] or (code == 0 and whole), (code, errors)

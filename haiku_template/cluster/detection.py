@@ -144,13 +144,12 @@ def _kubernetes(environ: Mapping[str, str]) -> Started | None:
 def own_cards(
     environ: Mapping[str, str], local: int, tasks: int
 ) -> tuple[int, ...] | None:
-    """Indices of a task's share of the cards that all tasks of its node see.
-
-    None where it sees its own alone, as far as CUDA_VISIBLE_DEVICES tells.
-    """
+    """A task's share of the cards of its node, by index; None where it sees its own."""
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     if tasks == 1 or len(visible) < tasks:
         return None
+    if local not in range(tasks):
+        raise ValueError(f"it is process {local} of {tasks} on its node")
     if len(visible) % tasks:
         raise ConfigError(
             f"{tasks} processes on this node see {len(visible)} cards "

@@ -21,6 +21,7 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
+from haiku_template.cluster.rescue import Rescue
 from haiku_template.errors import (
     ConfigError,
     DeviceError,
@@ -70,6 +71,7 @@ class Heartbeat:
         self._found, self._parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
+        self.rescue = Rescue(self)
         self.references: Any = None  # Kept alive as long as the threads.
         for peer in peers:
             peer.link.settimeout(SILENT_SECONDS)
@@ -83,7 +85,7 @@ class Heartbeat:
         """Tells the others, once, that this process ends: in order, or by an error."""
         if self._left.acquire(blocking=False):
             summary = " ".join(error.split())[:LONGEST]
-            self._send({"left": summary, "code": self.exit_code})
+            self.send({"left": summary, "code": self.exit_code})
 
     @contextlib.contextmanager
     def waiting(self, seconds: float, limit: str) -> Iterator[None]:
@@ -108,7 +110,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while time.monotonic() < self._latest:
             stalled = self.waited() > self.stall_seconds
-            self._send({"stalled": "all"} if stalled else None)
+            self.send({"stalled": "all"} if stalled else None)
             if self.index == 0:
                 self._note("process 0", stalled)
             if self._finished and self.waited() > FINISHED_SECONDS:
@@ -149,9 +151,10 @@ class Heartbeat:
             "it: it returned early, or was started with another option, as --dry_run"
         )
 
-    def _send(self, message: dict[str, str] | None = None) -> None:
+    def send(self, message: Any = None, peers: Sequence[Peer] | None = None) -> None:
+        """Sends a message that JSON can hold, or a beat, to all peers or to some."""
         text = json.dumps(message) if message else ""
-        for peer in self.peers:
+        for peer in self.peers if peers is None else peers:
             with contextlib.suppress(OSError):
                 peer.link.sendall(text.encode() + b"\n")
 
@@ -194,6 +197,8 @@ class Heartbeat:
         code = message.get("code")
         if not isinstance(code, int | None):
             raise TypeError(f"an exit code of {str(code)[:20]}")
+        if rescue := message.get("rescue"):
+            self.rescue.heed(peer, *rescue)
         if lost := message.get("lost"):
             return str(lost), code
         if error := message.get("left"):
@@ -213,7 +218,7 @@ class Heartbeat:
         if code in LASTING:
             self.fault_code = code
         # From process 0 it reaches all; process 0 ignores it.
-        self._send({"lost": fault, "code": self.fault_code})
+        self.send({"lost": fault, "code": self.fault_code})
         self._found.set()
         if self._parted.wait(LEAVE_SECONDS):
             return

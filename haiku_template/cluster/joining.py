@@ -100,6 +100,7 @@ def join(
     meeting = meet(address, count, index, facts, seconds, workdir)
     heartbeat = Heartbeat(meeting.peers, index)
     HEARTBEATS.append(heartbeat)
+    signals.RESCUES.append(heartbeat.rescue)
     signals.when_ended(leave)
     service = relay.start(meeting, address, index, BEAT_SECONDS)
     import jax

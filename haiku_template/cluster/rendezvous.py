@@ -122,7 +122,7 @@ def _receive(
             identity.admit(server, start, welcome)
             while not hellos.empty():
                 link, hello = hellos.get()
-                peer = Peer(_name(hello), links.enter_context(link))
+                peer = _peer(_name(hello), links.enter_context(link))
                 peers.append((peer, hello["nonce"]))
                 error = error or _mismatch(came, hello)
                 came[hello["index"]] = hello
@@ -133,6 +133,12 @@ def _receive(
     if error:
         raise error
     return Meeting([peer for peer, _ in peers], start, server)
+
+
+def _peer(name: str, link: socket.socket) -> Peer:
+    """Another process, to which lines are sent at once: some are waited for."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Peer(name, link)
 
 
 def _missing(
@@ -262,7 +268,7 @@ def _visit(
             answer, start = identity.present(link, hello, find, limit)
             if answer["fault"]:
                 raise DeviceError(identity.printable(answer["fault"]))
-            return Meeting([Peer(identity.printable(answer["name"]), link)], start)
+            return Meeting([_peer(identity.printable(answer["name"]), link)], start)
         except identity.UnseenError:
             latest = min(latest, time.monotonic() + SHARED_SECONDS)
         except (OSError, ValueError, KeyError) as error:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiku_template.devices.layout import HOST, Layout
-from haiku_template.errors import PlacementError
+from haiku_template.errors import PlacementError, some
 from haiku_template.params import leaves_by_path
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def _verdicts(
     everyone, leaves = devices.everyone, leaves_by_path(tree).items()
     shardings = jax.tree.leaves((layout or Layout(everyone)).of(tree))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
-        yield path, leaf, _verdict(leaf, everyone, sharding)
+        is_here = is_concrete(leaf) and not leaf.is_deleted()
+        is_right = is_here and leaf.sharding == sharding
+        yield path, leaf, "" if is_right else _verdict(leaf, everyone, sharding)
 
 
 def _placement(path: str, leaf: Any, verdict: str) -> Placement:
@@ -173,8 +175,7 @@ def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> 
     faults = [_placement(*row) for row in rows if row[-1]]
     if faults:
         first, *tail = faults
-        clause = f"; so are {', '.join(row.path for row in tail[:3])}" * bool(tail)
-        clause += f" and {len(tail) - 3} more" * (len(tail) > 3)
+        clause = f"; so are {some(row.path for row in tail)}" * bool(tail)
         raise PlacementError(
             f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
             f"{first.verdict}{clause}"

@@ -131,6 +131,7 @@ class Shares:
     def _everywhere(self) -> Callable[[list[Any]], list[Any]]:
         """Compiles the copy of arrays [n, ...] to all devices, as n of [1, ...]."""
         n = self._devices.num_devices
+        self._devices.processes.first(None)  # Gloo waits 30 s for who still compiles.
 
         def order(results: list[Any]) -> list[Any]:
             return [

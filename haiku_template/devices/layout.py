@@ -35,9 +35,10 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
 
     def of(self, tree: Any) -> Any:
         """Maps each leaf of a tree, or its shape, to its sharding."""
+        if not self.rules:
+            return jax.tree.map(lambda _: sharding_on(self.devices), tree)
         n, leaves = len(self.devices), flatten(tree)
-        rules = self._matches(leaves) if self.rules else {}
-        shardings = []
+        rules, shardings = self._matches(leaves), []
         for path, leaf in leaves.items():
             axis, *kinds = rules.get(path, (None,))
             spec = spec_of(np.shape(leaf), n, axis if n > 1 else None)

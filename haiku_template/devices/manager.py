@@ -182,8 +182,9 @@ class DeviceManager(NamedTuple):
     def abstract_batch(self, batch: Any) -> Any:
         """Shapes, dtypes and shardings of `shard(batch)`, without a copy."""
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
-        batch = transfer.by_device(batch, len(self.devices), self.axis_name)
-        rows = None if self.axis_name is None else self.num_devices
+        rows = None
+        if self.axis_name is not None:
+            batch, rows = transfer.by_device(batch, len(self.devices)), self.num_devices
         sharding = sharding_on(self.everyone, AXIS_NAME)
         return transfer.canonical_shapes(batch, sharding, rows=rows)
 
@@ -255,7 +256,7 @@ class DeviceManager(NamedTuple):
             return self.memory
         stats = filter(None, (device.memory_stats() for device in self.devices))
         free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=None)
-        return self.processes.least(free)
+        return free if self.processes.count == 1 else self.processes.least(free)
 
     def card_memory(self) -> int | None:
         """Bytes of a device's own memory, with unified; None where JAX cannot tell."""

@@ -67,8 +67,7 @@ class Processes(NamedTuple):
 
     def least(self, value: int | None) -> int | None:
         """Smallest value of all processes; None where none has one."""
-        values = [value] if self.count == 1 else gather(value)
-        return min((x for x in values if x is not None), default=None)
+        return min((x for x in gather(value) if x is not None), default=None)
 
     def agree(
         self,

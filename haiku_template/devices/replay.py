@@ -29,13 +29,12 @@ from haiku_template.devices.layout import (
 from haiku_template.devices.processes import waiting
 from haiku_template.devices.replicas import digest_leaves, part_digests
 from haiku_template.devices.transfer import first_copy
-from haiku_template.errors import ConfigError, ReplayError
+from haiku_template.errors import ConfigError, ReplayError, some
 from haiku_template.params import leaves_by_path
 
 Results = tuple[Any, Any]  # The new state and `Scalars` of a call.
 
 SHARE = "share"  # Mesh axis of the shares, whose own axis has one device.
-SHOWN = 3  # Leaves in a message.
 CHECKSUMS = "--xla_gpu_experimental_enable_checksum_tracing_on_thunks"
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 
@@ -181,7 +180,7 @@ class Replay:
         `leaves` are those of the results of a run, by path; `shares` pairs of a shift
         and digests.
         """
-        names = [*map(device_name, self._devices.everyone)]
+        names = self._names()
         verdicts = (
             _verdict(_of_shares(shares), names, len(shares)),
             _verdict(_of_runs(leaves, runs), names, len(runs)),
@@ -191,8 +190,7 @@ class Replay:
             for path, *digests in zip(leaves, *runs, strict=True)
             if len({x.tobytes() for x in digests}) > 1
         ]
-        more = f" and {len(differing) - SHOWN} more" * (len(differing) > SHOWN)
-        subject = ", ".join(differing[:SHOWN]) + more or "gradients of a share"
+        subject = some(differing) or "gradients of a share"
         agreed = self._agreed or "none of this start"
         return ReplayError(
             f"step {step} was made twice from one state and batch, and gave other bits "
@@ -200,6 +198,15 @@ class Replay:
             f"the last checkpoint. The last step whose runs agreed: {agreed}; what was "
             f"saved after it may be wrong, too{_kernels()}"
         )
+
+    def _names(self) -> list[str]:
+        """Names of all devices; those of CPUs elsewhere have no index of their own."""
+        everyone, count = self._devices.everyone, self._devices.processes.count
+        if count == 1:
+            return [*map(device_name, everyone)]
+        places = (divmod(i, len(everyone) // count) for i in range(len(everyone)))
+        kind = everyone[0].platform
+        return [f"{kind}:{index} in process {process}" for process, index in places]
 
 
 def _kernels() -> str:

@@ -51,9 +51,9 @@ def choose(request: Request, fallback: str) -> tuple[list[jax.Device], str]:
         return _start(parse("cpu"))[0], f"--fallback=cpu, because {error}"
 
 
-def check_share(memory_fraction: float | None) -> None:
-    """Raises `DeviceError` for a share of memory outside (0, 1]; None is JAX's own."""
-    if not (memory_fraction is None or 0 < memory_fraction <= 1):
+def check_share(memory_fraction: float) -> None:
+    """Raises `DeviceError` for a share of memory outside (0, 1]."""
+    if not 0 < memory_fraction <= 1:
         raise DeviceError(
             f"--gpu_memory_fraction={memory_fraction} is not a share of the card's "
             "memory; possible are numbers above 0 and up to 1"
@@ -137,7 +137,8 @@ def parse(
         preallocate,
         memory and parse_memory(memory),
     )
-    check_share(memory_fraction)
+    if memory_fraction is not None:
+        check_share(memory_fraction)
     for sentence, is_faulty in FAULTS.items():
         if is_faulty(request):
             count, default = len(request.indices), jax.default_device

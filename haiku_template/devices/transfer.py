@@ -73,10 +73,8 @@ def device_put_replicated(tree: Any, devices: Sequence[jax.Device]) -> Any:
     return device_put_sharded([tree] * len(devices), devices)
 
 
-def by_device(batch: Any, n: int, axis_name: str | None = AXIS_NAME) -> Any:
-    """Reshapes arrays [B, ...] to [n, B / n, ...], unless there is no axis."""
-    if axis_name is None:
-        return batch
+def by_device(batch: Any, n: int) -> Any:
+    """Reshapes arrays [B, ...] to [n, B / n, ...]."""
     return jax.tree.map(lambda x: np.reshape(x, (n, -1, *x.shape[1:])), batch)
 
 
@@ -199,6 +197,7 @@ def _join(path: str, leaves: Sequence[Any], devices: list[jax.Device]) -> jax.Ar
 
 
 CPU_ALIGNMENT = 64  # Bytes; what JAX's CPU devices ask of memory that they take over.
+ARRAYS = jax.Array, jax.ShapeDtypeStruct
 SAME_IN_JAX = frozenset(map(np.dtype, "?bBhHiIef"))  # Whatever jax_enable_x64 says.
 
 
@@ -298,7 +297,8 @@ def _fitting(path: Any, leaf: Any) -> Any:
 
 def check_numbers(tree: Any) -> None:
     """Raises `PlacementError` for a leaf that is no number and no array."""
-    jax.tree_util.tree_map_with_path(_check_number, tree)
+    if not all(isinstance(x, ARRAYS) for x in jax.tree.leaves(tree)):
+        jax.tree_util.tree_map_with_path(_check_number, tree)
 
 
 def _check_number(path: Any, leaf: Any) -> None:

@@ -21,14 +21,8 @@ from haiku_template.reporting.display import in_units, table
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
-EXHAUSTED = "RESOURCE_EXHAUSTED"  # XLA's word, with which its errors begin.
 LARGEST = 8  # Arrays that are shown.
 LESS = 0.9  # Of what was expected, which a change must stay below.
-
-
-def is_exhausted(error: BaseException) -> bool:
-    """True for an error of XLA's that says a device had no memory left."""
-    return EXHAUSTED in str(error) and not hasattr(error, "exit_code")
 
 
 def explained(

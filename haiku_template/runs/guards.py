@@ -18,7 +18,7 @@ from haiku_template.devices import (
 )
 from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.layout import in_device_memory
-from haiku_template.errors import NonFiniteError, ReplayError
+from haiku_template.errors import NonFiniteError, some
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
 from haiku_template.runs.outliers import GradientNorms, blame
@@ -29,7 +29,6 @@ from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 3  # Leaves in a message.
 SCALED = {NORM, LOSS, SCALE}  # Scalars of float16's steps.
 SUSPECTS = 100  # Steps that are remembered for their batches.
 EVALUATION = "the state is finite, so look at the data to evaluate on (its labels and "
@@ -124,9 +123,6 @@ class Guards:
         self._streak: list[int] = []  # Of them in a row, but for float16's own.
         self._suspects: list[int] = []  # Steps since a save that may be in the state.
         self._agreed = False
-        # Errors after which nothing is saved: another process may be a step ahead.
-        several = self._devices.processes.count > 1
-        self.unsaved = (Exception,) if several else (NonFiniteError, ReplayError)
 
     def note(self, steps: range, scalars: Scalars, state: Any) -> None:
         """Keeps the scalars of a call's steps on their devices, unread."""
@@ -223,7 +219,7 @@ class Guards:
         with contextlib.suppress(Exception), self._devices.implicit_transfers():
             state = jax.tree.map(jnp.copy, self._state)
             state = state._replace(step=jnp.full_like(state.step, step - 1))
-            return self._faults(remade(self._trainer, state, step))
+            return some(self._faults(remade(self._trainer, state, step)))
         return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
@@ -243,19 +239,21 @@ class Guards:
     def _check(self, step: int, state: Any) -> None:
         self._check_copies(state, state)
         if names := self._faults(state):
-            fault = f"the state after step {step} is infinite or NaN in {names}"
+            fault = f"the state after step {step} is infinite or NaN in {some(names)}"
             self._record(self._suspects)
             raise non_finite(fault, self._checkpoints.latest, self._blame([]))
 
-    def _faults(self, state: Any) -> str:
+    def _faults(self, state: Any) -> list[str]:
         """Names leaves that are not finite, but for those infinite from the start."""
-        faults = [
+        return [
             f"{name} ({kind})"
             for name, kind in faulty_leaves(self._devices, state).items()
-            if kind == "NaN" or self._from_start.get(name) != kind
+            if not self.is_old(name, kind)
         ]
-        more = f" and {len(faults) - SHOWN} more" * (len(faults) > SHOWN)
-        return ", ".join(faults[:SHOWN]) + more
+
+    def is_old(self, name: str, kind: str = "infinite") -> bool:
+        """True for a leaf that was infinite in the first state."""
+        return kind == "infinite" == self._from_start.get(name)
 
     def _blame(self, steps: list[int]) -> str:
         """Searches the batches of suspects and of these steps for the cause."""

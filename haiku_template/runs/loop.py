@@ -1,6 +1,5 @@
 """The training loop: steps, evaluations, checkpoints; `step.py` has the mathematics."""
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -194,10 +193,9 @@ class _Run(NamedTuple):
         unlogged, watched = ExitStack(), nullcontext(self)
         if self.watchdog_minutes is not None:
             watched = self.signals.watched(self, self.watchdog_minutes)
-        save = functools.partial(self._save_latest, unlogged)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
         explicit = self.trainer.devices.explicit_transfers()
-        with explicit, self.signals.saving(save, self.guards.unsaved), watched as run:
+        with explicit, self.signals.saving(self, unlogged), watched as run:
             return run._steps(state, start, stop, unlogged)
 
     def _steps(
@@ -317,7 +315,7 @@ class _Run(NamedTuple):
                 self.checkpoints.wait()
         return is_saving or waits
 
-    def _save_latest(self, unlogged: ExitStack) -> int | None:
+    def save_latest(self, unlogged: ExitStack) -> int | None:
         """Saves what the last call made; returns its step, None if there was none.
 
         Tells no hook, which may be what blocks or has failed.
@@ -329,6 +327,7 @@ class _Run(NamedTuple):
             leaves = jax.tree.leaves(state)
             if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
                 return None  # Donated to a call that failed.
+            self.checkpoints.without_batches()
             self._save(steps, state, scalars, None, waits=True)
             unlogged.close()
             return steps[-1]

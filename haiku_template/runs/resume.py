@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from haiku_template.config import completed, default_config, differences, fixed, to_dict
+from haiku_template.config import default_config, differences, fixed, to_dict
 from haiku_template.data import whole_batches
 from haiku_template.devices.processes import Processes, gather
 from haiku_template.errors import ConfigError
@@ -34,9 +34,9 @@ def open_workdir(
     is_function = dataclasses.is_dataclass(dataset)  # Of the step, without a state.
     digest = _digest_of_config(config)
 
-    def facts(step: int) -> dict[str, Any]:
+    def facts(step: int, has_batch: bool = True) -> dict[str, Any]:
         batch = None
-        if is_function:
+        if is_function and has_batch:
             with contextlib.suppress(Exception):  # The loop will meet it.
                 batch = digest_of_batch(dataset.batch(step))
         return {"environment": environment, "config": digest, "batch": batch}
@@ -47,7 +47,7 @@ def open_workdir(
 def _digest_of_config(config: dict[str, Any]) -> str:
     """Digests what is not the default of a config, and may not change on resume."""
     defaults = fixed(to_dict(default_config()))
-    values = fixed(completed(config)).items()
+    values = fixed(config).items()
     values = {k: x for k, x in values if (k, x) not in defaults.items()}
     text = json.dumps(values, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -121,13 +121,13 @@ def restored_or_first(
     facts = {"the newest checkpoint": start, "num_steps": num_steps}
     facts |= {"the placement of the data": trainer.feed.placement}
     trainer.devices.processes.agree(facts)
-    if start > num_steps:
-        raise ConfigError(
-            f"{checkpoints.directory.parent} has a checkpoint of step {start}, and "
-            f"num_steps is {num_steps}; a run does not go back: use another --workdir"
-        )
     if start:
         start, saved = _restored(trainer, checkpoints)
+        if start > num_steps:
+            raise ConfigError(
+                f"{checkpoints.directory.parent} is at step {start}, and num_steps is "
+                f"{num_steps}; a run does not go back: use another --workdir"
+            )
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
     else:
         state = trainer.init()

@@ -11,9 +11,9 @@ from haiku_template import preflight
 from haiku_template.config import LOOP_KEYS, flatten, load, to_dict
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, is_exhausted
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
-from haiku_template.registry import module
+from haiku_template.registry import users_module
 from haiku_template.reporting import trackers
 from haiku_template.runs import hooks, limits, loop
 from haiku_template.runs.early_stop import early_stop
@@ -66,7 +66,9 @@ def run(
     how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
-    train = module("loop", config.loop, loop, "train").train  # `runs/loop.py`.
+    train = loop.train
+    if config.loop is not None:
+        train = users_module("loop", config.loop, "train").train
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
     try:
@@ -115,7 +117,7 @@ def _explain(
     """Raises `MemoryFullError` for an error of XLA's that means it."""
     from haiku_template.runs import exhausted
 
-    if exhausted.is_exhausted(error):
+    if is_exhausted(error):
         build = _builder(config, trainer.devices)
         folder = Path(workdir)
         raise exhausted.explained(error, trainer, build, folder, limit) from None

@@ -1,6 +1,7 @@
 """Signals that stop a run once its state is saved."""
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,13 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from haiku_template import signals
-from haiku_template.errors import Interrupted, StorageError
+from haiku_template.errors import (
+    Interrupted,
+    NonFiniteError,
+    ReplayError,
+    ReplicaError,
+    StorageError,
+)
 from haiku_template.runs.runtime import RuntimeHandler
 
 logger = logging.getLogger(__name__)
@@ -23,6 +30,8 @@ OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # Seconds from a signal to a forced end: so many, or some of the longest calls so far,
 # and those to write the state at so many bytes a second.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
+AGREED = 3  # Times as long until several processes have agreed on a step.
+UNSAVED = NonFiniteError, ReplayError, ReplicaError  # Errors of a state.
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
@@ -63,7 +72,7 @@ class StopSignals:
     """
 
     def __init__(self, several: bool = False) -> None:
-        self._several, self._noted = several, None
+        self._several, self._noted, self.run = several, None, None
         self._runtime: RuntimeHandler | None = None
         self.received: signal.Signals | None = None
         self._calls, self._previous = 0, {}
@@ -82,7 +91,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._several:  # They stop after the same step, as JAX's runtime says.
-            self._runtime = RuntimeHandler()
+            self._runtime = RuntimeHandler(self)
         for number in signals.EXIT_CODES:
             if number in OBEYED or signals.is_free(number):
                 self._previous[number] = signal.signal(number, self._note)
@@ -103,21 +112,22 @@ class StopSignals:
             self._runtime.restore()
 
     @contextlib.contextmanager
-    def saving(
-        self, save: Callable[[], int | None], unsaved: tuple[type[Exception], ...]
-    ) -> Iterator[None]:
-        """Context of the loop: calls `save` before an error, but not an `unsaved` one.
+    def saving(self, run: Any, unlogged: contextlib.ExitStack) -> Iterator[None]:
+        """Context of the loop: the state is saved before an error, but not `UNSAVED`.
 
-        So does the thread that obeys in place of the loop.
+        So it is by the thread that obeys in place of the loop.
         """
-        self.save = save
+        self.run, self.unlogged = run, unlogged
+        self.save = functools.partial(run.save_latest, unlogged)
+        runtime = self._runtime
         try:
-            yield
-        except (*unsaved, StorageError, Interrupted):
+            with runtime.entering(run) if runtime else contextlib.nullcontext():
+                yield
+        except (*UNSAVED, StorageError, Interrupted):
             raise
         except Exception:
             with _warned():
-                save()
+                (runtime or self).save()
             raise
         finally:
             with self.lock:
@@ -135,21 +145,19 @@ class StopSignals:
         if self._previous.get(number) not in (signals.leave, signal.SIG_DFL):
             return  # A script's own handler, or Python's, is for the second one.
         now, code = time.monotonic(), signals.EXIT_CODES[number]
-        if self._runtime is not None and not self._first:
-            self._first = now
-            self._runtime.tell()  # The main thread may be in C.
-        elif not self._first:
-            self._first, name = now, signal.Signals(number).name
-            seconds = max(signals.PATIENCE, CALLS * self._longest)
-            self._end_in_time(seconds, f"{name} received", code)
+        if not self._first:
+            self._first, reason = now, f"{signal.Signals(number).name} received"
+            patience = signals.PATIENCE
+            if self._runtime is not None:
+                self._runtime.tell()  # The main thread may be in C.
+                patience, reason = AGREED * patience, reason + self._runtime.place
+            self._end_in_time(max(patience, CALLS * self._longest), reason, code)
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
             sentence = f"{signal.Signals(number).name} {signals.AGAIN}"
             self._start_timer(signals.SECOND_PATIENCE, self._force, sentence, code)
 
     def give_up(self, fault: str) -> None:
         """Ends a run that hangs, once its state is saved, if the devices answer."""
-        if self._several:  # A save is one of all processes.
-            signals.end_late(f"{fault}, {NOTHING_NEW}", signals.STALLED)
         self._end_in_time(0.0, fault, signals.STALLED)
 
     def _end_in_time(self, patience: float, reason: str, code: int) -> None:
@@ -168,18 +176,20 @@ class StopSignals:
 
     def _rescue(self, reason: str, code: int) -> None:
         """Saves in place of the loop, which is blocked, and ends the process."""
+        if self._runtime is not None:
+            hangs = code == signals.STALLED  # The others hear of this one.
+            step, why = self._runtime.rescue(reason, None if hangs else code)
+            if hangs:
+                signals.end_late(sentence(reason, step, why), code)
+            return
         with self.lock:
             if self.save is None:
                 return
             try:
-                step = self.save()
-                sentence = f"{reason}, {NOTHING_NEW}"
-                if step is not None:
-                    sentence = f"{reason}: {SAVED.format(step)}"
+                text = sentence(reason, self.save())
             except Exception as error:
-                sentence = f"{reason}: {error}"
-                code = getattr(error, "exit_code", code)
-            signals.end(sentence, code)
+                text, code = f"{reason}: {error}", getattr(error, "exit_code", code)
+            signals.end(text, code)
 
     def _force(self, sentence: str, code: int) -> None:
         if self._is_open:
@@ -213,6 +223,13 @@ class StopSignals:
             f"{self.received.name} received: {SAVED.format(step)}",
             signals.EXIT_CODES[self.received],
         )
+
+
+def sentence(reason: str, step: int | None, why: str = "") -> str:
+    """Sentence of a run that ends, with the step that is saved, if there is one."""
+    if step is not None:
+        return f"{reason}: {SAVED.format(step)}"
+    return f"{reason}, {NOTHING_NEW}" + f" ({why})" * bool(why)
 
 
 @contextlib.contextmanager

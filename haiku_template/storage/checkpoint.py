@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from haiku_template import bounded
 from haiku_template.config import differences
 from haiku_template.devices.layout import spans_processes
-from haiku_template.errors import ConfigError, DamagedError, StorageError
+from haiku_template.errors import ConfigError, DamagedError, StorageError, some
 from haiku_template.params import flatten
 from haiku_template.storage import failures
 from haiku_template.storage import manifest as manifests
@@ -39,6 +39,7 @@ READS = 2  # Before a checkpoint counts as damaged.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 RETRY_SECONDS = (1.0, 2.0, 4.0)  # Before the last save is tried again.
+CLEARED_TRIES, CLEARED_SECONDS = 5, 0.2  # After a save that failed.
 # Limits of a save, by a clock that may be set to another year.
 CENTURY, JOINT_SECONDS = 100 * 365 * 86400, 1200
 
@@ -73,7 +74,7 @@ class Checkpoints:
         cleanup: bool = False,
         run: str | None = None,
         max_failed_saves: int = 1,
-        facts: Callable[[int], dict[str, Any]] = lambda step: {},
+        facts: Callable[..., dict[str, Any]] = lambda step, **_: {},
     ) -> None:
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
@@ -129,6 +130,8 @@ class Checkpoints:
                     self.mirror.close()
                 for checkpointer in {self._reader, self._writer}:
                     checkpointer.close()
+                if self._errors and self._writer is self._reader:
+                    clear(self.directory)
 
     @property
     def steps(self) -> list[int]:
@@ -185,10 +188,8 @@ class Checkpoints:
         is_joint = any(map(spans_processes, jax.tree.leaves(state)))
         if not (self._is_first or is_joint):
             return True
-        if is_joint and self._writer is self._reader:
-            # Why: docs/decisions/storage.md#joint-saves
-            self._writer = _checkpointer(set(range(jax.process_count())))
-            self._failures.most = 1
+        if is_joint:
+            self._join()
         with self._failures.counted():
             self._finish()
         # Why: docs/decisions/storage.md#host-arrays
@@ -197,6 +198,36 @@ class Checkpoints:
         with self._failures.counted():
             self._begin(step, state, metrics)
         return self._failures.error is None
+
+    def _join(self) -> None:
+        """Saves with all processes from now on."""
+        if self._writer is self._reader:
+            # Why: docs/decisions/storage.md#joint-saves
+            self._writer = _checkpointer(set(range(jax.process_count())))
+            self._failures.most = 1
+
+    def rescue(self, step: int, state: dict[str, Any]) -> bool:
+        """Saves from this process's devices, and waits; removes nothing.
+
+        What is sharded over processes all save together; False in all but the first.
+        What is on the host Orbax saves in process 0 alone. `StorageError` if it fails.
+        """
+        is_joint = any(map(spans_processes, jax.tree.leaves(state)))
+        with failures.faults(f"step {step} could not be saved in {self.directory}"):
+            if is_joint:
+                self._join()
+                self._write(step, _on_host(state), None)
+            else:
+                leaves = flatten(_on_host(state))
+                self._write(step, state, None, leaves=leaves, process=0)
+            self._writer.wait_until_finished()
+            if is_first := self._is_first or not is_joint:
+                sync(self.directory / str(step))
+        return is_first
+
+    def without_batches(self) -> None:
+        """Leaves the digest of a batch out of further saves."""
+        self.facts = functools.partial(self.facts, has_batch=False)
 
     def check_room(self, state: Any, steps: int, every: int | None) -> None:
         """Raises `StorageError` unless the disk has room for saves of so many steps."""
@@ -213,24 +244,27 @@ class Checkpoints:
                 "make room, keep fewer (config.keep_last), or use another --workdir"
             )
 
-    def _begin(
-        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
-    ) -> None:
-        """Starts a save, unless there is one; reads back the first."""
-        manifest = manifests.of(state, self._run, step, self.facts)
+    def _write(self, step: int, state: Any, metrics: Any, **changes: Any) -> None:
+        """Starts to write a step."""
+        manifest = manifests.of(_on_host(state), self._run, step, self.facts) | changes
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
             metrics=ocp.args.JsonSave(_checked(metrics or {})),
             manifest=manifests.Save(manifest),
         )
         ids = {"run": self._run, "step": step, manifests.MANIFEST: True}
-        folder = self.directory / str(step)
+        self._writer.save(self.directory / str(step), items, custom_metadata=ids)
+
+    def _begin(
+        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
+    ) -> None:
+        """Starts a save, unless there is one; reads back the first."""
         with failures.faults(f"{self.directory} cannot be listed"):
             if step in self.steps:
                 return
         self._saving, self.began = step, time.monotonic()
         with self._fault():
-            self._writer.save(folder, args=items, custom_metadata=ids)
+            self._write(step, state, metrics)
             if self._is_trusted or not self._is_first:
                 return
             self._writer.wait_until_finished()
@@ -293,8 +327,8 @@ class Checkpoints:
                 self._writer.wait_until_finished()
                 is_ready = True
         if self._writer is self._reader:
+            clear(self.directory)
             with contextlib.suppress(OSError):
-                remove_unfinished(self.directory)
                 if step in self.steps:
                     remove(self.directory / str(step))
 
@@ -361,7 +395,7 @@ class Checkpoints:
             raise DamagedError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: "
                 f"{len(paths)} of {len(jax.tree.leaves(state))} leaves are not what "
-                f"was saved: {_first(paths)}"
+                f"was saved: {some(paths)}"
             )
 
     def _altered(self, step: int, manifest: dict[str, Any], state: Any) -> list[str]:
@@ -580,10 +614,14 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
         active_processes=members,  # Why: docs/decisions/cluster.md#orbax
         barrier_sync_key_prefix="_".join(map(str, ("process", *sorted(members)))),
     )
+    replica = None if len(members) == 1 else 0  # None is the first that is here.
+    array_handler = ocp.type_handlers.ArrayHandler(
+        primary_host=min(members), replica_id=replica, use_replica_parallel=False
+    )
     arrays = ocp.type_handlers.create_type_handler_registry(
         # Copies of the state, which nobody changes.
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
+        (jax.Array, array_handler),
     )
     state = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, multiprocessing_options=processes, type_handler_registry=arrays
@@ -659,6 +697,18 @@ def remove_unfinished(directory: Path) -> None:
     for folder in directory.glob("*"):
         if folder.name.isdecimal() and not (folder / workdirs.COMMIT).is_file():
             _move_away(folder)
+
+
+def clear(directory: Path) -> None:
+    """Removes what a failed save left, also what its threads write meanwhile."""
+    # Why: docs/decisions/storage.md#stragglers
+    pause = threading.Event()
+    for _ in range(CLEARED_TRIES):
+        with contextlib.suppress(OSError):
+            remove_unfinished(directory)
+        pause.wait(CLEARED_SECONDS)
+        if not any(directory.glob(UNFINISHED)):
+            return
 
 
 def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-file
@@ -743,13 +793,7 @@ def _check_listed(
             )
     lines = differences(manifests.forms(manifest), flatten(_forms(saved)))
     if lines:
-        raise ValueError(f"its leaves are not those that were saved: {_first(lines)}")
-
-
-def _first(items: list[str]) -> str:
-    """Lists three, and the number of the others."""
-    remainder = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return f"{', '.join(items[:3])}{remainder}"
+        raise ValueError(f"its leaves are not those that were saved: {some(lines)}")
 
 
 def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
@@ -757,10 +801,9 @@ def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> 
     saved_leaves = {k: v for k, v in flatten(_forms(saved)).items() if k not in skip}
     lines = differences(saved_leaves, flatten(_forms(abstract)))
     if lines:
-        remainder = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise StorageError(
             f"the checkpoint of step {step} does not fit this model, and nothing was "
-            f"loaded: {'; '.join(lines[:10])}{remainder}"
+            f"loaded: {some(lines, 10, '; ')}"
         )
 
 

@@ -67,7 +67,7 @@ class Handler(ocp.JsonCheckpointHandler):
     async def _save_fn(self, x: dict[str, Any], directory: Any) -> None:
         save = x["run"], x["step"]
         leaves = {path: _entry(path, leaf, save) for path, leaf in x["leaves"].items()}
-        if index := jax.process_index():
+        if index := x.pop("process", jax.process_index()):
             (directory / f"{MANIFEST}.{index}").write_text(json.dumps(leaves))
         else:
             self._manifest = x | {"leaves": leaves, "facts": x["facts"](x["step"])}

@@ -46,7 +46,13 @@ def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-
     """Workdir of this process: the run's for process 0, one within it for another."""
     workdir, index = Path(workdir), jax.process_index()
     with usable(workdir):
-        _check_links(workdir)
+        for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
+            if (workdir / name).is_symlink():
+                raise ConfigError(
+                    f"{workdir / name} is a link to {os.readlink(workdir / name)}, and "
+                    "a run writes to and removes from its own workdir alone; remove "
+                    "the link, or use another --workdir, which may be a link as a whole"
+                )
         return _make_inner(workdir, index) if index else workdir
 
 
@@ -64,17 +70,6 @@ def _make_inner(workdir: Path, index: int) -> Path:
     return inner
 
 
-def _check_links(workdir: Path) -> None:
-    """Raises `ConfigError` for a folder of the run that lies elsewhere."""
-    for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
-        if (workdir / name).is_symlink():
-            raise ConfigError(
-                f"{workdir / name} is a link to {os.readlink(workdir / name)}, and a "
-                "run writes to and removes from its own workdir alone; remove the "
-                "link, or use another --workdir, which may be a link as a whole"
-            )
-
-
 def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
@@ -82,7 +77,8 @@ def check(workdir: Path, config: dict[str, Any]) -> None:
     that lost a part, or holds exported files.
     """
     with usable(workdir):
-        _wait_for_lock(workdir, lambda: not is_locked(workdir))
+        if (workdir / LOCK).exists():
+            _wait_for_lock(workdir, lambda: not is_locked(workdir))
         _check_contents(workdir, config)
 
 

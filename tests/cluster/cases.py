@@ -13,6 +13,7 @@ FAULTS, SEVERAL = "test_faults.py::test_", "test_several.py::test_"
 MEETING, SLURM = "test_rendezvous.py::test_", "test_slurm.py::test_"
 STRANGERS, IDENTITY = "test_strangers.py::test_", "test_identity.py::test_"
 LAUNCHER = "test_local.py::test_the_launchers_end_is_that_of_its_processes"
+MPIRUN = SLURM + "ranks_of_mpirun_in_an_allocation_have_places_of_their_own"
 LOST_JOB = SLURM + "a_job_that_lost_a_process_is_queued_again"
 
 KILLS = ("import", "compile", "step", "save", "evaluation", "end")
@@ -47,7 +48,7 @@ CASES = {
         "data, os._exit(0)": ERROR + "[data-os._exit(0)",
         "model": ERROR + "[compile-raise ValueError",
         "evaluation": ERROR + "[evaluation-raise KeyError",
-        "writer": MOMENTS + "a_full_disk_ends_both_with_its_code[1]",
+        "writer": ERROR + "[writer-raise RuntimeError",
         "hook": ERROR + "[step-raise LookupError",
         "a BaseException of a user's own": LEAVES + "[raise Own",
     },
@@ -143,10 +144,10 @@ CASES = {
         "local.py, 4": SEVERAL + "four_devices_are_four_in_any_number_of_processes[4-1",
         "mpi.sh": "test_mpi.py::test_sigterm_saves_a_run_which_resumes_on_two_hosts",
         "sbatch": SLURM + "a_preempted_job_is_queued_again_and_ends_its_run",
-        "mpirun in an allocation": SLURM + "ranks_of_mpirun_in_an_allocation_have_pla",
+        "mpirun in an allocation": MPIRUN + "[2]",
     },
     "launchers": {
-        "mpirun, 2 ranks a node": SLURM + "ranks_of_mpirun_in_an_allocation_have_plac",
+        "mpirun, 2 ranks a node": MPIRUN + "[4]",
         "requeue loop": SLURM + "starts_that_save_nothing_new_end_the_job",
         **{f"SIG{x}": f"{LAUNCHER}[{x}]" for x in ("KILL", "HUP", "USR1", "INT")},
     },

@@ -19,6 +19,7 @@ MOMENTS = {
     "step": ("runs.guards", "Guards", "note"),
     "save": ("storage.checkpoint", "Checkpoints", "save"),
     "evaluation": ("training.trainer", "Trainer", "evaluate"),
+    "writer": ("reporting.report", "Report", "training"),
     "end": ("reporting.report", "Report", "finish"),
 }
 ONCE = ("compile", "end", "import")

@@ -1,6 +1,7 @@
 """The table of cases: each has a test that exists."""
 
 import ast
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ TESTS = [test for group in CASES.values() for test in group.values()]
 
 def test_it_has_105_cases():
     assert len(TESTS) == 105, {name: len(group) for name, group in CASES.items()}
+
+
+def test_each_has_a_test_of_its_own():
+    for first, second in itertools.permutations(TESTS, 2):
+        assert not second.startswith(first)
 
 
 @pytest.mark.parametrize("test", sorted({test.split("[")[0] for test in TESTS}))

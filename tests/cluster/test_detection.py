@@ -116,6 +116,14 @@ def test_cards_that_do_not_go_round_are_named():
         own_cards({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 0, 2)
 
 
+@pytest.mark.parametrize(("local", "size"), [(0, 0), (2, 2), (0, -1)])
+def test_a_place_on_a_node_that_cannot_be_is_one_sentence(local, size):
+    places = {"OMPI_COMM_WORLD_LOCAL_RANK": local, "OMPI_COMM_WORLD_LOCAL_SIZE": size}
+    environ = MPI | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(ConfigError, match=f"it is process {local} of {size} on its"):
+        detect(environ | {k: str(x) for k, x in places.items()})
+
+
 def test_a_process_of_mpirun_knows_its_place():
     found = detect(MPI)
     assert found.address.startswith("10.96.0.1:") and found[2:] == (4, 2, None)

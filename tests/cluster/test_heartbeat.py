@@ -156,6 +156,18 @@ def test_a_line_that_is_no_heartbeats_counts_as_a_lost_process(other, line, inde
     assert len(errors) < 3_000
 
 
+def test_beats_of_a_helper_alone_are_no_line_without_an_end(other):
+    """As in hours in which Python's lock is held."""
+    process, link = other()
+    link.settimeout(10)
+    link.sendall(b" " * 300_000)
+    time.sleep(0.5)
+    assert process.poll() is None
+    link.sendall(json.dumps({"left": "no file", "code": 64}).encode() + b"\n")
+    code, errors = ended(process)
+    assert code == 64 and "process 0 on here ended at" in errors
+
+
 def test_a_line_without_an_end_takes_no_memory(other):
     process, link = other("time.sleep(60)")
     before = resident(process)

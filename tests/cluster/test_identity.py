@@ -1,6 +1,7 @@
 """Processes of one start know each other; whoever else comes ends and joins nothing."""
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from haiku_template.cluster import identity, meet, rendezvous
+from haiku_template.cluster import identity, meet, relay, rendezvous
 from haiku_template.errors import ConfigError, DeviceError
 from tests.cluster.test_rendezvous import close
 
@@ -107,6 +108,58 @@ def test_idle_connections_hold_no_start(tmp_path, address):
         assert time.monotonic() - begun < identity.HELLO_SECONDS
 
 
+def greeted(address):
+    """A stranger for whom there is a thread, once there is one."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        link = connect(address)
+        with contextlib.suppress(ConnectionError):
+            identity.read(link, 5)
+            return link
+        link.close()
+        time.sleep(0.01)
+    raise AssertionError("there is no room for one more")
+
+
+@pytest.fixture
+def room_for_two():
+    """Threads for two strangers alone; those of earlier tests have ended."""
+    for _ in range(identity.MOST_STRANGERS):
+        assert identity._UNKNOWN.acquire(timeout=20)
+    identity._UNKNOWN.release(2)
+    yield
+    identity._UNKNOWN.release(identity.MOST_STRANGERS - 2)
+
+
+def test_strangers_who_are_gone_make_room(tmp_path, address, monkeypatch, room_for_two):
+    monkeypatch.setattr(identity, "HELLO_SECONDS", 50.0)
+    with waiting(address, 2, tmp_path, 20.0) as first:
+        for _ in range(5):
+            greeted(address).close()
+        with greeted(address), greeted(address), connect(address) as third:
+            assert third.recv(1) == b""  # There are no more threads for it.
+        assert come(address, 2, 1, tmp_path, 20.0) is None
+        assert first.result() is None
+
+
+def test_the_relay_takes_no_stranger_to_jaxs_service(tmp_path, address):
+    path, start = str(tmp_path / "jax"), identity.Start("0" * 32, b"key")
+    host, port = address.split(":")
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(path)
+        service.listen()
+        service.settimeout(0.5)
+        server = socket.create_server((host, int(port)))
+        with server, connect(address) as stranger:
+            welcome = functools.partial(relay.serve, path, start)
+            identity.admit(server, start, welcome)
+            identity.read(stranger, 5)
+            identity.send(stranger, FORGED | {"jax": True})
+            assert stranger.recv(1) == b""
+        with pytest.raises(TimeoutError):
+            service.accept()
+
+
 def test_the_key_is_the_users_alone_and_is_gone_after(tmp_path, address):
     workdir = tmp_path / "runs" / "new"
     with waiting(address, 2, workdir) as first:
@@ -136,6 +189,7 @@ def test_a_workdir_that_is_not_shared_is_said_by_both(
 ):
     """Also by one that waits longer than process 0."""
     monkeypatch.setattr(rendezvous, "SHARED_SECONDS", seconds)
+    (tmp_path / "b").mkdir()  # As of an earlier run on that host.
     with waiting(address, 2, tmp_path / "a", 1.0) as first:
         second = come(address, 2, 1, tmp_path / "b", 1.5)
         for error in (first.result(), second):
@@ -143,7 +197,7 @@ def test_a_workdir_that_is_not_shared_is_said_by_both(
             assert "a workdir must be on a disk that all processes share" in str(error)
         assert "missing: process 1; process 1 came and did not" in str(first.result())
         assert f"--workdir={tmp_path / 'b'} here" in str(second)
-    assert not any(tmp_path.iterdir())
+    assert [*tmp_path.rglob("*")] == [tmp_path / "b"]
 
 
 def test_a_workdir_that_is_seen_late_is_shared(tmp_path, address, monkeypatch):
@@ -161,6 +215,7 @@ def test_a_workdir_that_is_seen_late_is_shared(tmp_path, address, monkeypatch):
 def test_two_runs_at_one_port_tell_each_other_apart(tmp_path, address, monkeypatch):
     monkeypatch.setattr(rendezvous, "SHARED_SECONDS", 0.5)
     a, b = tmp_path / "a", tmp_path / "b"
+    b.mkdir()  # It has run before.
     with waiting(address, 2, a) as first:
         assert "another run may use it" in str(come(address, 2, 0, b))
         assert "each run needs a port of its own" in str(come(address, 2, 1, b))
@@ -195,6 +250,37 @@ def test_words_of_another_process_command_no_terminal(tmp_path, address, facts):
     assert all("differ in jax" in str(x) and str(x).isprintable() for x in told)
 
 
+def test_words_of_process_0_command_no_terminal_of_another(tmp_path, address):
+    with ThreadPoolExecutor(1) as pool:
+        facts = {"jax": "1\x1b[2J"}
+        first = pool.submit(come, address, 2, 0, tmp_path, 5.0, facts)
+        told = come(address, 2, 1, tmp_path, facts={"jax": "1"})
+        assert "differ in jax" in str(first.result())
+    assert "differ in jax: 1?[2J in process 0" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (rendezvous._name, "process 1 on node?[2J"),
+        (lambda hello: hello["host"], "node\x1b[2J"),
+    ],
+)
+def test_names_of_hosts_command_no_terminal(
+    tmp_path, address, monkeypatch, names, named
+):
+    """Also if process 0 has other code, which sends its own as it is."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node\x1b[2J")
+    monkeypatch.setattr(rendezvous, "_name", names)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(meet, address, 2, i, {}, 5.0, tmp_path) for i in (0, 1)]
+        meetings = [each.result() for each in both]
+    ((first,), (second,)) = (meeting.peers for meeting in meetings)
+    for meeting in meetings:
+        close(meeting)
+    assert first.name == named and second.name.endswith("node?[2J")
+
+
 @pytest.mark.parametrize(
     ("told", "refused"), [(None, "127.0.0.3"), ("127.0.0.3:{}", "127.0.0.2")]
 )
@@ -226,13 +312,21 @@ def test_a_name_that_is_a_loopback_here_means_all_interfaces(address, monkeypatc
     assert rendezvous._places("127.0.1.1", port) == [(place[0], place[4])]
 
 
-@pytest.mark.parametrize("line", [b"[" * 100_000 + b"\n", b"x" * 200_000, b"[]\n"])
-def test_a_line_has_a_limit(line):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"x" * 200_000, "a line without an end"),
+        (b"[" * 100_000 + b"\n", "a line without an end"),
+        (b"[" * 60_000 + b"\n", "a line of brackets"),
+        (b"[]\n", "a line that is no object"),
+    ],
+)
+def test_a_line_has_a_limit(line, words):
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         pool.submit(ours.sendall, line)
-        with pytest.raises((ValueError, OSError)):
-            identity.read(theirs, 1.0)
+        with pytest.raises(ValueError, match=words):
+            identity.read(theirs, 5.0)
         theirs.close()
 
 

@@ -1,7 +1,11 @@
 """The image's files, read; no container engine runs them here."""
 
 import configparser
+import hashlib
 import re
+import subprocess
+import sys
+import zipfile
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,6 +25,47 @@ def test_each_line_is_a_version_with_its_hashes():
     rest = re.sub(rf"^[\w.-]+==[\w.]+{HASHES}", "", LOCK, flags=re.M)
     assert all(line.startswith("#") for line in rest.splitlines())
     assert "//" not in LOCK  # The same files, wherever they are fetched from.
+
+
+def wheel(folder, text):
+    """Makes a wheel of one module; returns its SHA-256."""
+    file, info = folder / "one-1.0-py3-none-any.whl", "one-1.0.dist-info"
+    files = {
+        "one.py": text,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr(
+            f"{info}/RECORD", "".join(f"{name},,\n" for name in [*files, "RECORD"])
+        )
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tampered", [False, True])
+def test_a_wheel_with_another_hash_is_not_installed_as_the_image_installs(
+    tmp_path, tampered
+):
+    """C48: offline, by the options of the image's own line."""
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"one==1.0 \\\n    --hash=sha256:{wheel(tmp_path, 'x = 1')}\n")
+    if tampered:
+        wheel(tmp_path, "x = 2")
+    (line,) = re.findall(r"^RUN pip (install) (--require-hashes) (\S+) ", IMAGE, re.M)
+    offline = ["--no-index", f"--find-links={tmp_path}", f"--target={tmp_path / 'to'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *line, str(lock), *offline],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) is not tampered, done.stderr
+    assert (tmp_path / "to/one.py").exists() is not tampered
+    assert ("DO NOT MATCH THE HASHES" in done.stderr) is tampered
 
 
 ASKED = [
@@ -47,6 +92,7 @@ def test_the_image_has_what_the_lock_was_made_for():
     assert re.search(r"^FROM \$BASE$", IMAGE, re.M) and "BASE=python@sha256:" in IMAGE
     assert f"--python-version {python} " in LOCK
     assert "pip install --require-hashes --requirement launch/requirements" in IMAGE
+    assert re.search(r"^RUN pip install .* \. \\\n    && pip check$", IMAGE, re.M)
     for line in re.findall(r"^COPY (.+) \S+$", IMAGE, re.M):
         assert all((ROOT / name).exists() for name in line.split())
 

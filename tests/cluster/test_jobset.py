@@ -124,6 +124,11 @@ def test_it_asks_for_what_an_admin_asks_of_it():
     for container in (TRAIN, *POD["initContainers"]):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert not container["securityContext"]["allowPrivilegeEscalation"]
+    variables = environ(TRAIN, 0)
+    assert variables["NCCL_DEBUG"] == "WARN" and "NCCL_SOCKET_IFNAME" in variables
+    mounts = {each["name"]: each["mountPath"] for each in TRAIN["volumeMounts"]}
+    cache = variables["JAX_COMPILATION_CACHE_DIR"]
+    assert cache.startswith(f"{mounts['runs']}/")  # Of all nodes.
     assert {each["key"] for each in POD["tolerations"]} == {"nvidia.com/gpu"}
     assert SET["spec"]["ttlSecondsAfterFinished"] > 0
     assert "kueue.x-k8s.io/queue-name" in SET["metadata"]["labels"]

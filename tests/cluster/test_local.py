@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -196,6 +198,32 @@ def test_starts_that_save_nothing_new_are_not_repeated(tmp_path, saves, tries):
     assert code == 69 and len(starts(tmp_path)) == tries, said
     words = "not started again: 3 starts in a row saved nothing new"
     assert (words in said) == (tries == 3)
+
+
+def test_restarts_are_counted_by_the_hour_of_a_clock_that_nobody_sets(
+    tmp_path, monkeypatch, capsys
+):
+    """C46: two an hour are fewer than three, and one more a second later is not."""
+    now, pauses, steps = [0.0], [], iter(range(99))
+    clocks = {"monotonic": lambda: now[0], "time": lambda: -now[0]}
+    monkeypatch.setattr(local, "time", types.SimpleNamespace(**clocks))
+    monkeypatch.setattr(local, "start", lambda *_: None)
+    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(local, "newest_step", lambda _: next(steps))
+
+    def wait(_):
+        now[0] += 1500 if now[0] < 9 * 1500 else 1
+        return 0, 69
+
+    class Event(threading.Event):
+        def wait(self, seconds):
+            pauses.append(seconds)
+
+    monkeypatch.setattr(local, "wait", wait)
+    monkeypatch.setattr(local, "threading", types.SimpleNamespace(Event=Event))
+    assert local.run(["x"], [None], 3) == 69
+    assert pauses == [1] * 9 and now[0] == 9 * 1500 + 1
+    assert "not started again: --restarts=3 within an hour" in capsys.readouterr().err
 
 
 CARDS = """

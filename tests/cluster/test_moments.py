@@ -74,6 +74,7 @@ def test_one_is_told_to_end_while_the_other_is_killed(tmp_path, address):
         ("data", "os._exit(0)", None, (69, 0)),
         ("compile", "raise ValueError('the model')", "ValueError: the model", (69, 1)),
         ("evaluation", "raise KeyError('x')", "KeyError: 'x'", (69, 1)),
+        ("writer", "raise RuntimeError('tracker')", "RuntimeError: tracker", (69, 1)),
         ("step", "raise LookupError('hook')", "LookupError: hook", (69, 1)),
         ("step", "sys.exit(0)", "SystemExit: 0", (69, 0)),
     ],

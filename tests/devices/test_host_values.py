@@ -53,3 +53,9 @@ def test_numbers_of_the_host_are_fetched_and_given_to_init(devices):
     np.testing.assert_array_equal(fetched["b"], np.arange(3))
     np.testing.assert_array_equal(made["b"], [0, 2, 4])
     devices.check(made)
+
+
+def test_a_text_is_not_fetched(devices):
+    words = "holds 'a', a str, and devices compute with numbers alone"
+    with pytest.raises(PlacementError, match=words):
+        devices.fetch({"a": "a"})

@@ -2,10 +2,13 @@
 
 import ast
 import contextlib
+import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from haiku_template import bounded
 from haiku_template.config import of_run
 from haiku_template.errors import ConfigError
+from haiku_template.storage import workdir
 from tests.runs import ROOT
 from tests.storage.test_workdir import run
 
@@ -84,6 +88,85 @@ def test_each_file_of_a_workdir_may_be_anything(tmp_path, kind, capfd):
     capfd.readouterr()
 
 
+# In a process of its own: an audit hook stays.
+HOSTILE = """
+import io, json, os, pickle, sys, zipfile
+from pathlib import Path
+import numpy as np
+from haiku_template.storage import Checkpoints
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+def saved(save, *args, **options):
+    file = io.BytesIO()
+    save(file, *args, **options)
+    return file.getvalue()
+
+def archive(file):
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.writestr("a.npy", bytes(2**26))
+
+contents = {
+    "a pickle": pickle.dumps(Code()),
+    "an array of objects": saved(np.save, np.array([Code()]), allow_pickle=True),
+    "a bomb": saved(archive),
+    "a long list": json.dumps({str(i): 0 for i in range(100_000)}).encode(),
+    "paths": json.dumps({name: {"form": name, "files": {name: 1}} for name in (
+        "../../../pwned", os.path.abspath("pwned"), "files")}).encode(),
+    "a key twice": b'{"run": "a", "run": "b", "step": 4, "step": 2, "leaves": {}}',
+}
+step, heard, results = Path(sys.argv[1], "checkpoints/4"), [], {}
+
+def hook(event, args):
+    runs = event.startswith(("pickle.", "os.system", "os.exec", "os.spawn", "os.fork"))
+    opens = event == "open" and "pwned" in str(args[0])
+    if runs or opens or event in ("subprocess.Popen", "os.posix_spawn"):
+        heard.append((event, str(args)[:200]))
+
+with Checkpoints(step.parent) as checkpoints:
+    checkpoints.verify(4)  # Imports what it needs.
+    sys.addaudithook(hook)
+    for file in sorted(x for x in step.rglob("*") if x.is_file()):
+        before = file.read_bytes()
+        for kind, content in contents.items():
+            file.write_bytes(content)
+            name = f"{file.relative_to(step)}, {kind}"
+            try:
+                checkpoints.verify(4)
+                results[name] = "without effect"
+            except Exception as error:
+                results[name] = ("refused" if hasattr(error, "exit_code") else
+                                 f"{type(error).__name__} {error}")
+        file.write_bytes(before)
+    checkpoints.verify(4)
+print(json.dumps([heard, results]))
+"""
+
+
+@pytest.mark.slow
+def test_hostile_files_in_a_checkpoint_run_no_code(tmp_path):
+    """C38: what others may put there is refused, or nothing reads it."""
+    run(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    heard, results = json.loads(done.stdout.splitlines()[-1])
+    assert not heard and not (tmp_path / "pwned").exists()
+    assert {*results.values()} == {"refused", "without effect"}
+    unread = [name.split(", ")[0] for name, x in results.items() if x != "refused"]
+    # Of the second the ids alone are read, if there are any.
+    possible = {"commit_success.txt", "_CHECKPOINT_METADATA", "metrics"}
+    assert {Path(name).name for name in unread} == possible
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_config_may_be_anything(tmp_path, kind):
     DAMAGE[kind](tmp_path / "config.json")
@@ -100,6 +183,18 @@ def test_a_regular_file_is_read_up_to_a_size(tmp_path, kind):
     assert bounded.contents(tmp_path / "b", 9) == b"x" * 9
     with pytest.raises(ValueError, match="more than 8 bytes"):
         bounded.contents(tmp_path / "b", 8)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path, kind):
+    """As `.lock` is, which both who runs and who asks open."""
+    DAMAGE[kind](tmp_path / workdir.LOCK)
+    with within(10, 300):
+        with pytest.raises(OSError, match="is no regular file"):
+            bounded.opened(tmp_path / workdir.LOCK)
+        assert not workdir.is_locked(tmp_path)
+        with pytest.raises(ConfigError, match="cannot be"), workdir.locked(tmp_path):
+            pass
 
 
 def test_json_is_parsed_to_a_depth():

@@ -67,21 +67,23 @@ def test_a_save_compiles_nothing(tmp_path, four_devices, caplog):
     assert checkpoints.steps == [1] and "Compiling" not in caplog.text
 
 
-def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path):
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_save_is_of_its_step_although_the_state_is_donated_on(tmp_path, count):
+    """C42: all of it, bit for bit."""
     trainer = made()
     devices = trainer.devices
     state = trainer.init()
     expected = {}
-    with Checkpoints(tmp_path, keep_last=20) as checkpoints:
-        for step in range(1, 11):
+    with Checkpoints(tmp_path, keep_last=count) as checkpoints:
+        for step in range(1, count + 1):
             batch = devices.shard(DATA.train.batch(step))
             state, _ = trainer.step(state, batch)
-            expected[step] = devices.fetch(state.params)
+            expected[step] = devices.fetch(state.saved())
             checkpoints.save(step, state.saved(), None)
         abstract = trainer.abstract.saved()
-        for step, params in expected.items():
-            restored = checkpoints.restore(step, abstract)["params"]
-            jax.tree.map(np.testing.assert_array_equal, params, restored)
+        for step, saved in expected.items():
+            restored = checkpoints.restore(step, abstract)
+            jax.tree.map(np.testing.assert_array_equal, saved, restored)
 
 
 def test_shares_are_saved_as_they_are_although_the_state_is_donated_on(

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -11,6 +13,7 @@ import pytest
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import Tensor
 from haiku_template.storage import trees
+from tests.runs import ROOT
 
 TREE = {"lin": {"w": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.ones(2)}}
 
@@ -95,3 +98,36 @@ def test_chunks_that_are_larger_than_their_array_are_refused(tmp_path, saved, ch
     (copy / file).write_text(json.dumps(layout | {"chunks": chunks}))
     with pytest.raises(ConfigError, match=r"lin.w of shape \[3, 2\] has chunks of"):
         read(copy)
+
+
+READS = "import pathlib, sys\nfrom tests.storage.test_damaged_trees import read\n"
+READS += "read(pathlib.Path(sys.argv[1]))"
+
+
+def rows_of_two_billions(file):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chunks": [2**31, 8]}))
+
+
+def pipe_in_its_place(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "damage", [rows_of_two_billions, pipe_in_its_place], ids=["chunks", "pipe"]
+)
+def test_a_damaged_tree_ends_no_process_and_hangs_none(tmp_path, damage):
+    """In a process of its own, which TensorStore would end for want of memory."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "tree", TREE)
+    damage(tmp_path / "tree" / "lin.w" / ".zarray")
+    done = subprocess.run(
+        [sys.executable, "-c", READS, str(tmp_path / "tree")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ConfigError: the Orbax tree in" in done.stderr

@@ -190,14 +190,27 @@ def test_some_of_each_kind_of_damage(tmp_path, monkeypatch):
     assert counts[2] > 5 and counts[4] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["replicated", "sharded"])
-def test_no_damage_is_restored_wrong_and_all_fall_back(tmp_path, request, layout):
+def layout_and_every(layout, every, *marks):
+    return pytest.param(layout, every, id=f"{layout}-{every}", marks=marks)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "layout, every",
+    [
+        layout_and_every("replicated", 3, pytest.mark.slow),
+        layout_and_every("sharded", 6, pytest.mark.slow),
+        layout_and_every("replicated", 1, pytest.mark.long),
+        layout_and_every("sharded", 1, pytest.mark.long),
+    ],
+)
+def test_no_damage_is_restored_wrong_and_all_fall_back(
+    tmp_path, request, layout, every
+):
     """C07, C08: 200 bits by size, 10 in each small file, and all other damages."""
-    place, shapes, every = on_host, state_of("a", 2), 1
-    if layout == "sharded":  # All of them passed, too, which takes as long again.
+    place, shapes = on_host, state_of("a", 2)
+    if layout == "sharded":
         place, shapes = sharded(request.getfixturevalue("four_devices"))
-        every = 3
     counts = tried(tmp_path, place, shapes, 200, 10, every)
     assert counts[2] > 300 / every
 
@@ -273,9 +286,16 @@ class Disk:
                 copy.touch()
 
 
-def test_a_power_cut_loses_at_most_the_newest_step(tmp_path, monkeypatch):
+@pytest.mark.slow(but="replicated")
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_a_power_cut_loses_at_most_the_newest_step(
+    tmp_path, monkeypatch, request, layout
+):
     """At each moment between two operations of Python's, with one step kept."""
     folder, images = tmp_path / "run", []
+    place, shapes = on_host, state_of("a", 1)
+    if layout == "sharded":
+        place, shapes = sharded(request.getfixturevalue("four_devices"))
 
     def cut():
         images.append((tmp_path / str(len(images)), current[0] - 1))
@@ -295,7 +315,7 @@ def test_a_power_cut_loses_at_most_the_newest_step(tmp_path, monkeypatch):
         for step in (1, 2, 3):
             checkpoints.wait()
             current[0] = step
-            checkpoints.save(step, state_of("a", step), METRICS)
+            checkpoints.save(step, place(state_of("a", step)), METRICS)
     assert len(images) > 30
     monkeypatch.undo()
     lost = 0
@@ -305,7 +325,7 @@ def test_a_power_cut_loses_at_most_the_newest_step(tmp_path, monkeypatch):
                 continue
             (step, _), state, _ = newest_whole(
                 [(step, 0) for step in checkpoints.steps],
-                lambda copy, c=checkpoints: c.restore(copy[0], state_of("a", 1)),
+                lambda copy, c=checkpoints: c.restore(copy[0], shapes),
             )
             assert bits(state) == bits(state_of("a", step)) and step >= durable, image
             lost += step == durable

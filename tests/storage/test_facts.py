@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import DamagedError
 from haiku_template.runs import resume
 from haiku_template.storage import manifest as manifests
@@ -58,6 +59,19 @@ def test_what_changed_in_the_environment_is_one_line(tmp_path, caplog, monkeypat
     assert "flags.XLA_FLAGS: '--xla_cpu_enable_fast_math=true' there, " in line
     caplog.clear()
     run(tmp_path, 8)
+    assert not warnings(caplog)
+
+
+def test_another_number_of_devices_is_in_that_line(tmp_path, caplog):
+    """C06: a run of one device, resumed on two."""
+    run(tmp_path)
+    two = made().experiment.trainer(DeviceManager.create("cpu", num_devices=2))
+    train(two, num_steps=6, workdir=tmp_path, log_every=1, save_every=2)
+    (line,) = warnings(caplog)
+    assert line.startswith("this run's environment changed: ") and "\n" not in line
+    assert line.endswith("; num_devices: 1 there, 2 now")
+    caplog.clear()
+    train(two, num_steps=8, workdir=tmp_path, log_every=1, save_every=2)
     assert not warnings(caplog)
 
 

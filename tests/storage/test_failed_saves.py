@@ -113,6 +113,27 @@ def test_a_failed_save_is_a_sentence_and_the_next_one_is_made(
     assert "Traceback" not in caplog.text + "".join(capfd.readouterr())
 
 
+def test_what_comes_back_after_a_failed_save_is_removed_again(tmp_path, monkeypatch):
+    """C11: TensorStore's threads may make the folders again that were removed."""
+    removed, rmtree = [], shutil.rmtree
+
+    def remove(path, *args, **kwargs):
+        rmtree(path, *args, **kwargs)
+        if "checkpoint-tmp" in os.fspath(path) and not removed:
+            removed.append(threading.Timer(0.05, os.makedirs, [f"{path}/state/d"]))
+            removed[0].start()
+
+    fault = pytest.raises(StorageError, match="step 2 could not be saved")
+    with fault, Checkpoints(tmp_path, max_failed_saves=3) as checkpoints:
+        save(checkpoints, 1)
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        with small_files(1000):
+            save(checkpoints, 2)
+            checkpoints.wait()
+    removed[0].join()
+    assert os.listdir(tmp_path) == ["1"]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_last_save_is_tried_again_before_it_is_an_error(
     tmp_path, caplog, retries, monkeypatch, first

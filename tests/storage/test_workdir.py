@@ -23,6 +23,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.models import mlp
+from haiku_template.params import flatten
 from haiku_template.reporting import display
 from haiku_template.runs import train
 from haiku_template.storage import manifest as manifests
@@ -288,12 +289,34 @@ def test_a_folder_without_its_commit_file_is_no_checkpoint(tmp_path, caplog, ins
     run(tmp_path)
     for name in ["", *inside]:
         (tmp_path / "checkpoints/5" / name).mkdir()
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:  # Who only reads.
+        assert checkpoints.steps == [2, 4]
     assert int(run(tmp_path).state.step) == 4  # "A run does not go back", it was.
     assert "5 has no commit_success.txt, so it is no checkpoint" in caplog.text
     (tmp_path / "checkpoints/6").mkdir()
     assert int(run(tmp_path, 6, keep_last=9).state.step) == 6
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.steps == [2, 4, 6]
+
+
+def test_what_lies_among_the_checkpoints_changes_nothing(tmp_path, caplog):
+    """C10: an empty folder, a foreign one, what a save left, a link, and a file."""
+    run(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "5").mkdir()
+    (checkpoints / "foo").mkdir()
+    (checkpoints / "foo/notes.txt").write_text("mine")
+    (checkpoints / "9.orbax-checkpoint-tmp-3/state").mkdir(parents=True)
+    (checkpoints / "7").write_text("a file")
+    (checkpoints / "6").symlink_to("4")
+    assert int(run(tmp_path, 8).state.step) == 8
+    assert "goes on from step 4" in caplog.text  # And not from 6, which is none.
+    with Checkpoints(checkpoints) as reader:
+        assert reader.steps == [6, 8] and not (checkpoints / "6").is_symlink()
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names >= {"foo", "6.damaged"} and not names & {"5", "7"}
+    assert (checkpoints / "foo/notes.txt").read_text() == "mine"
+    assert not list(checkpoints.glob("*orbax-checkpoint-tmp*"))
 
 
 @pytest.mark.parametrize("whose", ["its own", "another run's"])
@@ -531,3 +554,23 @@ def test_a_forked_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path):
 
 def test_a_forked_worker_ends_when_it_is_told_and_outlives_ctrl_c(tmp_path):
     assert worker_run(tmp_path, "stop")[1:] == [str(int(signal.SIGTERM))]
+
+
+@pytest.mark.parametrize("kind", ["link", "copy", "other name"])
+def test_what_is_named_beyond_the_last_step_and_is_another_is_set_aside(
+    tmp_path, caplog, kind
+):
+    expected = flatten(run(tmp_path).state.params)
+    checkpoints = tmp_path / "checkpoints"
+    if kind == "link":
+        (checkpoints / "9").symlink_to("4")
+    elif kind == "copy":
+        shutil.copytree(checkpoints / "4", checkpoints / "9")
+    else:
+        (checkpoints / "4").rename(checkpoints / "9")
+    params = flatten(run(tmp_path).state.params)
+    assert "9.damaged now, and the run goes on from step" in caplog.text
+    assert sorted(x.name for x in checkpoints.iterdir()) == ["2", "4", "9.damaged"]
+    assert params.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(params[name], value), name

@@ -1,9 +1,9 @@
 """A device whose memory is full after all: XLA's own error, in a real run."""
 
+import json
 import re
 
-from haiku_template.errors import MAY_RESTART, MemoryFullError
-from haiku_template.runs.exhausted import is_exhausted
+from haiku_template.errors import MAY_RESTART, MemoryFullError, is_exhausted
 from tests.runs import ROOT, run_command
 
 # 16 TiB for a batch of 128, 8 MiB for a micro-batch of one.
@@ -43,6 +43,8 @@ def test_a_run_without_memory_says_what_was_there_and_what_would_fit(tmp_path):
     assert ".params['mlp/~/linear_0']['w']" in done.stdout
     (count,) = re.findall(r"--config\.accumulate_steps=(\d+) would need \d", words)
     assert 128 % int(count) == 0 and int(count) > 1
+    rows = (tmp_path / "run/goodput.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["code"] == MemoryFullError.exit_code
 
 
 def test_other_errors_are_left_as_they_are():

@@ -559,7 +559,7 @@ def test_a_metric_that_is_not_measured_is_named_before_step_0(tmp_path, asked):
 
 def test_a_run_does_not_go_back(tmp_path):
     train(made(), num_steps=4, workdir=tmp_path)
-    with pytest.raises(ConfigError, match="checkpoint of step 4, and num_steps is 2"):
+    with pytest.raises(ConfigError, match="is at step 4, and num_steps is 2"):
         train(made(), num_steps=2, workdir=tmp_path)
 
 

@@ -168,21 +168,20 @@ def test_without_a_record_there_is_nothing_to_go_back_from(finished):
 
 
 class Poisoned:
-    """A NaN in the pixels of step 7."""
+    """A NaN in the pixels of some steps, which count from 1."""
 
-    def __init__(self, dataset):
-        self.dataset = dataset
+    def __init__(self, dataset, steps):
+        self.dataset, self.steps = dataset, steps
 
     def batch(self, step):
         batch = self.dataset.batch(step)
-        return batch | {
-            "inputs": np.float32(np.nan if step == 6 else 1) * batch["inputs"]
-        }
+        factor = np.float32(np.nan if step + 1 in self.steps else 1)
+        return batch | {"inputs": factor * batch["inputs"]}
 
 
 def poisoned(spec):
     data = load(spec)
-    return data._replace(train=Poisoned(data.train), evaluation=None)
+    return data._replace(train=Poisoned(data.train, [7]), evaluation=None)
 
 
 def test_the_command_goes_back(tmp_path, one_device):
@@ -200,3 +199,46 @@ def test_the_command_goes_back(tmp_path, one_device):
     for _ in range(2):
         start.run(*run, rewind="auto")
         assert left_out(tmp_path) == [7] and steps(tmp_path)[-1] == 12
+
+
+BAD_DIGITS = 40, 120, 121, 230
+
+
+def spoilt(spec):
+    data = load(spec)
+    return data._replace(train=Poisoned(data.train, BAD_DIGITS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["skipped", "left out"])
+def test_without_some_batches_a_run_ends_within_noise_of_a_clean_one(
+    tmp_path, one_device, way
+):
+    """C21, C23: its test loss is nearer than those of other seeds are."""
+
+    def loss(name, seed=0, steps=(), **changes):
+        config = digits.get_config()
+        config.seed, config.num_steps, config.eval_every = seed, 300, 300
+        config.save_every, config.keep_last = 25, 20
+        with config.unlocked():
+            config.update(changes)
+        workdir = tmp_path / name
+        if steps:
+            with pytest.raises(NonFiniteError):
+                start.run(config, one_device, str(workdir))
+            go_back(workdir, ",".join(map(str, steps)))
+        start.run(config, one_device, str(workdir))
+        rows = read(workdir / "metrics.jsonl")
+        (value,) = [row["eval/loss"] for row in rows if "eval/loss" in row]
+        return value, sum(row.get("train/skipped_steps", 0) for row in rows[-2:])
+
+    clean = [loss(f"clean{seed}", seed)[0] for seed in range(5)]
+    changes = {"data": {"name": f"{__name__}:spoilt"}}
+    if way == "skipped":
+        value, skipped = loss(way, max_consecutive_nonfinite=3, **changes)
+        assert skipped == len(BAD_DIGITS)
+    else:
+        value, _ = loss(way, steps=BAD_DIGITS, **changes)
+        assert left_out(tmp_path / way) == list(BAD_DIGITS)
+    assert value != clean[0]
+    assert abs(value - clean[0]) < np.std(clean, ddof=1)

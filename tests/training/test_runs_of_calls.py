@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.devices import DeviceManager
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.params import flatten
@@ -44,11 +45,19 @@ def made(devices, kind, count):
     ).trainer(devices)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize(
+    "num_devices, kind",
+    [
+        pytest.param(1, "gpt", marks=pytest.mark.slow),
+        pytest.param(4, "lora", marks=pytest.mark.slow),
+        pytest.param(1, "lora", marks=pytest.mark.long),
+        pytest.param(4, "gpt", marks=pytest.mark.long),
+    ],
+)
 def test_a_language_model_is_the_same_however_many_steps_a_call_has(
-    tmp_path, devices, kind, optimized
+    tmp_path, num_devices, kind, optimized
 ):
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
     first = jax.device_get(made(devices, kind, 1).init().params)
     states = [
         train(
