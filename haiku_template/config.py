@@ -21,7 +21,7 @@ from ml_collections import config_dict
 from haiku_template.bounded import parse, read_json
 from haiku_template.errors import MEANT, ConfigError, near
 from haiku_template.registry import check_name
-from haiku_template.trust import check_files
+from haiku_template.trust import check_files, warn_once
 
 # Keys with a name, `module:function` perhaps, and that function's own keys; and the
 # names in the tables of `models`, `data` and `training.tasks`, which import JAX.
@@ -238,8 +238,11 @@ def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
             "training starts from it with --config.init_from"
         )
     check(saved)
-    for key, name in code_names(saved).items():
-        check_files(key, name, workdir, trust)
+    names = code_names(saved).items()
+    files = [x for key, name in names for x in check_files(key, name, workdir, trust)]
+    if files:
+        names = ", ".join(dict.fromkeys(map(str, files)))
+        warn_once("%s names code, which is run: %s", workdir, names)
     return saved
 
 
@@ -275,12 +278,13 @@ def check(config: config_dict.ConfigDict) -> None:
     expected = default_config()
     _check_keys(config, expected, "")
     for key, names in NAMED.items():
-        check_name(key, config[key].name, names)
+        if config[key].name not in names:
+            check_name(key, config[key].name, names)
     values, defaults = flatten(config.to_dict()), flatten(expected.to_dict())
     for keys, possible, text in RANGES:
         for key in keys.split():
             value, none = values.get(key), "None, or " * (defaults[key] is None)
-            if value is not None and not possible(value):
+            if value not in (None, defaults[key]) and not possible(value):
                 raise ConfigError(f"config.{key}={value}; possible is {none}{text}")
 
 

@@ -1,8 +1,8 @@
 """Frozen parameters in 8 or 4 bits, made array by array, and used in full precision.
 
-`int8` is symmetric, with a scale for each output (the last axis) of each matrix. `nf4`
-is that of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): blocks of 64 numbers of a row
-with a scale each, every number the nearest of 16, two to a byte.
+`int8` is symmetric, with a scale for each 64 inputs of each output (the last axis), or
+for all if 64 does not divide them. `nf4` is QLoRA's (arXiv:2305.14314): 64 numbers of a
+row have a scale, and each is the nearest of 16, two to a byte.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ NF4 = (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int8(Form):
-    """Values [..., I, O] of 8 bits, and their scales [..., 1, O]."""
+class Int8(Form):  # Why: docs/decisions/finetuning.md#int8
+    """Values [..., I, O] of 8 bits, and their scales [..., I / 64 or 1, O]."""
 
     values: Any
     scale: Any
@@ -37,15 +37,18 @@ class Int8(Form):
     def store(cls, array: Any) -> "Int8":
         """Quantizes an array of NumPy's or of JAX's, [..., I, O]."""
         np_ = _numpy_of(array)
-        array = array.astype(np.float32)
-        scale = np_.max(np_.abs(array), axis=-2, keepdims=True) / np.float32(127)
-        values = np_.round(array / np_.where(scale > 0, scale, 1))
-        return cls(values.astype(np.int8), scale)
+        *stack, inputs, outputs = array.shape
+        block = inputs if inputs % BLOCK else BLOCK
+        blocks = array.astype(np.float32).reshape(*stack, -1, block, outputs)
+        scale = np_.max(np_.abs(blocks), axis=-2) / np.float32(127)
+        values = np_.round(blocks / np_.where(scale > 0, scale, 1)[..., None, :])
+        return cls(values.astype(np.int8).reshape(array.shape), scale)
 
     def use(self, dtype: Any, zero: Any = 0) -> jax.Array:
         """Makes the array that a model uses."""
         values, scale = use(self.values, None), use(self.scale, None) + zero
-        return (values * scale).astype(dtype)
+        blocks = values.reshape(*scale.shape[:-1], -1, scale.shape[-1])
+        return (blocks * scale[..., None, :]).reshape(values.shape).astype(dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -96,8 +96,10 @@ def attend(
     implementation = "xla"
     if (mask is None or lengths is not None) and hardware is not ANY:
         implementation = choose(attention, hardware, dtype, query.shape[-1], tokens)
-    if dtype == jnp.float16 and hardware.platform != "gpu":
-        # JAX would ask for float16 products added up in float32, which GPUs alone have.
+    # JAX asks for products added up in float32, which CPUs have not of float16.
+    is_gpu, number = hardware.platform == "gpu", _number(hardware.capability)
+    lacks = not is_gpu or (number is not None and number < LEAST_CAPABILITY)
+    if lacks and dtype == (jnp.bfloat16 if is_gpu else jnp.float16):
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     if segments is not None and implementation == "xla":
         return _attend_in_blocks(query, key, value, segments).astype(dtype)

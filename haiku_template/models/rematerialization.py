@@ -9,7 +9,7 @@ from typing import Any
 import haiku as hk
 import jax
 
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import matching, ordered
 
 SHOWN = 20  # Names in a message.
@@ -120,11 +120,10 @@ def _fitting(pattern: str, names: Collection[str]) -> set[str]:
 def _check_fits(pattern: str, names: Collection[str]) -> None:
     if not _fitting(pattern, names):
         outer = sorted(names, key=lambda name: name.count("/"))
-        end = f" and {len(outer) - SHOWN} more" if len(outer) > SHOWN else ""
         raise ConfigError(
             f"config.model.remat: the pattern {pattern!r} fits none of the "
             f"{len(outer)} modules that the model calls{near(pattern, outer)}; they "
-            f"are {', '.join(outer[:SHOWN])}{end}"
+            f"are {some(outer, SHOWN)}"
         )
 
 

@@ -67,7 +67,7 @@ class Budget(NamedTuple):
       limit: bytes available; None where JAX cannot tell.
       process: on the CPU, bytes that this process has already; None if unknown.
       num_devices: they share the host's memory on the CPU.
-      saved: of `opt_state`, by the key of `config.optimizer` that leaves them out.
+      moments: shapes of `opt_state`.
       outside: with --target only: cuDNN workspaces that XLA's buffer assignment leaves
         out, plus a 10 % margin.
       evaluation_peak: with --target only: state, batch and temporaries of an
@@ -92,7 +92,7 @@ class Budget(NamedTuple):
     limit: int | None
     process: int | None
     num_devices: int
-    saved: dict[str, int]
+    moments: Any
     outside: int = 0
     evaluation_peak: int = 0
     card: int | None = None
@@ -115,6 +115,17 @@ class Budget(NamedTuple):
         """Largest of all peaks, the step's with the batches that wait."""
         step = self.step_peak + self.waiting
         return max(step, self.init_peak, self.evaluation_peak, self.matmul)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Bytes of `opt_state` that its settings leave out, by the setting."""
+        leaves = jax.tree.leaves(self.moments)
+        floats = [
+            x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        ]
+        narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
+        sharded = tree_bytes(self.moments) - device_bytes(self.moments)
+        return {k: n for k, n in (("mu_dtype", narrow), ("sharding", sharded)) if n}
 
     def table(self) -> Table:
         """Tabulates the budget, one row for each part."""
@@ -150,7 +161,8 @@ def memory_budget(
     """
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
-    _check_state(state, limit or host_memory())
+    if device_bytes(state) > (memory := limit or host_memory()):
+        raise ConfigError(_too_large(state, memory))
     largest = trainer.feed.host_shapes()[0]
     compiled = trainer.lower(largest).compile()
     # On several devices the program, and so its analysis, is one device's.
@@ -173,7 +185,7 @@ def memory_budget(
         limit=limit,
         process=process_bytes() if devices.platform == "cpu" else None,
         num_devices=len(devices.devices),
-        saved=_saved(state.opt_state),
+        moments=state.opt_state,
         card=devices.unified and devices.card_memory(),
     )
     if trainer.experiment.exact_elastic is not None:
@@ -202,23 +214,12 @@ def _of_shares(trainer: Trainer, budget: Budget, analysis: Any) -> Budget:
     return budget._replace(temporaries=temporaries, step_peak=step_peak)
 
 
-def _check_state(state: TrainState, memory: int) -> None:
-    size = device_bytes(state)
-    if size > memory:
-        raise ConfigError(
-            f"the state of a run is {in_units(size)} on each device and there are "
-            f"{in_units(memory)}; its largest arrays are {_largest(state)}; no "
-            "accumulate_steps is enough for a model of this size"
-        )
-
-
-def _saved(opt_state: Any) -> dict[str, int]:
-    """Bytes that settings of the moments save, by the setting."""
-    leaves = jax.tree.leaves(opt_state)
-    floats = [x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
-    narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
-    sharded = tree_bytes(opt_state) - device_bytes(opt_state)
-    return {k: n for k, n in (("mu_dtype", narrow), ("sharding", sharded)) if n}
+def _too_large(state: TrainState, memory: int) -> str:
+    return (
+        f"the state of a run is {in_units(device_bytes(state))} on each device and "
+        f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; no "
+        "accumulate_steps is enough for a model of this size"
+    )
 
 
 def _largest(state: TrainState) -> str:
@@ -416,16 +417,13 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
 
 def settle(trainer: Trainer, workdir: Path, limit: int | None = None) -> Trainer:
     """Decides what is left to a run in `workdir`: where data lives, steps per call."""
-    return choose_steps_per_call(place_data(trainer, limit), workdir, limit)
+    if trainer.experiment.placement == "auto":
+        trainer = staged_if_it_fits(trainer, limit)
+    return choose_steps_per_call(trainer, workdir, limit)
 
 
-def place_data(trainer: Trainer, limit: int | None = None) -> Trainer:
-    """Stages the training data of `placement="auto"` on the devices if it fits."""
-    is_auto = trainer.experiment.placement == "auto"
-    return _staged_if_it_fits(trainer, limit) if is_auto else trainer
-
-
-def _staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
+def staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
+    """Stages the training data on the devices if it fits them."""
     experiment, devices = trainer.experiment, trainer.devices
     limit = devices.memory_limit() if limit is None else limit
     reason = why_not_staged(experiment.data.train)

@@ -48,11 +48,9 @@ def check_before_start(
             f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
             "if __name__ == '__main__':"
         )
-    train, size = (
-        without_workers(trainer.experiment.data.train),
-        trainer.feed.batch_size,
-    )
-    if isinstance(train, ArrayDataset) and (rows := len(train.inputs)) < size:
+    train = without_workers(trainer.experiment.data.train)
+    size = trainer.feed.batch_size
+    if isinstance(train, ArrayDataset) and (rows := train.num_examples) < size:
         logger.warning(
             f"a batch has {size} examples and the training set {rows}, so that some "
             f"are in a batch several times; give a batch_size of {rows} or less"

@@ -135,8 +135,7 @@ def _of_temporaries(
         changes = base.changes | changes
         budget = memory_budget(build(changes), base.limit, starts=False)
         budget = budget._replace(
-            init_peak=base.budget.init_peak,
-            evaluation_peak=base.budget.evaluation_peak,
+            init_peak=base.budget.init_peak, evaluation_peak=base.budget.evaluation_peak
         )
         return Candidate(changes, budget.peak, budget, base.limit)
 

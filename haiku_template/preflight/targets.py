@@ -86,7 +86,8 @@ def target_devices(
     if size is None or number < 1:
         lacks = "device_memory_size: BYTES" if size is None else "one GPU or more"
         raise ConfigError(f"--target={text} is no target: {lacks} is needed")
-    check_share(memory_fraction)
+    if memory_fraction is not None:
+        check_share(memory_fraction)
     unified = gpu_memory and parse_memory(gpu_memory)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import npz
 from haiku_template.pretrained.reading import load
@@ -189,11 +189,7 @@ def _say_fresh(
     fresh = [path for path in paths if _fits(path, patterns)]
     if fresh:
         text = "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
-        _say_once(text, source, len(fresh), len(paths), _some(fresh))
-
-
-def _some(names: Collection[str]) -> str:
-    return ", ".join([*names][:SHOWN]) + ", ..." * (len(names) > SHOWN)
+        _say_once(text, source, len(fresh), len(paths), some(fresh, SHOWN))
 
 
 def _is_state(path: str) -> bool:
@@ -209,7 +205,7 @@ def _fits(path: str, patterns: Iterable[str]) -> bool:
 def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
     for pattern in patterns:
         if not any(_fits(path, [pattern]) for path in paths):
-            guess = near(pattern, paths) or f"; they are {_some(paths)}"
+            guess = near(pattern, paths) or f"; they are {some(paths, SHOWN)}"
             raise ConfigError(
                 f"config.finetuning.{key}: the pattern {pattern!r} fits none of the "
                 f"{len(paths)} that there are{guess}"

@@ -4,6 +4,7 @@ Headers are read first; values only when asked for, a few megabytes at a time.
 """
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ def read_headers(source: Path) -> dict[str, Tensor]:
         return {tensor.name: tensor for tensor in _read_header(located)}
     places = read_index(located)["weight_map"]
     files = [located.parent / name for name in dict.fromkeys(places.values())]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:
         raise ConfigError(
             f"{located} names {len(files)} files, and of these {', '.join(missing)} "

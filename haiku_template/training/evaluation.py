@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import ahead, count_batches
+from haiku_template.data import ahead
 from haiku_template.devices import (
     DeviceManager,
     check_host_batch,
@@ -21,7 +21,7 @@ from haiku_template.devices import (
     pad_rows,
     sum_over,
 )
-from haiku_template.errors import PlacementError
+from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.training.feed import Prefetcher
@@ -91,9 +91,15 @@ def placed_inputs(
 def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
     """Rows of a padded batch: a multiple of n, of the devices; 0 unless `pads`.
 
-    Raises `PlacementError` if it may not be padded and does not shard evenly.
+    Raises `PlacementError` if it may not be padded and does not shard evenly, and
+    `ConfigError` for a set without batches.
     """
-    count_batches(dataset)
+    if dataset.num_batches < 1:
+        raise ConfigError(
+            f"the evaluation set, a {type(dataset).__name__}, has num_batches="
+            f"{dataset.num_batches}, and metrics are of one batch at least; give it "
+            "examples, or train without: Data(evaluation=None)"
+        )
     rows = num_rows(dataset.batch(0))
     if pads or n == 1:
         return -(-rows // n) * n * pads

@@ -17,7 +17,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
 from haiku_template.models.forms import FORMS, in_form, own_keys
-from haiku_template.registry import check_keys, make, module, resolve
+from haiku_template.registry import check_keys, make, resolve, users_module
 from haiku_template.training import step
 from haiku_template.training.optimizers import Schedule, make_optimization
 from haiku_template.training.tasks import FACTS, TASKS, Task, as_task, facts_of
@@ -34,7 +34,7 @@ PLACED = {
     "steps_per_call",
     "skips",
 }
-STEP = ("make_gradients", "make_update")  # Functions of a module of `config.step`.
+STEP = ("forward", "make_gradients", "make_update")  # Of a module of `config.step`.
 # Keys of a config that are fields of an experiment.
 SAME = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
 SAME += ("steps_per_call", "exact_elastic")
@@ -146,7 +146,8 @@ class Experiment:
         task = make_task(config)
         values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
         optimizer, schedule = make_optimization(config.num_steps, **values)
-        family = family_of(config.model.name)
+        function = resolve("model", config.model.name, MODELS)
+        family = getattr(function, "family", None)
         finetuning, source = tuning.Finetuning(), None
         tuned = config.finetuning != default_config().finetuning
         if tuned or config.init_from is not None:
@@ -154,7 +155,7 @@ class Experiment:
             source = tuning.open_source(config.init_from, family, devices, finetuning)
         data = make_data(config, *devices.processes[:2])
         keys = model_keys(config)
-        function = resolve("model", keys.pop("name"), MODELS)
+        del keys["name"]
         if data.vocab_size:
             check_vocabulary(function, data.vocab_size, keys.get("vocab_size"))
         moments = (SHARDED_MOMENTS,) if config.optimizer.get("shard_moments") else ()
@@ -175,7 +176,9 @@ class Experiment:
             flops_per_token=flops,
             finetuning=finetuning,
             init_from=source,
-            steps=module("step", config.step, step, "forward", *STEP),
+            steps=step
+            if config.step is None
+            else users_module("step", config.step, *STEP),
         )
         described = to_dict(config), experiment
         return dataclasses.replace(experiment, described=described)

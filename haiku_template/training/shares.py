@@ -38,7 +38,6 @@ def check_exact(experiment: "Experiment", devices: DeviceManager, rows: int) -> 
         "config.reduce_dtype": experiment.reduce_dtype is not None,
         "config.steps_per_call above 1": (experiment.steps_per_call or 1) > 1,
         "--target": devices.memory is not None,
-        "several processes": devices.processes.count > 1,
     }
     if cause := next((cause for cause, is_so in causes.items() if is_so), None):
         raise ConfigError(f"{name} does not go together with {cause}; leave one out")

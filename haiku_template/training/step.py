@@ -110,6 +110,9 @@ def share_gradients(
     recipe: Recipe, state: TrainState, frozen: hk.Params, rng: jax.Array, batch: Batch
 ) -> Graded:
     """Gradients of a share's scaled loss; its net_state, scalars and mean weight."""
+    if recipe.accumulate_steps > 1:
+        one = functools.partial(share_gradients, recipe._replace(accumulate_steps=1))
+        return _accumulate(one, recipe, state, frozen, rng, batch)
     scale = recipe.precision.loss_scale(state.loss_scale)
 
     def loss(
@@ -129,10 +132,7 @@ def share_gradients(
         scalars = divide(sums, weight)  # Why: docs/decisions/training.md#averages
         return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
-    gradient = functools.partial(jax.grad(loss, has_aux=True), state.params)
-    if recipe.accumulate_steps == 1:
-        return gradient(state.net_state, rng, batch)
-    return _accumulate(gradient, state.net_state, rng, batch, recipe)
+    return jax.grad(loss, has_aux=True)(state.params, state.net_state, rng, batch)
 
 
 def make_update(recipe: Recipe) -> Update:
@@ -186,10 +186,11 @@ def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
 
 def _accumulate(
     gradient: Callable[..., Graded],
-    net_state: hk.State,
+    recipe: Recipe,
+    state: TrainState,
+    frozen: hk.Params,
     rng: jax.Array,
     batch: Batch,
-    recipe: Recipe,
 ) -> Graded:
     """Gradient accumulation: averages gradients and scalars over micro-batches.
 
@@ -203,17 +204,23 @@ def _accumulate(
 
     def add(carry: Any, micro_batch: Any) -> tuple[Any, None]:
         net_state, total = carry
-        grads, (net_state, scalars, weight) = gradient(net_state, *micro_batch)
+        trees = state.params, frozen, micro_batch
+        if recipe.has_forms and recipe.axis_name is not None:
+            # Else XLA may gather shares before the loop, and hold all of them whole.
+            trees = jax.lax.optimization_barrier(trees)
+        params, fixed, (rng, batch) = trees
+        current = state._replace(params=params, net_state=net_state)
+        grads, (net_state, scalars, weight) = gradient(current, fixed, rng, batch)
         if weight is not None:
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
         return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
     last = jax.tree.map(lambda x: x[-1], micro_batches)
-    grads, (_, *averages) = jax.eval_shape(gradient, net_state, *last)
+    grads, (_, *averages) = jax.eval_shape(gradient, state, frozen, *last)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *averages))
     if recipe.axis_name is not None:
         micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
-    carry, _ = jax.lax.scan(add, (net_state, zeros), micro_batches)
+    carry, _ = jax.lax.scan(add, (state.net_state, zeros), micro_batches)
     if recipe.axis_name is not None:
         # After the loop, so that all-reduces run beside its backward pass.
         # Why: docs/decisions/training.md#last-micro-batch

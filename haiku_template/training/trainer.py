@@ -103,7 +103,7 @@ class Trainer:
         is_whole = devices.axis_name is None or experiment.step is not None
         self.specs = None if is_whole else self.layout.shares(self.abstract)
         if self.recipe.plan.frozen or self.specs is not None:
-            self.recipe = _with_forms(self.recipe)
+            self.recipe = _with_forms(self.recipe, has_shares=self.specs is not None)
         functions = self.functions(devices.axis_name)
         gradients, specs = self._on_shares(functions.gradients, TrainState.arguments)
         if specs is not None:
@@ -413,11 +413,13 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     )
 
 
-def _with_forms(recipe: Recipe) -> Recipe:
+def _with_forms(recipe: Recipe, has_shares: bool) -> Recipe:
     """Makes a recipe whose parameters may be stored in other forms than are used."""
     model, dtype = recipe.model, recipe.precision.policy.compute_dtype
     if model is not None:
-        model = model._replace(apply=stored.using(model.apply, dtype))
+        # Frozen parameters would get gradients, too.
+        in_order = has_shares and not recipe.plan.frozen
+        model = model._replace(apply=stored.using(model.apply, dtype, in_order))
     return recipe._replace(model=model, has_forms=True)
 
 

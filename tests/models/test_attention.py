@@ -1,5 +1,6 @@
 """Which implementation of attention is chosen, by data: no GPU is needed."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -112,6 +113,24 @@ def test_a_program_asks_for_the_attention_of_the_devices_that_it_is_compiled_for
     assert set(traced) <= {("cudnn", "bfloat16"), ("xla", "float32")}
     with pytest.raises(ConfigError, match="cannot be had: .* the model in float32"):
         lower(make_gpt(tmp_path, devices))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "computed"),
+    [
+        (TURING, "bfloat16", "float32"),
+        (TURING, "float16", "float16"),
+        (AMPERE, "bfloat16", "bfloat16"),
+        (AMD, "bfloat16", "bfloat16"),
+    ],
+)
+def test_xla_is_asked_for_products_that_a_card_has(
+    monkeypatch, traced, hardware, dtype, computed
+):
+    monkeypatch.setattr(Hardware, "current", lambda: hardware)
+    inputs = jnp.zeros((3, 2, 5, 2, 8), dtype)
+    assert jax.eval_shape(functools.partial(attend, "xla"), *inputs).dtype == dtype
+    assert traced == [("xla", computed)]
 
 
 def test_cudnn_on_a_cpu_is_refused_when_the_step_is_traced(tmp_path, one_device):

@@ -115,6 +115,15 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(devices):
     )
 
 
+def test_in_training_nothing_keeps_norms_apart(one_device):
+    """The flag that the package sets does; a barrier is for exported programs."""
+    trainer = made(one_device, "bfloat16")
+    state, batch = trainer.init(), one_device.shard(DATA.train.batch(0))
+    step = trainer.functions().step
+    program = str(jax.make_jaxpr(step)(state.without_frozen(), {}, batch))
+    assert "rsqrt" in program and "optimization_barrier" not in program
+
+
 def test_no_layer_class_is_changed_for_others(one_device):
     trainer = made(one_device, "bfloat16")
     state = trainer.init()

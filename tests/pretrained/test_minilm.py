@@ -7,10 +7,14 @@ import hashlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from haiku_template import stored
+from haiku_template.finetuning import Finetuning, Lora, make_plan
+from haiku_template.params import flatten, unflatten
 from haiku_text.data import Tokenizer
 from haiku_text.huggingface import describe, restore
 from haiku_text.models import bert
@@ -41,3 +45,11 @@ def test_sentence_vectors_agree_with_those_of_transformers(references, devices):
     difference = np.abs(vectors - expected["vectors"]).max()
     print(f"largest difference of {vectors.size} numbers: {difference:.2g}")
     assert difference < 1e-4
+
+    plan = make_plan(Finetuning(lora=Lora(rank=0), base_dtype="int8"), params)
+    forms = {k: plan.store(k, x) for k, x in flatten(devices.fetch(params)).items()}
+    apply = stored.using(model.apply, jnp.float32)
+    rounded = apply(unflatten(forms), None, batch, False)
+    error = np.linalg.norm(rounded - vectors) / np.linalg.norm(vectors)
+    print(f"in int8 they are {error:.2%} off")
+    assert 0 < error < 0.025  # Why: docs/decisions/finetuning.md#int8

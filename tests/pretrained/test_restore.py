@@ -253,6 +253,15 @@ def test_an_index_names_only_its_own_folder(copy_of, one_device, unread, name):
         restore(folder, init, RULES, one_device)
 
 
+def test_a_name_in_an_index_may_be_one_that_no_file_can_have(
+    copy_of, one_device, unread
+):
+    name = "9" * 300
+    folder = change_index(copy_of("gpt2"), lambda x: x["weight_map"].update(a=name))
+    with refuses(f"of these {name} cannot be found"):
+        restore(folder, init, RULES, one_device)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', "[" * 9999])
 def test_a_damaged_index_is_refused(tmp_path, one_device, unread, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -5,8 +5,10 @@ Tried by hand, each fails with: `attention="xla"` in the config (attention),
 float32 (products).
 """
 
+import collections
 import dataclasses
 import json
+import re
 
 import haiku as hk
 import jax
@@ -22,15 +24,28 @@ from configs import (
     finetune_gpt2_lora,
     finetune_text_classifier,
     gpt2_124m,
+    gpt_bytes,
 )
-from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template import stored
+from haiku_template.data import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
+    Split,
+    from_split,
+)
+from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import Finetuning, Lora
 from haiku_template.models import remat
 from haiku_template.preflight.budget import check_budget, memory_budget
 from haiku_template.preflight.program import parse, read_program
 from haiku_template.preflight.targets import CARDS, target_devices
 from haiku_template.reporting.display import in_units
 from haiku_template.training import Experiment, regression
+from haiku_text.models import gpt as gpt_model
+from haiku_text.tasks import language_model
 from tests.runs import run_command
 
 pytestmark = pytest.mark.target
@@ -124,6 +139,11 @@ def of_lines(config, lines, context):
     return config
 
 
+def instructions(made):
+    computations, entry = parse(made.text)
+    return computations[entry]
+
+
 def pairs(made, size):
     """Dtypes of arrays of pairs of tokens, and those that kernels of XLA's make.
 
@@ -213,6 +233,138 @@ def test_a_run_that_does_not_fit_is_told_what_does(tokens):
     trainer = Experiment.from_config(gpt2(tokens, **changes), devices).trainer(devices)
     with pytest.raises(ConfigError, match="accumulate_steps=2 would fit with 4"):
         check_budget(trainer)
+
+
+def test_half_precision_is_compiled_for_cards_that_have_no_bfloat16():
+    """XLA alone would end: JAX asks for products of bfloat16, added up in float32."""
+    config = gpt_bytes.get_config()
+    config.precision, config.model.num_layers = "bfloat16", 1
+    products = compiled(config, "t4").program.products
+    assert set(products) == {"f32 x f32 to f32"}
+
+
+SHARDED = {"model.num_layers": 4, "model.remat": True, "sharding": (("*", "data"),)}
+SHARDED |= {"batch_size": 16, "accumulate_steps": 1}
+WIDTH = 768
+
+
+VIEWS = ("bitcast", "opt-barrier", "get-tuple-element")
+
+
+def spans(body):
+    """Arrays of a run: who makes them, their elements, first and last place in it."""
+    places = {i.name: n for n, i in enumerate(body)}
+    users = collections.defaultdict(list)
+    for i in body:
+        for name in i.operands:
+            users[name].append(i)
+
+    def last(array):
+        return max(
+            [places[array.name]]
+            + [last(i) if i.op in VIEWS else places[i.name] for i in users[array.name]]
+        )
+
+    for i in body:
+        parts = [x for x in users[i.name] if x.op == "get-tuple-element"]
+        for array in parts or [i] * (i.op not in VIEWS):
+            yield i.op, array.shapes[-1][1], places[i.name], last(array)
+
+
+@pytest.fixture(scope="session")
+def sharded_gpt(tokens):
+    return compiled(gpt2(tokens, **SHARDED), "h100x8")
+
+
+def test_a_block_is_gathered_in_each_pass_and_its_gradient_is_scattered_once(
+    sharded_gpt,
+):
+    """As XLA combines them; matrices of no more than two blocks are whole at a time."""
+    made, gathers = sharded_gpt, ("all-gather", "all-gather-done")
+    matrices = [WIDTH * WIDTH * n for n in (1, 3, 4, 4)]
+    gathered = [x for op, *x in spans(instructions(made)) if op in gathers]
+    gathered = [x for x in gathered if x[0] in matrices]
+    counts = collections.Counter(size for size, *_ in gathered)
+    assert counts == {k: 2 * 4 * matrices.count(k) for k in matrices}
+    alive = [sum(n for n, a, b in gathered if a <= k <= b) for _, k, _ in gathered]
+    assert max(alive) <= 2 * sum(matrices)
+    scatters = [
+        i for i in instructions(made) if re.match("reduce-scatter(-start)?$", i.op)
+    ]
+    blocks = 4 * len(matrices)
+    assert sum(len(i.operands) for i in scatters) == blocks + 2  # Tokens and positions.
+    assert sum(made.program.all_reduces) < 4 * min(matrices)  # Of vectors alone.
+
+
+def test_what_a_block_computed_again_is_gone_before_the_next_one_does(sharded_gpt):
+    """Without an order of gradients, inputs of all four blocks wait for them."""
+    hidden = 4 * WIDTH * 2 * 1024  # Of an MLP, in a device's two windows.
+    body = instructions(sharded_gpt)
+    alive = [(a, b) for _, size, a, b in spans(body) if size == hidden]
+    assert len(alive) >= 4
+    assert max(sum(a <= k <= b for a, b in alive) for k, _ in alive) <= 4
+
+
+def test_gpt2_1558m_is_refused_by_eight_cards_of_24_gb_and_their_shares_fit(tokens):
+    """By the state alone; the whole program, of minutes, is in docs/fit.md."""
+    changes = {"model.preset": "1558M", "model.remat": True}
+    changes |= {"batch_size": 64, "accumulate_steps": 1}
+    devices = target_devices("rtx4090x8")
+    whole, shares = (
+        Experiment.from_config(gpt2(tokens, **changes, **rules), devices)
+        for rules in ({}, {"sharding": (("*", "data"),)})
+    )
+    with pytest.raises(ConfigError, match="is 17.41 GiB on each device .* 16.76 GiB"):
+        check_budget(whole.trainer(devices))
+    state = shares.trainer(devices).abstract
+    assert device_bytes(state) == pytest.approx(tree_bytes(state) / 8, rel=1e-3)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "preset, cards, windows, most",
+    [("355M", "h100x8", 32, 2.3), ("1558M", "rtx4090x8", 64, 6)],
+)
+def test_shares_of_a_published_size_fit_as_compiled(
+    tokens, preset, cards, windows, most
+):
+    """GiB on each card; 72 s of a processor, and some minutes, for XLA's plan."""
+    changes = SHARDED | {"model.preset": preset, "batch_size": windows}
+    del changes["model.num_layers"]
+    devices = target_devices(cards)
+    trainer = Experiment.from_config(gpt2(tokens, **changes), devices).trainer(devices)
+    budget = memory_budget(trainer)
+    assert device_bytes(trainer.abstract) < budget.peak < most * GIB
+
+
+def test_a_lora_step_has_one_layer_s_adapted_matrices_at_a_time(monkeypatch):
+    """Merged before `apply`, as they were once, those of all layers exist together."""
+    layers, width = 24, 256
+    sizes = {"width": width, "num_layers": layers, "num_heads": 4, "context": 128}
+    tokens = np.zeros((4, 128), np.int32)
+    batches, spec = EvaluationSet(tokens, tokens, 4), BatchSpec(4)
+    data = Data(ArrayDataset(tokens, tokens, spec), batches, 64)
+    lora = Lora(rank=4, patterns=("*/qkv/w", "*/projection/w", "*/up/w", "*/down/w"))
+
+    def merging(apply, dtype, in_order):
+        return lambda params, *args: apply(stored.used(params, dtype), *args)
+
+    temporaries = []
+    for using in (stored.using, merging):
+        monkeypatch.setattr(stored, "using", using)
+        trainer = Experiment(
+            model=gpt_model(
+                num_outputs=64, axis_name=None, dropout=0.0, remat=True, **sizes
+            ),
+            task=language_model,
+            data=data,
+            optimizer=optax.adam(1e-3),
+            finetuning=Finetuning(lora=lora),
+        ).trainer(target_devices("h100"))
+        made = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        temporaries.append(made.memory_analysis().temp_size_in_bytes)
+    of_a_layer = 4 * (3 + 1 + 4 + 4) * width**2
+    assert temporaries[1] - temporaries[0] >= (layers - 1) * of_a_layer
 
 
 class Block(hk.Module):

@@ -89,10 +89,13 @@ OPTIONS = {
 
 
 QUICK = "dropout"
+MARKS = dict.fromkeys(("staged", "resnet"), pytest.mark.slow)
+MARKS |= dict.fromkeys(("weights", "float16"), pytest.mark.long)
 
 
-@pytest.mark.slow(but=QUICK)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIONS]
+)
 def test_runs_on_any_devices_have_the_same_bits(tmp_path, name):
     results = {}
     most = OPTIONS[name].get("shares", 8)
@@ -111,6 +114,16 @@ def test_devices_change_in_the_middle_of_a_run(tmp_path):
     assert digest(moved.state.saved()) == digest(still.state.saved())
     moved, still = (lines(tmp_path / name, "train/loss") for name in ("moved", "still"))
     assert moved == still and len(moved) == 9
+
+
+def test_by_default_devices_change_within_rounding(tmp_path):
+    """C05: 50 steps on 8, 2, 1 and 8 devices, next to those on one."""
+    for stop, n in ((15, 8), (25, 2), (35, 1), (50, 8)):
+        trainer = made(n, shares=None)
+        moved = train(trainer, num_steps=stop, workdir=tmp_path / "moved").state
+    still = train(made(1, shares=None), num_steps=50, workdir=tmp_path / "still").state
+    for x, y in zip(*map(jax.tree.leaves, (moved.params, still.params)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
 def test_it_is_the_mean_of_the_shares(tmp_path):
@@ -202,8 +215,13 @@ def test_a_script_without_a_number_of_threads_is_warned(tmp_path, monkeypatch, c
     assert "write export PJRT_NPROC=8 before a run of exact_elastic=8," in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits_resnet", "gpt_bytes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("digits_resnet", marks=pytest.mark.slow),
+        pytest.param("gpt_bytes", marks=pytest.mark.long),
+    ],
+)
 def test_a_command_on_8_2_1_and_8_devices_has_the_bits_of_one_that_stays(
     tmp_path, name
 ):

@@ -177,6 +177,24 @@ def test_a_rematerialized_block_gathers_again_and_keeps_nothing_whole():
     assert not re.search(rf"f32\[{WIDTH},{WIDTH}\]\S* all-reduce\(", text)
 
 
+@pytest.mark.parametrize("forward", [plain, rematerialized], ids=lambda f: f.__name__)
+def test_micro_batches_gather_anew_and_hold_nothing_whole_between(forward):
+    """Else XLA's CPU compiler would gather once, before the loop over them."""
+    options = {"model": model_of(forward), "accumulate_steps": 3}
+    trainer, _, _ = losses(4, 1, sharding=ALL, **options)
+    matrix, computation, places = rf"f32\[{WIDTH},{WIDTH}\]", "", {}
+    for line in program_of(trainer).splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            computation = line.split()[0]
+        if re.search(rf"{matrix}\S* all-gather\(", line):
+            places[computation] = places.get(computation, 0) + 1
+        assert not (" while(" in line and re.search(matrix, line))
+    passes = {2} if forward is plain else {2, 4}  # Some XLA computes nothing again.
+    assert len(places) == 2  # In the loop, and after it.
+    assert len({*places.values()}) == 1 and {*places.values()} <= passes
+    assert "ENTRY" in places
+
+
 def test_one_device_has_the_program_without_a_layout():
     programs = []
     for rules in ((), ALL):
@@ -205,7 +223,10 @@ def test_arguments_are_a_share_of_the_state():
 
 
 @pytest.mark.slow
-def test_a_resnet_with_norms_over_the_batch():
+def test_a_resnet_with_norms_over_the_batch(monkeypatch):
+    # An input of a ReLU that is zero but for rounding made one norm of forty differ by
+    # 5e-5, and in another set of images all later losses by 1e-5.
+    monkeypatch.setattr(jax.nn, "relu", jax.nn.gelu)
     images = RNG.normal(size=(48, 8, 8, 3)).astype(np.float32)
     parts = {
         "model": resnet(num_outputs=4, axis_name="data", channels=(32, 64), blocks=1),
@@ -214,7 +235,7 @@ def test_a_resnet_with_norms_over_the_batch():
     }
     _, _, found = losses(4, sharding=ALL, **parts)
     _, _, replicated = losses(4, **parts)
-    np.testing.assert_allclose(found, replicated, rtol=1e-5)
+    np.testing.assert_allclose(found, replicated, rtol=2e-6)
     parts["model"] = resnet(num_outputs=4, axis_name=None, channels=(32, 64), blocks=1)
     _, _, expected = losses(1, **parts)
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=2e-6)

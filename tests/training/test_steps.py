@@ -1,5 +1,8 @@
 """Properties of one step, on one device and on four."""
 
+import re
+from collections import Counter
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,10 @@ from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
+from haiku_template.runs import train
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer, make_schedule
-from haiku_template.training.state import Recipe, split_seed
+from haiku_template.training.state import Recipe, TrainState, split_seed
 from haiku_template.training.step import _accumulate
 from tests.runs import run_steps
 
@@ -105,16 +109,17 @@ def test_micro_batches_are_added_up_in_order_on_any_number_of_devices(
     # From the last to the first they would not add up to 4.
     batch = {"x": jnp.float32([1e8, -1e8, 3.0, 1.0]), "place": jnp.arange(4)}
     recipe = Recipe(*(None,) * 5, axis_name=axis_name, accumulate_steps=4)
+    state = TrainState(*(None,) * len(TrainState._fields))
 
-    def gradient(net_state, rng, batch):
-        net_state = {"seen": 10 * net_state["seen"] + batch["place"][0]}
+    def gradient(state, frozen, rng, batch):
+        net_state = {"seen": 10 * state.net_state["seen"] + batch["place"][0]}
         weight = jnp.float32(1.0) if weighted else None
         draw = jax.random.uniform(rng)
         return {"w": batch["x"][0]}, (net_state, {"draw": draw}, weight)
 
     def run(batch):
-        first = {"seen": jnp.int32(0)}
-        return _accumulate(gradient, first, jax.random.key(0), batch, recipe)
+        first = state._replace(net_state={"seen": jnp.int32(0)})
+        return _accumulate(gradient, recipe, first, {}, jax.random.key(0), batch)
 
     grads, (net_state, scalars, weight) = jax.jit(run)(batch)
     assert float(grads["w"]) == 1.0 and weight == (4.0 if weighted else None)
@@ -264,6 +269,35 @@ def test_each_optimizer_lowers_the_loss_on_four_devices(four_devices, name):
     state, history = run_steps(made, 40)
     check_replicas(state)
     assert history[-1]["loss"] < 0.7 * history[0]["loss"]
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_each_start_of_a_run_compiles_its_step_once(
+    tmp_path, one_device, caplog, placement
+):
+    """C26: 100 steps of calls and epochs of other lengths, and a last batch cut off."""
+    data = DATA._replace(evaluation=EvaluationSet(INPUTS[:90], LABELS[:90], 24))
+    for stop in (100, 110):
+        made = Experiment(
+            model=mlp(3, width=16),
+            task=classification,
+            data=data,
+            optimizer=optax.sgd(0.1),
+            placement=placement,
+        ).trainer(one_device)
+        caplog.clear()
+        with jax.log_compiles():
+            train(
+                made,
+                num_steps=stop,
+                workdir=tmp_path,
+                log_every=7,
+                eval_every=30,
+                save_every=45,
+            )
+        names = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+        counts = Counter(names)
+        assert [counts[name] for name in ("train_step", "eval_step")] == [1, 1], counts
 
 
 def test_one_compilation_and_no_implicit_transfer(devices, monkeypatch):

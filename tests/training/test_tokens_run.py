@@ -1,7 +1,9 @@
 """Language models trained on token files and bytes: whole runs."""
 
 import json
+import re
 import struct
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -78,6 +80,31 @@ def test_a_file_larger_than_memory_is_trained_on_from_the_host(tmp_path, large_f
         for n in (0, MIDDLE)
     ]
     assert np.array_equal(ends, [[11, 12, 13]] * 2)
+
+
+@pytest.mark.slow
+def test_batches_of_a_file_larger_than_memory_stay_in_little(large_file):
+    """C24: 500 random batches grow a process by less than 256 MB."""
+    config = small(gpt2_124m.get_config(), path=str(large_file), vocab_size=256)
+    devices = DeviceManager.create("cpu", num_devices=1)
+    data = Experiment.from_config(config, devices).data
+    train_set = data.train
+    before, far = memory(), 0
+    for step in range(500):
+        far += int((2 * train_set.rows(step) > 2**32).sum())  # Bytes.
+        batch = train_set.batch(step)
+        assert sum(x.nbytes for x in jax.tree.leaves(batch)) == 2 * 8 * 16 * 2
+    assert far > 2000 and memory() - before < 256 * 2**20
+    last = data.evaluation.tokens
+    ends = train_set.tokens.windows(np.array([0, MIDDLE]), 3)
+    ends = [*ends, *last.windows(np.array([len(last) - 3]), 3)]
+    assert np.array_equal(ends, [[11, 12, 13]] * 3)
+
+
+def memory():
+    """Bytes of this process that are of no file."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", text)[1]) * 1024
 
 
 def test_it_cannot_be_staged_and_the_sizes_say_why(large_file):
