@@ -4,6 +4,8 @@ Imports no JAX, so that `--help` and a mistyped flag answer at once.
 """
 
 import ast
+import contextlib
+import errno
 import os
 import re
 import sys
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 # refuses both. Why: docs/decisions/training.md#none
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
+# What a path that was asked for may be, beside absent: Python raises where it looks.
+UNSEEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+OWN = tuple(str(Path(__file__).parents[1] / f"haiku_{x}") for x in ("template", "text"))
 # What others call flags; keys of a config are in `config.ALIASES`.
 OTHER_FLAGS = {
     **dict.fromkeys(("gpus", "devices"), "--num_devices=2, or --device=gpu:0,1"),
@@ -58,9 +63,7 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_float("gpu_memory_fraction", None, "Share of a card's memory for JAX.")
 flags.DEFINE_string(
-    "gpu_memory",
-    None,
-    "unified:2.0: twice a card's memory, the host's beyond it.",
+    "gpu_memory", None, "unified:2.0: twice a card's memory, the host's beyond it."
 )
 flags.DEFINE_bool("gpu_preallocate", None, "Reserve that memory at the start.")
 flags.DEFINE_string(
@@ -278,7 +281,7 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
 def _end(error: BaseException) -> None:
     """Exits with the sentence of an error and its code; returns for a defect."""
     several = cluster.is_joined()
-    error = (several and cluster.lost(error)) or error
+    error = (several and cluster.lost(error)) or _unseen(error) or error
     interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
     code = getattr(error, "exit_code", interrupted)
     if code is None:
@@ -289,12 +292,24 @@ def _end(error: BaseException) -> None:
         return
     sentence = str(error) or "interrupted before the state could be saved"
     cluster.leave("" if isinstance(error, Interrupted) else sentence, code)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # Its reader may be gone.
+        sys.stdout.flush()
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     alone = several and not isinstance(error, Interrupted)
     if alone or code == StorageError.exit_code:
         os._exit(code)  # Without waiting for threads that write.
     sys.exit(code)
+
+
+def _unseen(error: BaseException) -> ConfigError | None:
+    """Names the path that may not be looked at; None if others' code looked."""
+    stdlib = ("<frozen", sysconfig.get_path("stdlib"))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    outer = [x for x in files if "site-packages" in x or not x.startswith(stdlib)]
+    is_own = bool(outer) and outer[-1].startswith(OWN) and isinstance(error, OSError)
+    if is_own and error.errno in UNSEEN and error.filename is not None:
+        return ConfigError(f"{error.filename} cannot be used: {error.strerror}")
+    return None
 
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
@@ -317,7 +332,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     except BrokenPipeError:  # Of `--help | head`.
         raise
     except Exception as error:
-        raise ConfigError(_sentence(error, argv)) from error
+        raise _unseen(error) or ConfigError(_sentence(error, argv)) from error
 
 
 def _print_keys(argv: list[str]) -> list[str]:

@@ -215,8 +215,8 @@ def main() -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    if not arguments or not Path(arguments[0]).is_file():
-        fault = f"{arguments[0]} is no file" if arguments else "a script is needed"
+    if not arguments or not os.path.isfile(arguments[0]):
+        fault = f"{arguments[0]} cannot be read" if arguments else "a script is needed"
         usage = "python -m haiku_template.compat old_script.py ARGS"
         print(f"error: {fault}; possible is {usage}", file=sys.stderr)
         return 64

@@ -63,6 +63,11 @@ class MemoryFullError(RuntimeError):
     exit_code = 77
 
 
+def is_exhausted(error: BaseException) -> bool:
+    """True for an error of XLA's that says a device had no memory left."""
+    return "RESOURCE_EXHAUSTED" in str(error) and not hasattr(error, "exit_code")
+
+
 class StorageError(RuntimeError):
     """A checkpoint or a file that cannot be written or read."""
 
@@ -97,6 +102,12 @@ def near(
     originals = {x.casefold(): x for x in itertools.islice(names, 1000)}
     matches = difflib.get_close_matches(name.casefold(), originals, 1, cutoff)
     return template.format(originals[matches[0]]) if matches else ""
+
+
+def some(names: Iterable[str], most: int = 3, separator: str = ", ") -> str:
+    """Lists the first names, and the number of the others."""
+    first, others = (names := [*names])[:most], len(names) - most
+    return separator.join(first) + f" and {others} more" * (others > 0)
 
 
 def download(path: str | Path, kind: str = "model") -> str:

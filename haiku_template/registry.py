@@ -53,15 +53,9 @@ def check_name(key: str, name: str, table: Iterable[str]) -> str:
     return setting
 
 
-def module(
-    key: str, name: str | None, default: ModuleType, *functions: str
-) -> ModuleType:
-    """Imports a user's module, which must have these functions; or the default."""
-    # Why: docs/decisions/projects.md#ejected
-    return default if name is None else _users_module(key, name, functions)
-
-
-def _users_module(key: str, name: str, functions: Iterable[str]) -> ModuleType:
+# Why: docs/decisions/projects.md#ejected
+def users_module(key: str, name: str, *functions: str) -> ModuleType:
+    """Imports a user's module, which must have these functions."""
     setting = f"config.{key}={name!r}"
     imported = _import(name, setting)
     missing = [function for function in functions if not hasattr(imported, function)]
@@ -112,6 +106,9 @@ def check_keys(
         signature.bind(*args, **kwargs, **values)
     except TypeError as error:
         free = [k for k in [*signature.parameters][len(args) :] if k not in kwargs]
-        takes = ", ".join(free) or "no keys"
-        cause = str(error).removeprefix("inspect.Signature.bind() ")
-        raise ConfigError(f"config.{key}: {name} {cause}; it takes {takes}") from error
+        raise ConfigError(f"config.{key}: {name} {_misfit(error, free)}") from error
+
+
+def _misfit(error: TypeError, free: list[str]) -> str:
+    cause = str(error).removeprefix("inspect.Signature.bind() ")
+    return f"{cause}; it takes {', '.join(free) or 'no keys'}"

@@ -72,13 +72,14 @@ flags.DEFINE_string(
     "Go back to before steps, and on without them: 812,815:820; auto: what ended it.",
 )
 flags.adopt_module_key_flags(cli)
+NOWHERE = f"{os.devnull}/run"  # Of a dry run without a workdir: nothing is there.
 
 
 def main() -> None:
     """Checks the config, chooses the devices, and trains."""
     if FLAGS.target == "list" or "," in (FLAGS.target or ""):
         return _several_targets()
-    cli.need("config", *["workdir"] * (not FLAGS.check))
+    cli.need("config", *["workdir"] * (not (FLAGS.check or FLAGS.dry_run)))
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
     profile, limit = FLAGS.profile, FLAGS.device_memory_limit
@@ -98,7 +99,7 @@ def main() -> None:
     start.run(
         FLAGS.config,
         devices,
-        FLAGS.workdir,
+        FLAGS.workdir or NOWHERE,
         memory_limit=limit and parse_bytes(limit),
         profile=profile,
         dry_run=FLAGS.dry_run,
@@ -121,7 +122,7 @@ def _several_targets() -> None:
     from haiku_template.training import Experiment
 
     text, trainers = FLAGS.device_memory_limit, {}
-    limit, workdir = text and parse_bytes(text), Path(FLAGS.workdir or "none")
+    limit, workdir = text and parse_bytes(text), Path(FLAGS.workdir or NOWHERE)
     if FLAGS.fit != "false":
         return start.fit_targets(FLAGS.config, targets, workdir, limit)
     for name, devices in targets.items():

@@ -19,7 +19,7 @@ from typing import Any
 from haiku_template.errors import ConfigError
 
 # Once in a process: commands read a run's config before they open it.
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 FINDERS = (machinery.BuiltinImporter, machinery.FrozenImporter, machinery.PathFinder)
 OURS = (Path(__file__).parent, Path(__file__).parents[1] / "haiku_text")
 SITES = {"site-packages", "dist-packages"}
@@ -27,11 +27,13 @@ VENV = "pyvenv.cfg"  # In the folder of a virtual environment.
 WAYS = (Path.absolute, Path.resolve)  # A link may lie on either side.
 
 
-def check_files(key: str, name: str, workdir: Path, roots: Iterable[str] = ()) -> None:
-    """Asserts that importing a name runs nothing but trusted files, and logs them.
+def check_files(
+    key: str, name: str, workdir: Path, roots: Iterable[str] = ()
+) -> list[Path]:
+    """Asserts that importing a name runs nothing but trusted files, and returns them.
 
     Nothing is run here. `roots` are paths and modules that the user trusts beside the
-    current directory.
+    current directory. Files of this project are not among them.
 
     Raises:
       ConfigError: there is no such module, or a file of it is not trusted.
@@ -64,7 +66,7 @@ def check_files(key: str, name: str, workdir: Path, roots: Iterable[str] = ()) -
                 + advice
                 * (top not in sys.stdlib_module_names)
             )
-        _warn_once(f"config.{key}: {name} from {file}")
+    return [file for file in files if not _is_ours(file)]
 
 
 def check_definition(

@@ -62,8 +62,8 @@ def parse(
             f"--device={flags.device} is not understood; possible are auto, "
             "cpu, gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
         )
-    if flags.code is not None and not flags.code.exists():
-        parser.error(f"--code={flags.code} does not exist")
+    if flags.code is not None and not os.access(flags.code, os.R_OK):
+        parser.error(f"--code={flags.code} does not exist, or may not be read")
     if not 0 < flags.timeout < 86400:
         parser.error(f"--timeout={flags.timeout:g} is not a number of seconds")
     return flags
@@ -177,7 +177,10 @@ def main(
     Of a package's own command: `program` is its name, and `advice` what the package has
     in place of a general advice.
     """
-    flags = parse(argv, program)
+    try:
+        flags = parse(argv, program)
+    finally:
+        _print("")  # With the help that argparse may have printed.
     sys.stdout.reconfigure(errors="backslashreplace")  # Names of files may be bytes.
     if flags.code is not None:
         result, format_ = files.report(flags.code), files.lines
@@ -186,11 +189,16 @@ def main(
     text = json.dumps(result, indent=1) if flags.json else "\n".join(format_(result))
     for general, special in (advice or {}).items():
         text = text.replace(general, special)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # As `head` does, which has read enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _print(f"{text}\n")
     return WORKS if result["works"] else UNAVAILABLE
+
+
+def _print(text: str) -> None:
+    """Prints, unless nobody reads it: `head` does not, when it has read enough."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(number: int, _: Any) -> NoReturn:

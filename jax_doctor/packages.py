@@ -107,10 +107,11 @@ def _old_haiku(machine: Machine, facts: Facts) -> Signs:
 def _crash(machine: Machine, facts: Facts) -> Signs:
     """JAX crashes at its start, as a new CUDA plugin beside an old jaxlib makes it."""
     jaxlib = machine.version("jaxlib")
-    for name, version in _plugin_parts(machine).items():
-        if jaxlib and numbers(jaxlib) < (0, 4, 32) <= numbers(version):
-            yield Sign(f"{name} {version} with jaxlib {jaxlib}", _align(machine))
-    start = facts.failed_start(machine)
+    if jaxlib and numbers(jaxlib) < (0, 4, 32):
+        for name, version in _plugin_parts(machine).items():
+            if numbers(version) >= (0, 4, 32):
+                yield Sign(f"{name} {version} with jaxlib {jaxlib}", _align(machine))
+    start = facts.jax and facts.failed_start(machine)
     if start and start.returncode in SEGMENTATION_FAULT:
         yield "starting JAX ended in a segmentation fault"
 

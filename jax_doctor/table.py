@@ -15,7 +15,6 @@ program itself can see them: A46 and A53 (`devices.selection`), A54 and A55 (the
 verdicts of `devices.checks`).
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -155,22 +154,20 @@ STEPS: dict[str, list[Cause]] = {step: [] for step in (*BEFORE_JAX, *AFTER_JAX)}
 
 def step(name: str) -> Callable[..., Callable[[Detector], First]]:
     """Decorator of the causes of a step, which takes an id and fields of `Cause`."""
-    # Why: docs/decisions/doctor.md#causes
-    return functools.partial(_cause, STEPS[name])
 
+    def cause(id_: str, **options: Any) -> Callable[[Detector], First]:
+        def add(detector: Detector) -> First:
+            def first(machine: Machine, facts: Facts) -> str | Sign | None:
+                return next(filter(None, detector(machine, facts)), None)
 
-def _cause(
-    causes: list[Cause], id_: str, **options: Any
-) -> Callable[[Detector], First]:
-    def add(detector: Detector) -> First:
-        def first(machine: Machine, facts: Facts) -> str | Sign | None:
-            return next(filter(None, detector(machine, facts)), None)
+            title = detector.__doc__.removesuffix(".")
+            # Why: docs/decisions/doctor.md#causes
+            STEPS[name].append(Cause(id_, title, first, **options))
+            return first
 
-        title = detector.__doc__.removesuffix(".")
-        causes.append(Cause(id_, title, first, **options))
-        return first
+        return add
 
-    return add
+    return cause
 
 
 def examine(machine: Machine, facts: Facts, *steps: str) -> list[Finding]:
@@ -228,8 +225,8 @@ def check_environment(
     `auto` was asked, faults of a card are warnings.
     """
     machine, facts = machine or Machine.here(), Facts(spec)
-    findings = diagnose(machine, facts)
+    findings = examine(machine, facts, *BEFORE_JAX)
     if has_error(findings) or not driver_matters(machine, facts):
         return findings
     driver = children.probe_driver(timeout, machine.environ)
-    return diagnose(machine, facts._replace(driver=driver))
+    return examine(machine, facts._replace(driver=driver), *BEFORE_JAX)

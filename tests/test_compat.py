@@ -342,7 +342,7 @@ def test_the_command_runs_a_script_with_removed_names(scripts, first):
     ("words", "sentence"),
     [
         ([], "a script is needed; possible is python -m haiku_template.compat"),
-        (["none.py", "--a=1"], "none.py is no file; possible is"),
+        (["none.py", "--a=1"], "none.py cannot be read; possible is"),
     ],
 )
 def test_without_a_script_the_command_is_a_sentence(words, sentence):

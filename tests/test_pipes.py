@@ -12,17 +12,17 @@ from tests.test_predict import X, Y, config_of, fit
 from tests.test_signals import COMMANDS
 
 
-def unread(module, *words):
+def unread(module, *words, flag="-m"):
     """Runs a command that prints to a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, flag, module, *words],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""},
         timeout=200,
         check=False,
     )
@@ -41,6 +41,22 @@ def test_help_and_lists_end_quietly(name):
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {"train"}))
 def test_help_of_each_command_ends_quietly(name):
     assert unread(f"haiku_template.{name}", "--help").stderr == ""
+
+
+FAILING = """
+from haiku_template import cli, errors
+
+def main():
+    print("a line")
+    raise errors.ConfigError("a sentence")
+
+cli.run(main)
+"""
+
+
+def test_the_sentence_and_the_code_of_an_error_stay():
+    done = unread(FAILING, flag="-c")
+    assert (done.returncode, done.stderr) == (64, "error: a sentence\n")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from haiku_template import cli
 from haiku_template import config as configs
 from haiku_template.config import default_config
 from haiku_template.data import DATASETS
@@ -291,7 +292,8 @@ def test_the_file_that_a_saved_config_imports_is_told(tmp_path, monkeypatch, cap
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     configs.of_run(tmp_path / "run")
-    assert f"honest:model from {tmp_path / 'honest.py'}" in caplog.text
+    run, file = tmp_path / "run", tmp_path / "honest.py"
+    assert f"{run} names code, which is run: {file}\n" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -401,3 +403,40 @@ def test_the_command_is_one_that_the_hub_s_own_program_knows():
         check=False,
     )
     assert done.returncode == 0 and "Download files" in done.stdout, done.stderr
+
+
+LONG = "x" * 300  # No file system has such a name; what may not be read is alike.
+LONG_PATHS = {
+    "runs": [LONG],
+    "train config": [f"--config={LONG}.py", "--workdir=run"],
+    "train init_from": [
+        "--config=digits",
+        "--workdir=run",
+        f"--config.init_from={LONG}",
+    ],
+    "train workdir": ["--config=digits", f"--workdir={LONG}"],
+    "convert": [f"--input={LONG}.pkl", "--output=new.safetensors"],
+    "checkpoints": [f"--workdir={LONG}"],
+    "evaluate": [f"--workdir={LONG}"],
+    "predict": [f"--workdir={LONG}", "--inputs=new.npy"],
+    "compat": [f"{LONG}.py"],
+}
+
+
+@pytest.mark.slow(but="runs")
+@pytest.mark.parametrize("name", LONG_PATHS)
+def test_a_path_that_may_not_be_looked_at_is_one_sentence(tmp_path, name):
+    command, _, _ = name.partition(" ")
+    done = run_command(command, *LONG_PATHS[name], cwd=tmp_path)
+    assert_sentence(done, LONG)
+
+
+def test_a_path_that_others_code_looked_at_is_their_defect():
+    def error_of(look):
+        with pytest.raises(OSError, match="too long") as caught:
+            look()
+        return caught.value
+
+    assert cli._unseen(error_of(lambda: Path(LONG).stat())) is None
+    ours = error_of(lambda: convert(f"{LONG}.pkl", "new.safetensors"))
+    assert str(cli._unseen(ours)) == f"{LONG}.pkl cannot be used: File name too long"

@@ -32,6 +32,25 @@ decorated = functools.lru_cache(model)
 system = os.system
 class Own(Popen): pass
 """
+OWN = {
+    "__init__": "",
+    "model": "from haiku_template.models import mlp\n\n"
+    "def model(num_outputs, axis_name):\n    return mlp(num_outputs, width=4)\n",
+    "data": "from haiku_template.data import digits\n\n"
+    "def data(spec):\n    return digits(spec)\n",
+    "task": "from haiku_template.training import classification\n\n"
+    "def task(outputs, batch):\n    return classification.values(outputs, batch)\n",
+    "config": """
+from haiku_template.config import default_config
+
+def get_config():
+    config = default_config()
+    config.num_steps = 2
+    for key in ("model", "data", "task"):
+        config[key] = {"name": f"mine.{key}:{key}"}
+    return config
+""",
+}
 THEIRS = """
 import functools
 def handed(**keys): pass
@@ -83,23 +102,62 @@ COMMANDS = {
     "predict": ["--output=out.npz"],
     "export": ["--format=stablehlo", "--output=out"],
     "generate": [],
+    "verify": ["--against=nowhere:f"],
 }
-RUN = {"command": "touch ran", "cmd": "touch ran", "number": 1}
-RUN["setup"] = "import os; os.system('touch ran')"
+SETUP = "import os; os.system('touch ran')"
+RUN = {  # Keys that a function takes: with others it would not be called anyway.
+    "os:system": {"command": "touch ran"},
+    "timeit:timeit": {"setup": SETUP, "number": 1},
+    "subprocess:getoutput": {"cmd": "touch ran"},
+}
 
 
 @pytest.mark.slow(but="os:system-evaluate")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["os:system", "timeit:timeit", "subprocess:getoutput"])
+@pytest.mark.parametrize("name", RUN)
 def test_no_command_runs_what_a_config_names(tmp_path, command, name):
     for key in ("task", "optimizer")[: 2 if name == "timeit:timeit" else 1]:
-        saved(tmp_path / "run", key, name, **RUN)
+        saved(tmp_path / "run", key, name, **RUN[name])
         flags = ["--workdir=run", *COMMANDS[command]]
         done = run_command(command, *flags, cwd=tmp_path, JAX_PLATFORMS="cpu")
+        assert not (tmp_path / "ran").exists(), done.stderr
         assert done.returncode == 64, done.stderr
         assert "imported" in done.stderr
         assert "Traceback" not in done.stderr and "--trust" not in done.stderr
-        assert not (tmp_path / "ran").exists()
+
+
+def test_commands_that_run_a_config_s_code_are_all_here():
+    files = [
+        x for name in ("template", "text") for x in ROOT.glob(f"haiku_{name}/*.py")
+    ]
+    opening = {file.stem for file in files if "cli.open_run(" in file.read_text()}
+    assert opening == {*COMMANDS}
+
+
+@pytest.fixture(scope="module")
+def of_one_s_own(tmp_path_factory):
+    """A folder with a package, and a run of its config, which names three files."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine").mkdir()
+    for name, text in OWN.items():
+        (folder / "mine" / f"{name}.py").write_text(text)
+    done = run_command(
+        "train", "--config=mine/config.py", "--workdir=run", "--device=cpu", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert "names code" not in done.stderr  # One's own command line names it.
+    return folder
+
+
+@pytest.mark.slow(but="evaluate")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_says_once_whose_code_it_runs(of_one_s_own, command):
+    flags = ["--workdir=run", "--device=cpu", *COMMANDS[command]]
+    done = run_command(command, *flags, cwd=of_one_s_own)
+    lines = [x for x in done.stderr.splitlines() if f"{of_one_s_own / 'mine'}" in x]
+    names = [f"{of_one_s_own / 'mine' / name}.py" for name in OWN if name != "config"]
+    assert len(lines) == 1 and "run names code, which is run: " in lines[0], done.stderr
+    assert [lines[0].count(name) for name in names] == [1] * len(names)
 
 
 @pytest.mark.parametrize("key", KEYS[:-1])
@@ -180,10 +238,21 @@ def test_what_lies_elsewhere_is_trusted_by_name_or_path(
     (outside / "__init__.py").write_text("")
     roots = [root if root == "package" else str(outside)]
     Run.open(workdir, one_device, trust=roots)
-    told = f"package.models:model from {outside / 'models.py'}"
-    assert caplog.text.index(told) >= 0
+    [line] = [x.getMessage() for x in caplog.records]
+    assert line == f"{workdir} names code, which is run: " + ", ".join(
+        str(outside / name) for name in ("__init__.py", "models.py")
+    )
     with pytest.raises(ConfigError, match="--trust=nowhere is neither"):
         Run.open(workdir, one_device, trust=["nowhere"])
+
+
+def test_what_lies_inside_of_a_workdir_is_refused(here):
+    """Below the current directory too, and whatever is trusted beside it."""
+    workdir = saved(here / "run", "model", "run.theirs:model")
+    (workdir / "theirs.py").write_text("raise SystemExit('imported')")
+    for roots in ([], ["run.theirs"], [str(workdir)]):
+        with pytest.raises(ConfigError, match=r"inside that very .*theirs\.py"):
+            configs.of_run(workdir, roots)
 
 
 @pytest.mark.slow
@@ -202,6 +271,9 @@ def test_trust_is_a_flag(tmp_path, tmp_path_factory):
         assert done.returncode == 64 and "theirs.py has no model" in done.stderr
 
 
+RESOLVERS = "resolve", "make", "users_module"  # Functions of `registry.py`.
+
+
 def test_every_name_that_is_resolved_is_checked_in_a_saved_config():
     """The census: a new key with a name of code must be checked, too."""
     trains = {"writers", "hooks", "loop", "--experiment", "--against", "--inputs"}
@@ -211,7 +283,7 @@ def test_every_name_that_is_resolved_is_checked_in_a_saved_config():
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(getattr(node, "func", None), "id", None)
             name = name or getattr(getattr(node, "func", None), "attr", None)
-            if isinstance(node, ast.Call) and name in ("resolve", "make", "module"):
+            if isinstance(node, ast.Call) and name in RESOLVERS:
                 key, *names = [*node.args, None]
                 is_ours = names and isinstance(names[0], ast.Constant)
                 if isinstance(key, ast.Constant) and not is_ours:

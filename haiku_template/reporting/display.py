@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
 from haiku_template.reporting import notebook
@@ -33,7 +33,6 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 REDRAW_SECONDS = 0.2
 STEP = Column(no_wrap=True, min_width=14)  # It is not cut off.
 ROWS = 20  # Of parameters on the screen.
-NAMES = 6  # Leaves that a line names.
 # Of training, in the report alone: lines have the values of the task.
 UNSHOWN = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 WIDTH = 120  # Columns of tables in files and pipes.
@@ -189,8 +188,7 @@ def first_lines(trainer: Any, state: Any, report: Any, start: int) -> list[Any]:
 
 def from_batch_line(paths: Sequence[str]) -> str:
     """Names the leaves of a first state that are made of the first batch."""
-    suffix = f" and {len(paths) - NAMES} more" if len(paths) > NAMES else ""
-    return f"init      {', '.join(paths[:NAMES])}{suffix}, from the first batch"
+    return f"init      {some(paths, 6)}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:

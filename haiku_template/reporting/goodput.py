@@ -14,10 +14,11 @@ from haiku_template import signals
 from haiku_template.bounded import contents, is_number, parse
 from haiku_template.devices import Ledger
 from haiku_template.devices.transfer import COMPILED
+from haiku_template.errors import MemoryFullError, is_exhausted
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import MOST_METRICS
 
-GOODPUT = "goodput.jsonl"
+GOODPUT, FULL = "goodput.jsonl", MemoryFullError.exit_code
 # Seconds of the ledger, by the name that they have here; what is left is of steps.
 PARTS = {"data": "waiting", "evaluation": "evaluation", "saving": "saving"}
 PARTS |= {"compilation": "compilation"}  # In all of the above it is not counted.
@@ -48,7 +49,8 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
     def close(self) -> None:
         """Appends the exit code of this start; one that is killed has none."""
         error = sys.exc_info()[1]  # On its way through the loop.
-        self.add(self._step, code=getattr(error, "exit_code", 1) if error else 0)
+        code = getattr(error, "exit_code", 1) if error else 0
+        self.add(self._step, code=FULL if error and is_exhausted(error) else code)
         self._note.close()
 
 

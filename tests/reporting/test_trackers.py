@@ -18,12 +18,6 @@ from tests.runs import ROOT, run_command
 CPU = DeviceManager.create("cpu", num_devices=1)
 
 
-def needs(package):
-    found = importlib.util.find_spec(package) is not None
-    reason = f"{package} is not installed: make test-trackers"
-    return pytest.mark.skipif(not found, reason=reason)
-
-
 def train(workdir, num_steps, writer, *more, **variables):
     flags = ["--config=configs/digits.py", f"--workdir={workdir}", "--device=cpu"]
     flags += [f"--config.num_steps={num_steps}", "--config.log_every=5"]
@@ -85,7 +79,7 @@ def test_hyper_parameters_are_in_a_file_that_is_read_first(tmp_path):
     assert b"_hparams_/session_start_info" in data and b"optimizer.warmup_steps" in data
 
 
-@needs("tensorboard")
+@pytest.mark.trackers
 def test_tensorboard_reads_hyper_parameters_pictures_and_distributions(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
@@ -128,7 +122,7 @@ def records(data):
             parts = []
 
 
-@needs("wandb")
+@pytest.mark.trackers
 def test_weights_and_biases_offline_resumes_under_the_same_id(tmp_path):
     from wandb.proto import wandb_internal_pb2
 
@@ -159,7 +153,7 @@ def test_weights_and_biases_offline_resumes_under_the_same_id(tmp_path):
         assert values[name] == pytest.approx(points), name
 
 
-@needs("mlflow")
+@pytest.mark.trackers
 def test_mlflow_resumes_under_the_same_id(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     for num_steps in (10, 20):
