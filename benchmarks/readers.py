@@ -769,7 +769,7 @@ READERS = {
     "tokens": Reader(
         write_tokens, read_tokens, "haiku_text.data.files haiku_text.data.documents"
     ),
-    "lines": Reader(write_lines, read_lines, "haiku_text.data.rows"),
+    "lines": Reader(write_lines, read_lines, "haiku_template.data.rows"),
     "tokenizer": Reader(write_tokenizers, read_tokenizer, "haiku_text.data.tokenizer"),
     "checkpoint": Reader(write_checkpoint, read_checkpoint, "storage.checkpoint", seal),
     "lists": Reader(

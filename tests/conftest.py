@@ -3,6 +3,7 @@ import gc
 import os
 import signal
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 # Tests compile many programs that others have compiled: of one model, say, the same
@@ -54,10 +55,22 @@ from haiku_template.reporting import plots, report  # noqa: E402
 from haiku_template.runs import stopping  # noqa: E402
 from tests.runs import UNDRAWN, run_command  # noqa: E402
 
+# Files that take minutes begin first: one of them at the end has one worker at work.
+LONGEST = (
+    *("training/test_exact.py", "test_notebooks.py", "training/test_fit.py"),
+    *("storage/test_damages.py", "training/test_layouts.py", "test_signals.py"),
+    *("storage/test_each_operation.py", "training/test_runs_of_calls.py"),
+    *("test_sweep.py", "training/test_tokens_run.py", "test_docs.py", "test_new.py"),
+    *("test_program_cache.py", "storage/test_bounded.py", "text/test_packed.py"),
+    *("ports/test_ports.py", "test_xla_flags.py", "storage/test_patches.py"),
+)
+PLACES = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """`slow(but="four devices")`: the cases with these words in their id are quick."""
+    items.sort(key=lambda item: PLACES.get(str(item.path), len(PLACES)))
     for item in items:
         marks = [mark for mark in item.own_markers if mark.name == "slow"]
         if any(

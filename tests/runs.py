@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from haiku_template.devices.compiled import pack
-from haiku_template.preflight.budget import place_data
+from haiku_template.preflight.budget import staged_if_it_fits
 from haiku_template.runs import Run
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,8 @@ def evaluated(workdir, devices, which="latest"):
 
 def placed(trainer, placement, limit=None):
     """The trainer with its training data on the host, on the devices, or `auto`."""
-    return place_data(changed(trainer, placement=placement), limit)
+    trainer = changed(trainer, placement=placement)
+    return staged_if_it_fits(trainer, limit) if placement == "auto" else trainer
 
 
 def with_step(trainer, step):

@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import gpu_behaviour, gpu_check
 from benchmarks.gpu_levers import LEVERS
+from benchmarks.gpu_speed import QUICK
 from haiku_template.devices.selection import why_no_gpu
-from jax_doctor import Machine
+from jax_doctor import Machine, children
+from jax_doctor.children import Child, JaxResult, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -129,6 +132,17 @@ def test_a_check_that_fails_hides_no_other(tmp_path):
     assert "OutOfTime: stopped after" in hangs["figures"]["error"]
     assert works["passed"] is True
     assert works["figures"] == {"after": 1.5}
+
+
+def test_an_operation_that_a_card_gets_wrong_fails_the_checks(one_device, monkeypatch):
+    stages = Stage("square root", "cuda:0", "wrong values: [0.]"), Stage("matmul", "")
+    result = JaxResult(Child(0, "", "", 1.0), num_devices=1, stages=stages)
+    monkeypatch.setattr(children, "probe_jax", lambda *args: result)
+    figures = {}
+    assert gpu_behaviour.operations in gpu_check.CHECKS
+    assert gpu_behaviour.operations(one_device, QUICK, figures) is False
+    assert figures["square root"] == "wrong values: [0.]"
+    assert figures["matmul"] == "right"
 
 
 @pytest.mark.slow

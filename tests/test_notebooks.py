@@ -112,6 +112,15 @@ def test_notebooks_begin_with_the_cell_for_colab():
     assert len(cells) == 4 and len(set(cells)) == 1 and "%pip install" in cells[0]
 
 
+def test_the_published_model_begins_with_a_clone_and_what_it_fetches():
+    """What the cell does is run by tests/test_shipped.py."""
+    notebook = nbformat.read(FETCHED, as_version=4)
+    cell = next(x for x in notebook.cells if x.cell_type == "code").source
+    assert "!git clone" in cell and "%pip install" in cell and "fetch.sh" in cell
+    script = re.search(r"!(\S+/fetch\.sh)", cell)[1]
+    assert os.access(NOTEBOOKS.parent / script, os.X_OK)
+
+
 def test_quickstart_is_stored_as_executed():
     notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
     assert any("image/png" in output.get("data", {}) for output in outputs(notebook))

@@ -1,7 +1,6 @@
 """Exports as ONNX, by the real jax2onnx and onnxruntime: `make test-onnx`."""
 
 import importlib.metadata
-import importlib.util
 import json
 
 import jax
@@ -10,14 +9,9 @@ import pytest
 
 from haiku_template.errors import ConfigError
 from haiku_template.runs import Run, export_onnx
-from haiku_template.runs.onnx import PACKAGES, convert_onnx
+from haiku_template.runs.onnx import convert_onnx
 from tests.runs import ROOT
 from tests.test_export import trained
-
-absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-needs_packages = pytest.mark.skipif(
-    bool(absent), reason=f"{', '.join(absent)} not installed: make test-onnx"
-)
 
 
 def computed(file, inputs):
@@ -31,7 +25,7 @@ def computed(file, inputs):
     return session.run(None, inputs)[0], facts
 
 
-@needs_packages
+@pytest.mark.onnx
 @pytest.mark.parametrize("name", ["mlp", "resnet", "bert", "gpt"])
 def test_onnxruntime_computes_the_same_for_any_number_of_examples(
     tmp_path, one_device, name
@@ -51,7 +45,7 @@ def test_onnxruntime_computes_the_same_for_any_number_of_examples(
     assert facts == {"step": "1", "class_names": json.dumps(names)}
 
 
-@needs_packages
+@pytest.mark.onnx
 def test_the_command_writes_a_program_of_one_size(tmp_path, one_device, command):
     _, workdir = trained(tmp_path, one_device, "mlp")
     file, flags = tmp_path / "two.onnx", ["--format=onnx", "--batch_size=2"]
@@ -66,7 +60,7 @@ def test_the_command_writes_a_program_of_one_size(tmp_path, one_device, command)
     )
 
 
-@needs_packages
+@pytest.mark.onnx
 def test_what_cannot_be_converted_is_a_sentence():
     def forward(inputs):
         return jax.numpy.linalg.eigh(inputs @ inputs.swapaxes(1, 2))[0]
@@ -76,7 +70,7 @@ def test_what_cannot_be_converted_is_a_sentence():
         convert_onnx(forward, np.zeros((3, 4, 4), np.float32))
 
 
-@needs_packages
+@pytest.mark.onnx
 def test_a_program_that_computes_something_else_is_not_written(
     tmp_path, one_device, monkeypatch
 ):

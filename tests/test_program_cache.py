@@ -199,8 +199,13 @@ def test_a_process_that_is_killed_as_it_writes_leaves_no_half_program(caches):
         assert bool(entries) is (when != "killed")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 4], ids=["one device", "four devices"])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_programs_read_from_it_have_the_same_bits(tmp_path, devices):
     caches = tmp_path / "caches"
     train(tmp_path / "none", caches, 20, devices, JAX_ENABLE_COMPILATION_CACHE="0")

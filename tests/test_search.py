@@ -1,6 +1,5 @@
 """Search of hyper-parameters by Optuna, its real package: `make test-trackers`."""
 
-import importlib.util
 import json
 
 import pytest
@@ -9,10 +8,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from tests.test_predict import config_of
 
-found = importlib.util.find_spec("optuna") is not None
-pytestmark = pytest.mark.skipif(
-    not found, reason="optuna is not installed: make test-trackers"
-)
+pytestmark = pytest.mark.trackers
 CPU = DeviceManager.create("cpu", num_devices=1)
 
 

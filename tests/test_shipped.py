@@ -17,6 +17,10 @@ from tests.runs import ROOT, run_command
 BUILT = (*new.PACKAGED, "configs", "notebooks", "skeleton")
 
 
+# With it the environment has what pip installs with the wheel, and nothing of this one.
+EMPTY = os.environ.get("EMPTY_ENVIRONMENT")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Python of an environment that has the wheel, and of this one what it needs."""
@@ -29,10 +33,15 @@ def installed(tmp_path_factory):
     subprocess.run([sys.executable, *pip, *build], cwd=folder, check=True)
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     python = folder / "env" / "bin" / "python"
+    wheel = next((folder / "out").glob("*.whl"))
+    if EMPTY:
+        needs = [f"haiku_template[plots,examples] @ {wheel.as_uri()}", "ipython"]
+        done = run(python, folder, *pip[1:], "install", *needs)
+        assert done.returncode == 0, done.stderr
+        return python
     site = next((folder / "env").glob("lib/python*/site-packages"))
     # Its packages, and not this editable one, whose own .pth is not read there.
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    wheel = next((folder / "out").glob("*.whl"))
     install = ["install", "--no-deps", "--no-index", "--force-reinstall", wheel]
     subprocess.run([python, *pip, *install], check=True)
     return python
@@ -77,6 +86,35 @@ def test_the_first_cell_of_a_notebook_installs_what_is_not_there(installed, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     place = installed.parents[1] / "share" / "haiku_template" / "configs" / "digits.py"
     assert str(place) in done.stdout
+
+
+@pytest.mark.published
+def test_the_published_models_first_cell_clones_installs_and_fetches(
+    installed, tmp_path
+):
+    """As on Colab, from a repository of this working tree."""
+    source, folder = tmp_path / "source", tmp_path / "colab"
+    for name in (*BUILT, "examples", "tests/published"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "as it is"]):
+        subprocess.run([*git, *words], cwd=source, check=True)
+    run(installed, tmp_path, "pip", "uninstall", "--yes", "--quiet", "haiku_template")
+    notebook = json.loads((ROOT / "notebooks" / "published_model.ipynb").read_text())
+    cells = [
+        "".join(x["source"]) for x in notebook["cells"] if x["cell_type"] == "code"
+    ]
+    folder.mkdir()
+    begin = [cells[0], cells[1], "print(published.experiment.data.evaluation)"]
+    (folder / "first.ipy").write_text("\n".join(begin))
+    variables = {"HAIKU_TEMPLATE": f"file://{source}", "IPYTHONDIR": str(tmp_path)}
+    done = run(installed, folder, "IPython", "first.ipy", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fetched = folder / "clone" / "build" / "published"
+    assert (fetched / "v_48_020.safetensors").stat().st_size > 6_000_000
+    assert "put back for build/published/colabdesign" in done.stdout
 
 
 @pytest.mark.slow

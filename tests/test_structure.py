@@ -57,7 +57,7 @@ CORE = re.findall(r"`([a-z/]+\.py)`", TABLE.partition("\nIn the step's")[0])
 # These rooms are seen by the core through their faces alone.
 ANNEXES = {"finetuning", "pretrained", "preflight"}
 # Lines of each package: they may fall; who adds a capability says so where they rise.
-HOUSES = {PACKAGE: 24_577, TEXT: 3_602, DOCTOR: 3_255}
+HOUSES = {PACKAGE: 25_352, TEXT: 3_480, DOCTOR: 3_261}
 # Names that say nothing of a value: participles and pronouns. And of all names those
 # that may be such, and calls with arguments packed into a local tuple or dictionary.
 VAGUE = {"found", "given", "kept", "own", "words", "known", "whole", "what", "made"}
@@ -213,6 +213,22 @@ def test_only_devices_asks_jax_for_devices(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in asks:
             assert not (isinstance(node.value, ast.Name) and node.value.id == "jax")
+
+
+def test_stored_parameters_become_used_in_one_place():
+    """All else calls `stored.use`, also the forms of those that they are made of."""
+
+    def uses(node):
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        return is_method and node.func.attr == "use" and ast.unparse(node.func.value)
+
+    modules = {"stored", "program_cache", False}
+    found = {
+        relative(path): calls
+        for path in FILES + TEXT_FILES
+        if (calls := {*map(uses, ast.walk(ast.parse(path.read_text())))} - modules)
+    }
+    assert found == {"stored.py": {"leaf"}}
 
 
 @each_file
@@ -382,6 +398,22 @@ def test_anchors_of_decisions_are_one_each():
     for page in (ROOT / "docs" / "decisions").glob("*.md"):
         names = list(anchors(page))
         assert len(set(names)) == len(names), page
+
+
+def test_the_readme_has_one_line_for_each_command():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    files = [*PACKAGE.glob("[a-z]*.py"), PACKAGE / "runs" / "__main__.py"]
+    names = [
+        path.stem.replace("__main__", "runs")
+        for path in files
+        if "\nif __name__ ==" in path.read_text()
+    ]
+    assert len(names) > 12
+    for name in names:
+        shown = [
+            x for x in lines if x.startswith(f"    python -m haiku_template.{name} ")
+        ]
+        assert len(shown) == 1, name
 
 
 def test_the_readme_stays_short_and_its_files_exist():

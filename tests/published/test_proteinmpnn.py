@@ -106,6 +106,17 @@ def test_four_devices_agree_on_the_whole_family(published, four_devices):
     assert 0.47 < one["eval/recovery"] < 0.53
 
 
+def test_sharded_it_loses_what_it_does_whole(four_devices):
+    """Of as many devices: each draws orders of decoding of its own."""
+    still, rows = {"model.noise": 0.0, "model.dropout": 0.0}, []
+    for rules in ((), (("*", "data"),)):
+        state, history = run_steps(trainer(four_devices, sharding=rules, **still), 20)
+        rows.append([float(x["loss"]) for x in history])
+        shares = [bool(x.sharding.spec) for x in jax.tree.leaves(state.params)]
+        assert sum(shares) == (len(shares) - 1 if rules else 0)  # A bias of 21 numbers.
+    np.testing.assert_allclose(*rows, rtol=2e-6)
+
+
 def test_random_weights_recover_one_letter_in_twenty(one_device):
     found = evaluated(trainer(one_device, init_from=None), ALL)
     assert found["eval/recovery"] < 0.1
