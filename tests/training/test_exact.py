@@ -88,23 +88,26 @@ OPTIONS = {
 }
 
 
-QUICK = "dropout"
-MARKS = dict.fromkeys(("staged", "resnet"), pytest.mark.slow)
-MARKS |= dict.fromkeys(("weights", "float16"), pytest.mark.long)
+CASES = [  # And the numbers of devices.
+    pytest.param("dropout", (1, 4), id="dropout"),
+    pytest.param("dropout", (2, 4, 8), id="others", marks=pytest.mark.slow),
+    pytest.param("staged", (1, 4), id="staged", marks=pytest.mark.slow),
+    pytest.param("resnet", (1, 8), id="resnet", marks=pytest.mark.long),
+    pytest.param("weights", (1, 8), id="weights", marks=pytest.mark.long),
+    pytest.param("float16", (1, 8), id="float16", marks=pytest.mark.long),
+]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIONS]
-)
-def test_runs_on_any_devices_have_the_same_bits(tmp_path, name):
+@pytest.mark.parametrize(("name", "numbers"), CASES)
+def test_runs_on_any_devices_have_the_same_bits(tmp_path, name, numbers):
     results = {}
-    most = OPTIONS[name].get("shares", 8)
-    for n in (1, 2, 4, 8) if name == QUICK else (1, most):
+    for n in numbers:
         workdir, trainer = tmp_path / str(n), made(n, **OPTIONS[name])
         result = train(trainer, num_steps=6, workdir=workdir, log_every=2, eval_every=3)
         results[n] = digest(result.state.saved()), lines(workdir)
         assert len(results[n][1]) > 3
-    assert all(result == results[1] for result in results.values())
+    first, *others = results.values()
+    assert all(result == first for result in others)
 
 
 def test_devices_change_in_the_middle_of_a_run(tmp_path):
@@ -215,13 +218,8 @@ def test_a_script_without_a_number_of_threads_is_warned(tmp_path, monkeypatch, c
     assert "write export PJRT_NPROC=8 before a run of exact_elastic=8," in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("digits_resnet", marks=pytest.mark.slow),
-        pytest.param("gpt_bytes", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["digits_resnet", "gpt_bytes"])
 def test_a_command_on_8_2_1_and_8_devices_has_the_bits_of_one_that_stays(
     tmp_path, name
 ):

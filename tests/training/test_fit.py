@@ -59,7 +59,7 @@ def two_devices():
     return DeviceManager.create("cpu", num_devices=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_changes_are_tried_in_the_order_of_cost_and_need_what_is_said(two_devices):
     build = builder(config_of(), two_devices)
     plain = memory_budget(build({}))

@@ -79,7 +79,7 @@ def test_four_devices_keep_a_quarter_each_and_compute_the_same(rules):
     assert budgets[1].saved == {"sharding": saved}
 
 
-@pytest.mark.slow(but="4-2")
+@pytest.mark.slow(but="4-2-all")
 @pytest.mark.parametrize("rules", [MOMENTS, ALL], ids=["moments", "all"])
 @pytest.mark.parametrize(("rank", "accumulate"), [(4, 1), (4, 2), (None, 2)])
 def test_lora_and_accumulation_compute_the_same(rules, rank, accumulate):
@@ -100,6 +100,7 @@ def test_lora_and_accumulation_compute_the_same(rules, rank, accumulate):
     assert bytes_on(trainers[1].devices.devices[0], leaves) < 0.3 * full
 
 
+@pytest.mark.slow(but="data-4")
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("axis", ["data", None])
 def test_a_run_with_moments_in_the_hosts_memory_is_bitwise_the_same(
@@ -162,7 +163,7 @@ def test_what_no_number_of_devices_splits_is_said_once(caplog):
 @pytest.mark.slow(but="4-moments-all")
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_a_checkpoint_resumes_in_any_layout_on_any_number_of_devices(
     tmp_path, num_devices, before, after
 ):
@@ -194,8 +195,15 @@ ORDERS = {name: [name] * 4 for name in LAYOUTS}
 ORDERS["mixed"] = ["all", "moments", "replicated", "all"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(names, id=name, marks=getattr(pytest.mark, mark))
+        for (name, names), mark in zip(
+            ORDERS.items(), ("long", "long", "long", "slow"), strict=True
+        )
+    ],
+)
 def test_from_4_to_1_to_8_to_3_devices_a_run_has_the_bits_that_were_saved(
     tmp_path, order
 ):
