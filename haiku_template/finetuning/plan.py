@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from haiku_template import stored
+from haiku_template.config import check_some
 from haiku_template.errors import ConfigError, near
 from haiku_template.finetuning import quantized
 from haiku_template.finetuning.lora import (
@@ -155,12 +156,8 @@ def make_plan(
     value is out of its range, or LoRA's axes are not known.
     """
     leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
-    if lora.rank < 0 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:
-        raise ConfigError(
-            f"lora: rank={lora.rank}, alpha={lora.alpha} and dropout={lora.dropout} "
-            "are not all possible: rank is 0 or more, alpha more than 0, dropout in "
-            "[0, 1)"
-        )
+    values = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
+    check_some({f"finetuning.lora.{key}": value for key, value in values.items()})
     if finetuning.base_dtype not in DTYPES:
         raise ConfigError(
             f"base_dtype={finetuning.base_dtype!r}; possible are {', '.join(DTYPES)}"

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from haiku_template.preflight import Budget, check_before_start, fingerprint, settle
+from haiku_template.preflight import (
+    Budget,
+    check_before_start,
+    check_some,
+    fingerprint,
+    settle,
+)
 from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.resume import (
@@ -94,7 +100,7 @@ def train(
         metrics.jsonl so far; ends the run if True, as `early_stop` does.
 
     Raises:
-      ConfigError: the run would not fit, or `workdir` is that of another.
+      ConfigError: an option is out of range, memory too small, or `workdir` another's.
       StorageError: a checkpoint cannot be read; the last, or one for a signal, cannot
         be written, or `max_failed_saves` in a row.
       PlacementError: a part of the state is not averaged over devices.
@@ -103,6 +109,7 @@ def train(
       ReplayError: a step of `sdc_replay` gave other bits when it was made again.
       Interrupted: a signal came; the state is saved.
     """
+    check_some(locals())  # Options have the names of a config's keys.
     directory, devices = brought_back(trainer, workdir, mirror), trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
@@ -138,7 +145,7 @@ def train(
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
-        run = _Run(
+        state, last = _Run(
             trainer.with_replay(sdc_replay, budget) if sdc_replay else trainer,
             directory,
             report,
@@ -149,8 +156,7 @@ def train(
             hooks=tuple(hooks),
             stop_when=stop_when or (lambda rows: False),
             watchdog_minutes=watchdog_minutes,
-        )
-        state, last = run.steps(state, start, num_steps)
+        ).steps(state, start, num_steps)
         checkpoints.wait()
         return Result(state, report.finish(last))
 

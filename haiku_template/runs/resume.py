@@ -121,18 +121,16 @@ def restored_or_first(
     facts = {"the newest checkpoint": start, "num_steps": num_steps}
     facts |= {"the placement of the data": trainer.feed.placement}
     trainer.devices.processes.agree(facts)
-    saved = None
     if start:
         start, saved = _restored(trainer, checkpoints)
-    if start > num_steps:
-        raise ConfigError(
-            f"{checkpoints.directory.parent} is at step {start}, and num_steps is "
-            f"{num_steps}; a run does not go back: use another --workdir"
-        )
-    if saved is None:
-        state = trainer.init()
-    else:
+        if start > num_steps:
+            raise ConfigError(
+                f"{checkpoints.directory.parent} is at step {start}, and num_steps is "
+                f"{num_steps}; a run does not go back: use another --workdir"
+            )
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
+    else:
+        state = trainer.init()
     trainer.devices.check(state, trainer.layout)
     if trainer.experiment.init_from is not None:
         check_same_frozen(trainer.devices, state.frozen, workdir)

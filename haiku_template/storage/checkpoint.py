@@ -76,8 +76,6 @@ class Checkpoints:
         max_failed_saves: int = 1,
         facts: Callable[..., dict[str, Any]] = lambda step, **_: {},
     ) -> None:
-        if best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode={best_mode!r}; possible are min and max")
         self._is_first = jax.process_index() == 0
         self.directory = directory.absolute()
         self._keep_last, self._keep_best = keep_last, keep_best

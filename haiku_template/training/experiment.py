@@ -11,7 +11,7 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import check, code_names, default_config, to_dict
+from haiku_template.config import check, check_some, code_names, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data, by_name
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -45,7 +45,7 @@ SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 class Experiment:
     """The parts of a run, made from a config or by a script.
 
-    Raises `ConfigError` if a part is missing, or two do not go together.
+    Raises `ConfigError` if a part is missing or out of range, or two disagree.
 
     Attributes:
       model: a transformed `forward(inputs, is_training)`, with or without state.
@@ -104,6 +104,7 @@ class Experiment:
     described: tuple[dict[str, Any], "Experiment"] | None = None
 
     def __post_init__(self) -> None:
+        check_some(vars(self))
         if self.placement not in PLACEMENTS:
             raise ConfigError(
                 f"config.data.placement={self.placement!r}; possible are "

@@ -292,8 +292,14 @@ def test_dropout_of_adapters_is_of_their_inputs_and_only_in_training(one_device)
             "linear_2/b.*would never learn anything",
         ),
         (Finetuning(lora=Lora(-1)), "rank=-1"),
-        (Finetuning(lora=Lora(1, alpha=0.0)), "alpha more than 0"),
-        (Finetuning(lora=Lora(1, dropout=1.0)), r"dropout in \[0, 1\)"),
+        (
+            Finetuning(lora=Lora(1, alpha=0.0)),
+            "lora.alpha=0.0; possible is more than 0",
+        ),
+        (
+            Finetuning(lora=Lora(1, dropout=1.0)),
+            "lora.dropout=1.0; possible is from 0 to below 1",
+        ),
     ],
 )
 def test_what_cannot_train_is_said_in_one_sentence(one_device, tuning, words):

@@ -13,7 +13,7 @@ import pytest
 
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager, mean_over
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.models import resnet
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, start, train
@@ -221,8 +221,9 @@ def test_an_unedited_script_goes_on_on_other_devices_and_further(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_that_failed_before_it_saved_may_be_edited(tmp_path):
-    with pytest.raises(ConfigError):
-        run(tmp_path, num_steps=0 - 1)
+    data = from_split(split_of(INPUTS * np.nan, LABELS), BatchSpec(16))
+    with pytest.raises(NonFiniteError):
+        run(tmp_path, data=data)
     run(tmp_path, optimizer=optax.adam(3e-3))
 
 

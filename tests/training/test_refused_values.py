@@ -1,5 +1,8 @@
 """Values that would train something else: refused by name, whenever a run looks."""
 
+import dataclasses
+import inspect
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from haiku_template.config import RANGES
 from haiku_template.data import Data, EvaluationSet
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.models import losses
@@ -39,6 +43,32 @@ def made(devices, make, task=classification, model=LINEAR, **options):
 def batch(labels=0, size=8, **more):
     inputs = RNG.normal(size=(size, 3)).astype(np.float32)
     return {"inputs": inputs, "labels": np.full(size, labels, np.int32)} | more
+
+
+# Options of a script, which have the names of a config's keys.
+
+FIELDS = {field.name for field in dataclasses.fields(Experiment)}
+OPTIONS = FIELDS | {*inspect.signature(train).parameters}
+KEYS = sorted({key for keys, *_ in RANGES for key in keys.split()} & OPTIONS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_an_option_out_of_its_range_is_refused_before_there_is_a_workdir(
+    tmp_path, one_device, key
+):
+    trainer = made(one_device, lambda step: batch())
+    for value in (-1, "x", float("nan"), [()]):
+        with pytest.raises(ConfigError, match=rf"config\.{key}=.*; possible is"):
+            if key in FIELDS:
+                dataclasses.replace(trainer.experiment, **{key: value})
+            else:
+                options = {"num_steps": 2, "workdir": tmp_path} | {key: value}
+                train(trainer, **options)
+    assert not any(tmp_path.iterdir())
+
+
+def test_options_of_both_kinds_have_ranges():
+    assert {"num_steps", "log_every", "sdc_replay", "seed", "ema_decay"} < set(KEYS)
 
 
 # Broadcast losses.

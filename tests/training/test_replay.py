@@ -231,13 +231,17 @@ def test_the_message_has_the_option_that_names_a_kernel(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text", ["", "8", "first:0", "every:3,first:1", "first:8,", "every:-1", "last:2"]
 )
-def test_steps_that_are_not_understood_are_refused(text):
-    with pytest.raises(ConfigError, match="possible are first:8 for"):
-        made(1).with_replay(text, None)
+def test_steps_that_are_not_understood_are_refused(tmp_path, text):
+    words = (
+        r"config\.sdc_replay=.*possible is None, or text such as 'first:8,every:1000'"
+    )
     config = default_config()
     config.sdc_replay = text
-    with pytest.raises(ConfigError, match=r"config\.sdc_replay=.*possible is None, or"):
+    with pytest.raises(ConfigError, match=words):
         check(config)
+    with pytest.raises(ConfigError, match=words):
+        train(made(1), num_steps=2, workdir=tmp_path, sdc_replay=text)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_second_state_that_does_not_fit_is_refused(tmp_path):
