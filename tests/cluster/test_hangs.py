@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.cluster.test_moments import ENDED, run
-from tests.cluster.test_several import ENVIRONMENT, ROOT, command, wait_for
+from tests.cluster.test_several import ENVIRONMENT, by_hand, command, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -35,18 +35,8 @@ def test_a_second_signal_ends_all_though_one_hangs(tmp_path, address, both):
     changes = {"num_steps": 100_000, "eval_every": None}
     whole = command(tmp_path / "run", 1, **changes)
     whole[whole.index("tests.cluster.guarded")] = "tests.cluster.faulty"
-    shared = [f"--coordinator_address={address}", "--num_processes=2"]
-    runs = [
-        subprocess.Popen(
-            [*whole, *shared, f"--process_id={index}"],
-            cwd=ROOT,
-            env=ENVIRONMENT | {"FAULTS": "1:save:600"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in (0, 1)
-    ]
+    faulty = ENVIRONMENT | {"FAULTS": "1:save:600"}
+    runs = by_hand(address, whole, whole, env=faulty, stdout=subprocess.DEVNULL)
     try:
         wait_for((tmp_path / "run/checkpoints/10/commit_success.txt").exists)
         time.sleep(5)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.cluster.test_several import ENVIRONMENT, ROOT, command
+from tests.cluster.test_several import ENVIRONMENT, by_hand, command
 
 pytestmark = pytest.mark.cluster
 KILLED = r"error: process {} on \S+ was killed at "
@@ -18,18 +18,9 @@ def run(folder, address, faults, count=2, **changes):
     """Exit codes and errors of processes with faults."""
     whole = command(folder / "run", 1, **changes)
     whole[whole.index("tests.cluster.guarded")] = "tests.cluster.faulty"
-    shared = [f"--coordinator_address={address}", f"--num_processes={count}"]
-    started = [
-        subprocess.Popen(
-            [*whole, *shared, f"--process_id={index}"],
-            cwd=ROOT,
-            env=ENVIRONMENT | {"FAULTS": faults},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
+    faulty = ENVIRONMENT | {"FAULTS": faults}
+    commands = [whole] * count
+    started = by_hand(address, *commands, env=faulty, stdout=subprocess.DEVNULL)
     try:
         errors = [each.communicate(timeout=200)[1] for each in started]
     finally:

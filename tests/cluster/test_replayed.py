@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from haiku_template.errors import ReplayError
-from tests.cluster.test_several import ENVIRONMENT, ROOT, command
+from tests.cluster.test_several import ENVIRONMENT, by_hand, command
 
 pytestmark = pytest.mark.cluster
 
@@ -20,18 +20,8 @@ def test_a_flipped_bit_of_one_process_is_found_before_the_next_save(
     changes |= {"save_every": 3, "eval_every": None}
     whole = command(tmp_path / "run", 2, **changes)
     whole[whole.index("tests.cluster.guarded")] = "tests.cluster.flipping"
-    shared = [f"--coordinator_address={address}", "--num_processes=2"]
-    runs = [
-        subprocess.Popen(
-            [*whole, *shared, f"--process_id={i}"],
-            cwd=ROOT,
-            env=ENVIRONMENT | {"FLIPPED": f"{index}:5"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in (0, 1)
-    ]
+    flipped = ENVIRONMENT | {"FLIPPED": f"{index}:5"}
+    runs = by_hand(address, whole, whole, env=flipped, stdout=subprocess.DEVNULL)
     try:
         errors = [x.communicate(timeout=200)[1] for x in runs]
     finally:
