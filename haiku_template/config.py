@@ -357,7 +357,8 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
 
 
 def replayed_steps(text: str) -> Callable[[int], bool]:
-    """Reads `first:8,every:1000`: tests a step, from 1."""
+    """Reads `first:8,every:1000`, or raises `ConfigError`: tests a step, from 1."""
+    check_some({"sdc_replay": text})
     numbers = {k: int(n) for k, n in (x.split(":") for x in text.split(","))}
     first, every = numbers.get("first", 0), numbers.get("every")
     return lambda step: step <= first or (every is not None and step % every == 0)
