@@ -278,11 +278,22 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
 def check(config: config_dict.ConfigDict) -> None:
     """Checks keys, types, ranges and names without JAX; raises `ConfigError`."""
     expected = default_config()
+    _check_text(config, "config")
     _check_keys(config, expected, "")
     for key, names in NAMED.items():
         if config[key].name not in names:
             check_name(key, config[key].name, names)
     check_some(flatten(config.to_dict()))
+
+
+def _check_text(config: config_dict.ConfigDict, name: str) -> None:
+    try:
+        "".join(config)  # A config sorts its keys first.
+    except TypeError as error:
+        raise ConfigError(f"{name} has a key that is no text, as JSON's are") from error
+    for key, value in config.items():
+        if isinstance(value, config_dict.ConfigDict):
+            _check_text(value, f"{name}.{key}")
 
 
 def check_some(values: dict[str, Any]) -> None:

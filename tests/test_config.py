@@ -1,4 +1,5 @@
 import copy
+import functools
 import json
 import re
 
@@ -113,6 +114,21 @@ def changed(key, value):
 def test_values_that_cannot_be_are_refused(key, value, words):
     with pytest.raises(ConfigError, match=words):
         config.check(changed(key, value))
+
+
+@pytest.mark.parametrize("key", ["0", "model.0", "model.names.0"])
+@pytest.mark.parametrize("others", [(), ("a",)])
+def test_keys_that_are_no_text_are_refused_by_where_they_are(key, others):
+    values = default_config()
+    where, _, number = f"config.{key}".rpartition(".")
+    with values.unlocked():
+        values.model.names = {}
+        section = functools.reduce(getattr, where.split(".")[1:], values)
+        section[int(number)] = "cat"
+        for other in others:
+            section[other] = "dog"
+    with pytest.raises(ConfigError, match=f"^{where} has a key that is no text"):
+        config.check(values)
 
 
 def test_numbers_that_can_be_pass():

@@ -92,7 +92,8 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
                     f"axis {axis!r}; the mesh has the axis {AXIS_NAME!r} alone"
                 )
             leaves = matching(pattern, paths)
-            if kinds and not (kinds == [HOST] and all(map(_is_moment, leaves))):
+            of_moments = all(x.startswith("opt_state/") for x in leaves)
+            if kinds and not (kinds == [HOST] and of_moments):
                 raise ConfigError(
                     f"config.sharding: {pattern!r} is to be kept in {kinds[0]!r}; "
                     f"possible is {HOST!r}, for leaves of opt_state/ alone"
@@ -111,10 +112,6 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
             for pattern, *place in reversed(self.rules)
             for path in matching(pattern, paths)
         }
-
-
-def _is_moment(path: str) -> bool:
-    return path.startswith("opt_state/")
 
 
 def spec_of(shape: tuple[int, ...], n: int, axis: str | None) -> tuple[Any, ...]:

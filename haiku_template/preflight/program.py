@@ -16,6 +16,7 @@ SHAPE = re.compile(r"(pred|[a-z]+\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 FORWARD, BACKWARD = "__cudnn$fmha", "Backward"
+PRODUCTS = ("dot", "convolution")
 GEMM = ("__cublas", "__cudnn$conv")
 # They start no kernel.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -128,7 +129,7 @@ def read_program(text: str) -> Program:
             launches += times * (instruction.op not in FREE | {"while", "call"})
             host += times * (instruction.op in TO_HOST)
             inner = _inside(computations, instruction)
-            gemms = [i for i in inner if _is_product(i)]
+            gemms = [i for i in inner if i.op in PRODUCTS or i.target.startswith(GEMM)]
             fused = instruction.target.startswith(FORWARD)
             if fused:
                 attention[BACKWARD in instruction.target] += times
@@ -193,12 +194,6 @@ def _inside(
         return [instruction]
     name = CALLS.search(instruction.line)
     return computations.get(name[1], []) if name else []
-
-
-def _is_product(instruction: Instruction) -> bool:
-    return instruction.op in ("dot", "convolution") or instruction.target.startswith(
-        GEMM
-    )
 
 
 def _dtypes(product: Instruction, dtypes: dict[str, str]) -> str:

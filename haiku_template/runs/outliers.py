@@ -57,11 +57,6 @@ def _magnitudes(train: Any, step: int) -> dict[str, np.ndarray]:
     }
 
 
-def _median(norms: list[float]) -> float:
-    """Computes the median of those that are finite; 0 if none is."""
-    return statistics.median([x for x in norms if math.isfinite(x)] or [0.0])
-
-
 class GradientNorms:
     """Watches over the norms of all steps' gradients, also between two logs.
 
@@ -81,7 +76,8 @@ class GradientNorms:
             return
         self._group.append((step, norm))
         new, full = self._group[-1:], len(self._group) == GROUP
-        median = _median([x for _, x in self._group]) if full else 0.0
+        finite = [x for _, x in self._group if math.isfinite(x)]
+        median = statistics.median(finite or [0.0]) if full else 0.0
         if not self._usual:  # The first group is measured by itself.
             self._usual, new = median, self._group
         for step, norm in new:
