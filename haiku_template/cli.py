@@ -114,9 +114,6 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
     if processes is None or not cluster.is_joined():
         program_cache.use()
-    if signals.are_installed():
-        signals.watch()  # From here on the main thread may be in C for long.
-
     if FLAGS.num_devices is not None or ":" in FLAGS.device:
         num_devices = FLAGS.num_devices
     return DeviceManager.create(
@@ -256,6 +253,8 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
     """
 
     def guarded(argv: list[str]) -> None:
+        if signals.are_installed():
+            signals.watch()  # From here on the main thread may be in C for long.
         # JAX reports each backend that it tries at this level, Orbax each save.
         logging.set_verbosity(logging.WARNING)
         try:

@@ -102,11 +102,11 @@ def _hear(source: int) -> None:
 
 def _end_late(number: int) -> None:
     """Ends a command, unless its main thread does it meanwhile."""
-    if signal.getsignal(number) is leave:
+    handler = signal.getsignal(number)
+    if handler in (leave, _leave_quietly):
         time.sleep(PATIENCE)
-        if signal.getsignal(number) is leave:
-            sentence = f"{signal.Signals(number).name} {NOTHING_SAVED}"
-            end_late(sentence, EXIT_CODES[number])
+        if signal.getsignal(number) is handler and not _ENDING:
+            handler(number, None)
 
 
 def end_late(sentence: str, code: int) -> None:

@@ -148,6 +148,49 @@ def test_each_command_obeys_each_signal_from_its_first_import(tmp_path):
             assert_left(process, name)
 
 
+IN_C = """
+from haiku_template import signals
+
+signals.install()
+import ctypes, sys
+from haiku_template import cli
+
+
+def main(words):
+    if "quiet" in words:
+        signals.be_quiet()
+    mutex = ctypes.create_string_buffer(64)  # Signals do not end a wait for it.
+    print("in C", flush=True)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+cli.run(main, arguments=True)
+"""
+
+
+@pytest.mark.parametrize("name", [*CODES, "quiet"])
+def test_a_command_is_left_while_its_main_thread_is_in_c(name):
+    """As in a compilation; generate's Ctrl-C is quiet."""
+    process = start("-c", IN_C, name)
+    assert process.stdout.readline() == "in C\n"
+    quiet = name == "quiet"
+    process.send_signal(signal.SIGINT if quiet else signal.Signals[name])
+    if not quiet:
+        return assert_left(process, name)
+    assert ended(process) == (130, "\n", "")
+
+
+def test_all_commands_that_work_themselves_are_run_so():
+    """The doctor, and `new`, wait for their children in Python."""
+    calls = {x for x in COMMANDS if "cli.run(" in read_command(x)}
+    assert calls == {*COMMANDS} - {"doctor", "new"}
+
+
+def read_command(name):
+    return (ROOT / "haiku_template" / f"{name}.py").read_text()
+
+
 def test_importing_the_package_takes_no_signals():
     code = (
         "import signal\nbefore = [signal.getsignal(i) for i in range(1, 32)]\n"
