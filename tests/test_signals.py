@@ -174,6 +174,7 @@ def test_a_command_is_left_while_its_main_thread_is_in_c(name):
     """As in a compilation; generate's Ctrl-C is quiet."""
     process = start("-c", IN_C, name)
     assert process.stdout.readline() == "in C\n"
+    time.sleep(0.5)  # It is a few lines of Python before that, which obey.
     quiet = name == "quiet"
     process.send_signal(signal.SIGINT if quiet else signal.Signals[name])
     if not quiet:
