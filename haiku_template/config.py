@@ -286,14 +286,16 @@ def check(config: config_dict.ConfigDict) -> None:
     check_some(flatten(config.to_dict()))
 
 
-def _check_text(config: config_dict.ConfigDict, name: str) -> None:
+def _check_text(value: Any, name: str) -> None:
+    """Raises `ConfigError` for a key of a dictionary, at any depth, that is no text."""
+    is_dict = isinstance(value, config_dict.ConfigDict | dict)
     try:
-        "".join(config)  # A config sorts its keys first.
+        "".join(value if is_dict else ())  # A config sorts its keys first.
     except TypeError as error:
         raise ConfigError(f"{name} has a key that is no text, as JSON's are") from error
-    for key, value in config.items():
-        if isinstance(value, config_dict.ConfigDict):
-            _check_text(value, f"{name}.{key}")
+    rows = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in value.items() if is_dict else rows:
+        _check_text(item, f"{name}.{key}")
 
 
 def check_some(values: dict[str, Any]) -> None:

@@ -131,6 +131,12 @@ def test_keys_that_are_no_text_are_refused_by_where_they_are(key, others):
         config.check(values)
 
 
+def test_keys_that_are_no_text_are_refused_within_tuples_too():
+    values = changed("model", {"name": "mlp", "parts": ("a", ({0: "cat"},))})
+    with pytest.raises(ConfigError, match=r"^config.model.parts.1.0 has a key that is"):
+        config.check(values)
+
+
 def test_numbers_that_can_be_pass():
     config.check(default_config())
     config.check(changed("optimizer.learning_rate", 0))  # An int for a float.

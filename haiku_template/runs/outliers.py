@@ -76,8 +76,8 @@ class GradientNorms:
             return
         self._group.append((step, norm))
         new, full = self._group[-1:], len(self._group) == GROUP
-        finite = [x for _, x in self._group if math.isfinite(x)]
-        median = statistics.median(finite or [0.0]) if full else 0.0
+        finite = [x for _, x in self._group if math.isfinite(x)] if full else []
+        median = statistics.median(finite) if finite else 0.0
         if not self._usual:  # The first group is measured by itself.
             self._usual, new = median, self._group
         for step, norm in new:
