@@ -30,6 +30,7 @@
 # make gpu-check        what only a GPU can show; says so when there is none
 #                       (as on a GPU's make train: EXTRAS=plots,examples,cuda13)
 # make gpu-levers       options of XLA, off and on in turns, on a GPU
+# make gpu-runs         commands as users type them, GPT-2 124M among them, on a GPU
 # make new NAME=my_project DEST=DIR    a project that depends on this commit; with
 #                       VENDOR=1 on a wheel in it, with EJECT=loop with its own loop
 
@@ -67,7 +68,7 @@ endef
 .PHONY: test-trackers test-onnx test-mends test-wheel
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
-.PHONY: gpu-levers new clean fuzz
+.PHONY: gpu-levers gpu-runs new clean fuzz
 
 train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
@@ -172,6 +173,9 @@ gpu-check: $(TRAINS)
 
 gpu-levers: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_check --levers
+
+gpu-runs: $(TRAINS)
+	$(BIN)/python -m benchmarks.gpu_runs
 
 new:
 	$(NEWER)

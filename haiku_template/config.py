@@ -327,7 +327,15 @@ def _check_keys(
                 f"the config has no key {name}; start from default_config()"
             )
         if not isinstance(default, config_dict.ConfigDict):
-            _check_type(name, config[key], expected.get_type(key), default is None)
+            value, kind = config[key], expected.get_type(key)
+            accepted = (int, float) if kind is float else kind
+            fits = isinstance(value, accepted)
+            fits = fits and isinstance(value, bool) == (kind is bool)
+            if not fits and (value is not None or default is not None):
+                raise ConfigError(
+                    f"config.{name}={value!r} has the wrong type; possible is "
+                    f"{TYPES[kind]}{' or None' * (default is None)}"
+                )
         elif not isinstance(config[key], config_dict.ConfigDict):
             raise ConfigError(f"config.{name} must have a name and its own keys")
         elif name not in NAMED:
@@ -345,16 +353,6 @@ def _check_unknown(prefix: str, key: str, keys: Iterable[str], free: bool) -> No
         raise ConfigError(
             f"the config has an unknown key {prefix}{key}{guess}; possible are "
             f"{', '.join(sorted(keys))}"
-        )
-
-
-def _check_type(key: str, value: Any, kind: type, may_be_none: bool) -> None:
-    accepted = (int, float) if kind is float else kind
-    fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
-    if not fits and not (value is None and may_be_none):
-        raise ConfigError(
-            f"config.{key}={value!r} has the wrong type; possible is "
-            f"{TYPES[kind]}{' or None' * may_be_none}"
         )
 
 

@@ -106,9 +106,6 @@ def check_keys(
         signature.bind(*args, **kwargs, **values)
     except TypeError as error:
         free = [k for k in [*signature.parameters][len(args) :] if k not in kwargs]
-        raise ConfigError(f"config.{key}: {name} {_misfit(error, free)}") from error
-
-
-def _misfit(error: TypeError, free: list[str]) -> str:
-    cause = str(error).removeprefix("inspect.Signature.bind() ")
-    return f"{cause}; it takes {', '.join(free) or 'no keys'}"
+        cause = str(error).removeprefix("inspect.Signature.bind() ")
+        takes = f"it takes {', '.join(free) or 'no keys'}"
+        raise ConfigError(f"config.{key}: {name} {cause}; {takes}") from error

@@ -180,7 +180,11 @@ def _listen(address: str) -> socket.socket:
             except OSError as error:
                 if variable or error.errno not in NOT_HERE:
                     raise
-        return _listen_everywhere(port)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(
+            ("", port), family=family, dualstack_ipv6=both, backlog=BACKLOG
+        )
     except OSError as error:
         at = f"{BIND}={variable}" if variable else f"--coordinator_address={address}"
         raise DeviceError(
@@ -207,14 +211,6 @@ def _places(host: str, port: int) -> list[tuple[int, tuple]]:
         if host in ("localhost", place[0])
         or not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
     ]
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-        )
-    return socket.create_server(("", port), backlog=BACKLOG)
 
 
 def _is_hello(hello: dict[str, Any]) -> bool:

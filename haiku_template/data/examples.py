@@ -229,14 +229,10 @@ def _read_npz(path: Path) -> Any:
         if len(names) == 1 and "/" not in names[0]:
             return archive[names[0]]
         names = [x for x in names if x.partition("/")[0] not in ("x_train", "y_train")]
-        paths = [_our_path(name) for name in names]
+        parts = (name.partition("/") for name in names)
+        paths = [f"{NAMES.get(first, first)}{''.join(rest)}" for first, *rest in parts]
         check_names(paths, str(path), "an array")
         return nested({x: archive[name] for x, name in zip(paths, names, strict=True)})
-
-
-def _our_path(name: str) -> str:
-    head, slash, inner = name.partition("/")
-    return f"{NAMES.get(head, head)}{slash}{inner}"
 
 
 def _read_table(path: Path, like: Batch, data: Data) -> Any:

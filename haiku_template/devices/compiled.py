@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices import checks
+from haiku_template.devices import checks, transfer
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.layout import (
     AXIS_NAME,
@@ -38,6 +38,7 @@ GONE = ("been deleted", "donate the same buffer")
 # and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
+CAPTURING = {"gpu"}  # Platforms that record a graph of kernels in a first call.
 ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).
 COPY = (
     "using it would be a copy that nobody asked for; give it with devices.replicate or "
@@ -109,6 +110,8 @@ class CompiledStep:
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
+    # Shapes of batches of which it was called.
+    called: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
     def trace(self, *args: Any) -> Any:
         """Traces the step for these shapes; a leaked tracer is a `PlacementError`."""
@@ -123,6 +126,7 @@ class CompiledStep:
         """
         *trees, batch = args
         devices, ledger = self.devices.everyone, self.devices.ledger
+        is_recorded = self.devices.platform in CAPTURING
         check_alive(batch, "the batch's ")
         if len(devices) > 1:  # One refuses what is deleted, and several crash.
             check_alive(trees[0], "the state's ", distinct=self.takes_state)
@@ -135,7 +139,8 @@ class CompiledStep:
                 with ledger.timed("dispatch"):
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))
-                    results, token = self.token(self.compiled(*args))
+                    call = self._record if is_recorded else self.compiled
+                    results, token = self.token(call(*args))
                 if not isinstance(token, jax.core.Tracer):  # Inside another program.
                     IN_FLIGHT.append(token)
                 return results
@@ -146,6 +151,18 @@ class CompiledStep:
                 for tree in trees:
                     check_placed(tree, devices, "the state's ")
             raise
+
+    # Why: docs/decisions/devices.md#first-call
+    def _record(self, *args: Any) -> Any:
+        """Calls the program, the first time while nothing is copied to the devices."""
+        shapes = tuple(map(np.shape, jax.tree.leaves(args[-1])))
+        if shapes in self.called:
+            return self.compiled(*args)
+        with transfer.COPYING:
+            results = self.compiled(*args)
+            self.devices.wait(results)
+        self.called.add(shapes)
+        return results
 
 
 @jax.tree_util.register_dataclass
@@ -316,8 +333,14 @@ def compile_per_example(
 
     @functools.wraps(step)
     def share(*args: Any) -> Any:
-        results = step(*args)
-        _check_per_row(results, len(jax.tree.leaves(args[-1])[0]))
+        results, rows = step(*args), len(jax.tree.leaves(args[-1])[0])
+        for path, leaf in leaves_by_path(results).items():
+            if np.shape(leaf)[:1] != (rows,):
+                raise PlacementError(
+                    f"the step's result {path} has shape {list(np.shape(leaf))} for a "
+                    f"share of {rows} rows; compile_per_example is for results with "
+                    "one entry for each row"
+                )
         return results
 
     mapped = over_devices(share, devices, devices.devices, True, specs)
@@ -399,16 +422,6 @@ def _shard_mapped(
         )(*args)
 
     return mapped
-
-
-def _check_per_row(results: Any, rows: int) -> None:
-    for path, leaf in leaves_by_path(results).items():
-        if np.shape(leaf)[:1] != (rows,):
-            raise PlacementError(
-                f"the step's result {path} has shape {list(np.shape(leaf))} for a "
-                f"share of {rows} rows; compile_per_example is for results with one "
-                "entry for each row"
-            )
 
 
 def map_batches(

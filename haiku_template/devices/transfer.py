@@ -26,6 +26,9 @@ from haiku_template.devices.processes import Processes
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
+# Held while arrays are copied to devices, and in a program's first call on a GPU.
+COPYING = threading.RLock()
+
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
     """Puts `shards[i]` on `devices[i]` and joins them along a new leading axis.
@@ -355,6 +358,12 @@ def first_copy(leaf: Any) -> Any:
     """A replicated leaf's copy on its first device; other leaves as they are."""
     is_replicated = isinstance(leaf, jax.Array) and leaf.is_fully_replicated
     return leaf.addressable_data(0) if is_replicated else leaf
+
+
+def own(array: Any, leaf: Any) -> Any:  # Why: docs/decisions/storage.md#host-arrays
+    """NumPy's array of a leaf, copied if it is a view of the host's memory."""
+    is_view = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
+    return array.copy() if is_view else array
 
 
 def canonical_shapes(

@@ -6,12 +6,14 @@ finds these programs compiled.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from haiku.data_structures import tree_bytes
+from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 from rich.table import Table
 
@@ -449,9 +451,8 @@ def choose_steps_per_call(
 ) -> Trainer:
     """Has several steps in one call where `steps_per_call=None` and steps are short.
 
-    That is so for few operations in each, on the CPU none of them a convolution, and
-    data in memory, if a call's batches fit the device. A run in `workdir` that has
-    begun keeps its own.
+    That is: few operations, no convolution, data in memory, and a call's batches fit
+    the device. A run in `workdir` that has begun keeps its own.
     """
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None or experiment.exact_elastic is not None:
@@ -461,12 +462,12 @@ def choose_steps_per_call(
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
-    trace = trainer.trace(shapes[0])
-    if devices.platform == "cpu" and CONVOLUTION in str(trace.jaxpr):
+    jaxpr = trainer.trace(shapes[0]).jaxpr.jaxpr
+    if CONVOLUTION in str(jaxpr):
         return trainer  # Why: docs/decisions/training.md#calls
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
-    if not 0 < _operations(trace) <= most or waiting > STACK_BYTES:
+    if _operations(jaxpr) > most or waiting > STACK_BYTES:
         return trainer
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     limit = devices.memory_limit() if limit is None else limit
@@ -474,9 +475,15 @@ def choose_steps_per_call(
     return several if fits else trainer
 
 
-def _operations(trace: Any) -> float:
-    """Floating-point operations of a call, as XLA counts them; 0 if it cannot."""
-    try:
-        return (trace.lower().cost_analysis() or {}).get("flops", 0.0)
-    except RuntimeError:  # An array of more than 2^63 elements, which no device has.
-        return 0.0
+def _operations(jaxpr: Any) -> float:
+    """Floating-point operations of a program without convolutions, about."""
+    count = 0
+    for equation in jaxpr.eqns:
+        inner = sum(map(_operations, jaxprs_in_params(equation.params)))
+        count += inner * equation.params.get("length", 1)  # Of a scan.
+        size = sum(getattr(x.aval, "size", 0) for x in equation.outvars)
+        if equation.primitive.name == "dot_general":
+            (axes, _), _ = equation.params["dimension_numbers"]
+            size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
+        count += 0 if inner else size
+    return count

@@ -1,7 +1,6 @@
 """Changes of a config that make a run fit its devices, tried in the order of cost."""
 
 import bisect
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -99,15 +98,12 @@ def candidates(build: Build, workdir: Path, limit: int) -> Iterator[Candidate]:
         fixed = max(budget.init_peak, budget.evaluation_peak, budget.resident)
         if fixed > limit:  # Rematerialization and micro-batches change none of this.
             continue
-        settled = functools.partial(_settled, build, workdir, limit)
-        for candidate in _of_temporaries(settled, trainer, stored):
+        for candidate in _of_temporaries(
+            lambda changes: settle(build(changes), workdir, limit), trainer, stored
+        ):
             yield candidate
             if candidate.fits:
                 return
-
-
-def _settled(build: Build, workdir: Path, limit: int, changes: Changes) -> Trainer:
-    return settle(build(changes), workdir, limit)
 
 
 def _of_stored(trainer: Trainer) -> list[Changes]:

@@ -78,7 +78,13 @@ def read_published(
         parameters and state do not fit: lists every one.
     """
     if state is not None:  # Frozen parameters are read without it, and none is fresh.
-        _say_fresh(source, names.fresh, shapes, state)
+        paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
+        fresh = [path for path in paths if _fits(path, names.fresh)]
+        if fresh:
+            text = (
+                "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
+            )
+            _say_once(text, source, len(fresh), len(paths), some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
     if state and not any(map(_is_state, tensors)) and beside.is_file():
@@ -180,16 +186,6 @@ def _without_sections(
 @functools.cache  # A start may read a file twice.
 def _say_once(text: str, *values: Any) -> None:
     logger.warning(text, *values)
-
-
-def _say_fresh(
-    source: Path, patterns: Sequence[str], shapes: hk.Params, state: hk.State
-) -> None:
-    paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
-    fresh = [path for path in paths if _fits(path, patterns)]
-    if fresh:
-        text = "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
-        _say_once(text, source, len(fresh), len(paths), some(fresh, SHOWN))
 
 
 def _is_state(path: str) -> bool:

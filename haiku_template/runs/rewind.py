@@ -102,17 +102,13 @@ def leaving_out(trainer: Trainer, steps: Collection[int]) -> Trainer:
     def advance(state: Any, call: range, arrays: Any) -> Any:
         if call[-1] not in other.left_out:
             return trainer.advance(state, call, arrays)
-        return state._replace(step=following(state.step)), _no_scalars(trainer)
+        with trainer.devices.implicit_transfers():  # Of a model's constants, traced.
+            _, scalars = trainer.trace(trainer.feed.host_shapes()[0]).out_info
+        missing = trainer.devices.replicate(jax.tree.map(_missing, scalars))
+        return state._replace(step=following(state.step)), missing
 
     other.calls, other.advance = calls, advance
     return other
-
-
-def _no_scalars(trainer: Trainer) -> Any:
-    """Scalars of no step: NaN, where their dtype has one."""
-    with trainer.devices.implicit_transfers():  # Tracing, as of a model's constants.
-        _, scalars = trainer.trace(trainer.feed.host_shapes()[0]).out_info
-    return trainer.devices.replicate(jax.tree.map(_missing, scalars))
 
 
 def _missing(x: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.config import differences
-from haiku_template.devices.layout import spans_processes
+from haiku_template.devices.layout import HOST, spans_processes
+from haiku_template.devices.transfer import own
 from haiku_template.errors import ConfigError, DamagedError, StorageError, some
 from haiku_template.params import flatten
 from haiku_template.storage import failures
@@ -183,7 +184,8 @@ class Checkpoints:
         back. False if it failed already; later it is known when the next one begins.
         `StorageError`: too many in a row failed.
         """
-        is_joint = any(map(spans_processes, jax.tree.leaves(state)))
+        leaves = jax.tree.leaves(state)
+        is_joint = any(map(spans_processes, leaves))
         if not (self._is_first or is_joint):
             return True
         if is_joint:
@@ -195,6 +197,10 @@ class Checkpoints:
         self._failures.error, self._last = None, (step, state, metrics)
         with self._failures.counted():
             self._begin(step, state, metrics)
+            if any(
+                spans_processes(x) and x.sharding.memory_kind == HOST for x in leaves
+            ):
+                self._finish()  # Orbax has views of them, and the next step donates.
         return self._failures.error is None
 
     def _join(self) -> None:
@@ -679,7 +685,9 @@ def _on_host(state: Any) -> Any:
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not spans_processes(leaf):
             leaf.copy_to_host_async()
-    return jax.tree.map(lambda x: x if spans_processes(x) else np.asarray(x), state)
+    return jax.tree.map(
+        lambda x: x if spans_processes(x) else own(np.asarray(x), x), state
+    )
 
 
 def _shares(array: Any) -> list[bytes]:

@@ -164,7 +164,8 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     leaves = manifest.get("leaves")
     is_earlier = manifest.keys() == FIELDS and isinstance(leaves, dict)
-    if is_earlier and all(map(_is_entry, leaves.values())):
+    entries = leaves.values() if is_earlier else [None]
+    if all(isinstance(x, dict) and {*x} == {"form", "digest"} for x in entries):
         return manifest | {"facts": {}, "files": {}}
     kinds = {type(manifest.get(name)) for name in ("leaves", "files", "facts")}
     if manifest.keys() != SEALED or sealed(manifest) != manifest or kinds != {dict}:
@@ -179,11 +180,6 @@ def check_sizes(manifest: dict[str, Any], folder: Path) -> None:
         if there.get(name) != size:
             fact = f"has {there[name]:,} bytes" if name in there else "is missing"
             raise ValueError(f"{name} {fact}, and had {size:,}")
-
-
-def _is_entry(entry: Any) -> bool:
-    """Tests for an entry of an earlier version."""
-    return isinstance(entry, dict) and entry.keys() == {"form", "digest"}
 
 
 def forms(manifest: dict[str, Any]) -> dict[str, str]:

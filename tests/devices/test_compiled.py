@@ -1,15 +1,18 @@
 """What a compiled step refuses, what it bounds, and its results of each example."""
 
+import dataclasses
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import check_replicas, mean_over
+from haiku_template.devices import check_replicas, compiled, mean_over
 from haiku_template.devices.compiled import IN_FLIGHT
+from haiku_template.devices.layout import Layout
 from haiku_template.errors import PlacementError
 
 EIGHT = np.arange(8, dtype=np.float32)
@@ -173,3 +176,34 @@ def test_a_step_can_be_traced_without_being_dispatched(one_device):
     shape = jax.eval_shape(step, jnp.ones(3), jnp.ones(2))
     assert shape.shape == (3,)
     one_device.fetch(step(one_device.replicate(EIGHT), one_device.shard(EIGHT)))
+
+
+@pytest.mark.parametrize("copy", ["shard", "replicate", "place"])
+def test_nothing_is_copied_to_a_gpu_while_a_program_is_called_first(
+    devices, monkeypatch, copy
+):
+    """The copy would join what cuDNN records; the first call of each shape counts."""
+    monkeypatch.setattr(compiled, "CAPTURING", {devices.platform})
+    copies = {
+        "shard": lambda: devices.shard(EIGHT),
+        "replicate": lambda: devices.replicate(EIGHT),
+        "place": lambda: devices.place(EIGHT, Layout(devices.devices)),
+    }
+    step, overlaps = devices.compile(scaled, donate_argnums=()), []
+
+    def program(*args):
+        thread = threading.Thread(target=copies[copy])
+        thread.start()
+        thread.join(0.3)
+        overlaps.append(not thread.is_alive())
+        results = step.compiled(*args)
+        threads.append(thread)
+        return results
+
+    threads, state = [], devices.replicate(np.float32(2))
+    other = dataclasses.replace(step, compiled=program)
+    for size in (8, 8, 16, 16, 8):
+        batch = devices.shard(np.ones(size, np.float32))
+        devices.wait(other(state, batch))
+        threads[-1].join()
+    assert overlaps == [False, True, False, True, True]

@@ -24,6 +24,7 @@ from haiku_template.errors import ConfigError, Interrupted, NonFiniteError
 from haiku_template.models import mlp, resnet
 from haiku_template.preflight.budget import (
     STEPS_PER_CALL,
+    _operations,
     choose_steps_per_call,
     memory_budget,
 )
@@ -255,6 +256,32 @@ def test_none_chooses_several_for_few_operations_on_data_in_memory(devices, tmp_
     assert chosen(changed(small, data=Data(Set(), None, 3)), new) == 1  # Not in memory.
     assert chosen(changed(small, model=mlp(3, width=2**14)), new) == 1
     assert changed(small, steps_per_call=None).feed.steps_per_call == 1
+
+
+def test_gpus_where_jax_counts_no_operations_choose_as_cpus_do(
+    one_device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(jax.stages.Lowered, "cost_analysis", lambda _: None)
+    monkeypatch.setattr(type(one_device), "platform", "gpu")
+    small = made(one_device, "mlp")
+    assert chosen(small, tmp_path) == STEPS_PER_CALL
+    assert chosen(changed(small, model=mlp(3, width=2**14)), tmp_path) == 1
+    # No GPU has trained one in a loop.
+    assert chosen(made(one_device, "resnet"), tmp_path) == 1
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+def test_operations_are_about_those_that_xla_counts(one_device, accumulate_steps):
+    trainer = changed(
+        made(one_device, "mlp"),
+        model=mlp(3, width=256),
+        accumulate_steps=accumulate_steps,
+    )
+    trace = trainer.trace(trainer.feed.host_shapes()[0])
+    count = _operations(trace.jaxpr.jaxpr)
+    whole = changed(trainer, accumulate_steps=1)
+    lowered = whole.lower(whole.feed.host_shapes()[0])
+    assert count == pytest.approx(lowered.cost_analysis()["flops"], rel=0.3)
 
 
 def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
