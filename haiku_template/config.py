@@ -328,9 +328,8 @@ def _check_keys(
             )
         if not isinstance(default, config_dict.ConfigDict):
             value, kind = config[key], expected.get_type(key)
-            accepted = (int, float) if kind is float else kind
-            fits = isinstance(value, accepted)
-            fits = fits and isinstance(value, bool) == (kind is bool)
+            is_kind = isinstance(value, (int, float) if kind is float else kind)
+            fits = is_kind and isinstance(value, bool) == (kind is bool)
             if not fits and (value is not None or default is not None):
                 raise ConfigError(
                     f"config.{name}={value!r} has the wrong type; possible is "

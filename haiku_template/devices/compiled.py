@@ -38,7 +38,7 @@ GONE = ("been deleted", "donate the same buffer")
 # and of two programs at once each may hold those that the other's collective needs.
 IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
-CAPTURING = {"gpu"}  # Platforms that record a graph of kernels in a first call.
+GPU = "gpu"  # Records a graph of kernels in a first call.
 ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).
 COPY = (
     "using it would be a copy that nobody asked for; give it with devices.replicate or "
@@ -110,8 +110,7 @@ class CompiledStep:
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
-    # Shapes of batches of which it was called.
-    called: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
+    seen: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
     def trace(self, *args: Any) -> Any:
         """Traces the step for these shapes; a leaked tracer is a `PlacementError`."""
@@ -126,7 +125,6 @@ class CompiledStep:
         """
         *trees, batch = args
         devices, ledger = self.devices.everyone, self.devices.ledger
-        is_recorded = self.devices.platform in CAPTURING
         check_alive(batch, "the batch's ")
         if len(devices) > 1:  # One refuses what is deleted, and several crash.
             check_alive(trees[0], "the state's ", distinct=self.takes_state)
@@ -139,7 +137,7 @@ class CompiledStep:
                 with ledger.timed("dispatch"):
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))
-                    call = self._record if is_recorded else self.compiled
+                    call = self._record if devices[0].platform == GPU else self.compiled
                     results, token = self.token(call(*args))
                 if not isinstance(token, jax.core.Tracer):  # Inside another program.
                     IN_FLIGHT.append(token)
@@ -156,12 +154,12 @@ class CompiledStep:
     def _record(self, *args: Any) -> Any:
         """Calls the program, the first time while nothing is copied to the devices."""
         shapes = tuple(map(np.shape, jax.tree.leaves(args[-1])))
-        if shapes in self.called:
+        if shapes in self.seen:
             return self.compiled(*args)
         with transfer.COPYING:
             results = self.compiled(*args)
             self.devices.wait(results)
-        self.called.add(shapes)
+        self.seen.add(shapes)
         return results
 
 

@@ -480,10 +480,9 @@ def _operations(jaxpr: Any) -> float:
     count = 0
     for equation in jaxpr.eqns:
         inner = sum(map(_operations, jaxprs_in_params(equation.params)))
-        count += inner * equation.params.get("length", 1)  # Of a scan.
         size = sum(getattr(x.aval, "size", 0) for x in equation.outvars)
         if equation.primitive.name == "dot_general":
             (axes, _), _ = equation.params["dimension_numbers"]
             size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
-        count += 0 if inner else size
+        count += inner * equation.params.get("length", 1) if inner else size  # Scans.
     return count

@@ -184,11 +184,10 @@ class Checkpoints:
         back. False if it failed already; later it is known when the next one begins.
         `StorageError`: too many in a row failed.
         """
-        leaves = jax.tree.leaves(state)
-        is_joint = any(map(spans_processes, leaves))
-        if not (self._is_first or is_joint):
+        joint = [*filter(spans_processes, jax.tree.leaves(state))]
+        if not (self._is_first or joint):
             return True
-        if is_joint:
+        if joint:
             self._join()
         with self._failures.counted():
             self._finish()
@@ -197,9 +196,7 @@ class Checkpoints:
         self._failures.error, self._last = None, (step, state, metrics)
         with self._failures.counted():
             self._begin(step, state, metrics)
-            if any(
-                spans_processes(x) and x.sharding.memory_kind == HOST for x in leaves
-            ):
+            if any(x.sharding.memory_kind == HOST for x in joint):
                 self._finish()  # Orbax has views of them, and the next step donates.
         return self._failures.error is None
 

@@ -183,7 +183,7 @@ def test_nothing_is_copied_to_a_gpu_while_a_program_is_called_first(
     devices, monkeypatch, copy
 ):
     """The copy would join what cuDNN records; the first call of each shape counts."""
-    monkeypatch.setattr(compiled, "CAPTURING", {devices.platform})
+    monkeypatch.setattr(compiled, "GPU", devices.platform)
     copies = {
         "shard": lambda: devices.shard(EIGHT),
         "replicate": lambda: devices.replicate(EIGHT),
