@@ -4,7 +4,7 @@
 
 GPT-2 124M trains on random tokens, one run at a time, since these are timed; the other
 commands run several at a time. Nothing is downloaded. Prints a line for each, writes
-benchmarks/results/gpu-runs-YYYY-MM-DD.json, and stays within seven minutes. With
+benchmarks/results/gpu-runs-YYYY-MM-DD.json, and is stopped after seven minutes. With
 --quick --device=cpu the same commands run small, where there is no card.
 """
 

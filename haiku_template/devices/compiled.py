@@ -110,6 +110,7 @@ class CompiledStep:
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
+    # Shapes of batches that it was called with, on a GPU.
     seen: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
     def trace(self, *args: Any) -> Any:

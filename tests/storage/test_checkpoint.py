@@ -234,3 +234,14 @@ def test_only_the_process_that_saves_removes_what_a_killed_save_left(tmp_path):
         assert checkpoints.steps == [] and left.exists()
     with Checkpoints(tmp_path, cleanup=True) as checkpoints:
         assert checkpoints.steps == [] and not left.exists()
+
+
+def test_a_save_keeps_no_view_of_what_is_in_the_hosts_memory(devices):
+    """A GPU's next step could not donate it while the writing thread has one."""
+    leaf = devices.replicate(np.arange(8.0, dtype=np.float32))
+    leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+    view = np.asarray(leaf.addressable_data(0))
+    assert np.shares_memory(view, np.asarray(leaf.addressable_data(0)))
+    (saved,) = checkpoint._on_host([leaf])
+    assert not np.shares_memory(view, saved)
+    np.testing.assert_array_equal(saved, view)
