@@ -110,7 +110,7 @@ class CompiledStep:
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
-    # Shapes of batches that it was called with, on a GPU.
+    # Shapes and dtypes of batches that it was called with, on a GPU.
     seen: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
     def trace(self, *args: Any) -> Any:
@@ -154,13 +154,15 @@ class CompiledStep:
     # Why: docs/decisions/devices.md#first-call
     def _record(self, *args: Any) -> Any:
         """Calls the program, the first time while nothing is copied to the devices."""
-        shapes = tuple(map(np.shape, jax.tree.leaves(args[-1])))
-        if shapes in self.seen:
+        batch = jax.tree.leaves(args[-1])
+        kinds = tuple((x.shape, x.dtype) for x in batch)
+        if kinds in self.seen or isinstance(batch[0], jax.core.Tracer):
             return self.compiled(*args)
         with transfer.COPYING:
             results = self.compiled(*args)
-            self.devices.wait(results)
-        self.seen.add(shapes)
+            with self.devices.processes.waiting():
+                jax.block_until_ready(results)
+        self.seen.add(kinds)
         return results
 
 

@@ -130,7 +130,7 @@ class DeviceManager(NamedTuple):
         donate it deletes both. `PlacementError`: values do not fit JAX's dtype.
         """
         tree = transfer.distinct(transfer.fitting(tree))
-        with self.ledger.timed("to_devices"), transfer.COPYING:
+        with transfer.COPYING, self.ledger.timed("to_devices"):
             arrays = transfer.device_put_everywhere(tree, self.replicated)
             jax.block_until_ready(arrays)
         self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(arrays))
@@ -142,7 +142,7 @@ class DeviceManager(NamedTuple):
         Of several processes each has the whole tree. Raises as `replicate`.
         """
         tree = transfer.fitting(tree)
-        with self.ledger.timed("to_devices"), transfer.COPYING:
+        with transfer.COPYING, self.ledger.timed("to_devices"):
             put = transfer.device_put_shares
             arrays = jax.tree.map(put, tree, layout.of(tree))
             jax.block_until_ready(arrays)
@@ -173,7 +173,7 @@ class DeviceManager(NamedTuple):
         """
         self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
         batch = transfer.fitting(batch)
-        with self.ledger.timed("to_devices"), transfer.COPYING:
+        with transfer.COPYING, self.ledger.timed("to_devices"):
             arrays = transfer.device_put_batch(batch, self.devices, self.everyone)
             jax.block_until_ready(arrays)
         self.ledger.add("bytes_to_devices", tree_bytes(arrays))

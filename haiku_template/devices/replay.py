@@ -28,7 +28,7 @@ from haiku_template.devices.layout import (
 )
 from haiku_template.devices.processes import waiting
 from haiku_template.devices.replicas import digest_leaves, part_digests
-from haiku_template.devices.transfer import first_copy
+from haiku_template.devices.transfer import COPYING, first_copy
 from haiku_template.errors import ConfigError, ReplayError, some
 from haiku_template.params import leaves_by_path
 
@@ -125,7 +125,7 @@ class Replay:
         is_staged = self._trainer.feed.staged is not None
         *staged, batch = arrays if is_staged else (arrays,)
         trees = state.without_frozen(), state.frozen, *staged
-        with waiting():
+        with waiting(), COPYING:  # Why: docs/decisions/devices.md#first-call
             batch = jax.block_until_ready(self._roll(batch, shift))
             digests = jax.device_get(first_copy(self._digest_shares(*trees, batch)))
         return np.roll(digests, -shift, axis=0)

@@ -362,8 +362,8 @@ def first_copy(leaf: Any) -> Any:
 
 def own(array: Any, leaf: Any) -> Any:  # Why: docs/decisions/storage.md#host-arrays
     """NumPy's array of a leaf, copied if it is a view of the host's memory."""
-    is_view = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
-    return array.copy() if is_view else array
+    on_host = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
+    return array.copy() if on_host and leaf.is_fully_replicated else array
 
 
 def canonical_shapes(

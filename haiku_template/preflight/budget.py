@@ -44,7 +44,8 @@ MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions d
 STEPS_PER_CALL = 50  # Of steps that take about a millisecond, or less.
 FEW_OPERATIONS = {"cpu": 2e8, "gpu": 1e10}  # Floating-point, of a step.
 STACK_BYTES = 2**24  # Of the batches of a call.
-CONVOLUTION = "conv_general_dilated"  # JAX's name, in a traced program.
+# In names of primitives whose work is not seen in a jaxpr; and convolutions.
+UNCOUNTED = ("conv_", "ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 # Fields of a budget: those of the state; all that stays from step to step; and the rows
 # of its table.
@@ -462,12 +463,9 @@ def choose_steps_per_call(
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
-    jaxpr = trainer.trace(shapes[0]).jaxpr.jaxpr
-    if CONVOLUTION in str(jaxpr):
-        return trainer  # Why: docs/decisions/training.md#calls
+    count = _operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
-    waiting = STEPS_PER_CALL * tree_bytes(shapes[0])
-    if _operations(jaxpr) > most or waiting > STACK_BYTES:
+    if count > most or STEPS_PER_CALL * tree_bytes(shapes[0]) > STACK_BYTES:
         return trainer
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     limit = devices.memory_limit() if limit is None else limit
@@ -475,14 +473,17 @@ def choose_steps_per_call(
     return several if fits else trainer
 
 
-def _operations(jaxpr: Any) -> float:
-    """Floating-point operations of a program without convolutions, about."""
+def _operations(jaxpr: Any) -> float:  # Why: docs/decisions/training.md#calls
+    """Floating-point operations of a program, about; infinite if not all are seen."""
     count = 0
     for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if any(part in name for part in UNCOUNTED):
+            return math.inf
         inner = sum(map(_operations, jaxprs_in_params(equation.params)))
         size = sum(getattr(x.aval, "size", 0) for x in equation.outvars)
-        if equation.primitive.name == "dot_general":
+        if name == "dot_general":
             (axes, _), _ = equation.params["dimension_numbers"]
             size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
-        count += inner * equation.params.get("length", 1) if inner else size  # Scans.
+        count += max(inner * equation.params.get("length", 1), size)  # Scans' length.
     return count

@@ -49,16 +49,16 @@ class Checkpoints:
     """Checkpoints of one run, newest last. Use as a context manager.
 
     Saves are asynchronous: `save` returns once the arrays are copied to the host, and
-    the next `save`, or leaving the context, waits for the last to be on disk. Of
-    several processes the first saves; what is sharded over them all save together.
+    the next `save`, or leaving the context, waits for the last to be on disk; so does
+    `save` of what processes share in the host's memory. Of several processes the first
+    saves; what is sharded over them all save together.
 
     The newest `keep_last` stay, and of those saved with metrics the `keep_best` whose
     `best_metric` is lowest (`best_mode` is `min`) or highest (`max`); of equals the
-    earlier, whatever else is kept. `cleanup` removes
-    what a killed save left; only for the one process that saves. Checkpoints of another
-    `run` than this id are refused; None compares the step alone. Of saves that fail in
-    a row the last of `max_failed_saves` is an error, and the others are warnings.
-    `facts(step)`, which JSON can hold, are saved with a step.
+    earlier, whatever else is kept. `cleanup` removes what a killed save left; only for
+    the one process that saves. Checkpoints of another `run` than this id are refused;
+    None compares the step alone. Of saves that fail in a row the last of
+    `max_failed_saves` is an error. `facts(step)`, which JSON can hold, are saved, too.
 
     Raises:
       StorageError: the directory cannot be used.

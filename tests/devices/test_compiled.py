@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import check_replicas, compiled, mean_over
+from haiku_template.devices import check_replicas, compiled, mean_over, transfer
 from haiku_template.devices.compiled import IN_FLIGHT
 from haiku_template.devices.layout import Layout
 from haiku_template.errors import PlacementError
@@ -207,3 +207,47 @@ def test_nothing_is_copied_to_a_gpu_while_a_program_is_called_first(
         devices.wait(other(state, batch))
         threads[-1].join()
     assert overlaps == [False, True, False, True, True]
+
+
+class Counting:
+    """A lock's stand-in that counts how often it is taken."""
+
+    taken = 0
+
+    def __enter__(self):
+        self.taken += 1
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def copying(devices, monkeypatch):
+    monkeypatch.setattr(compiled, "GPU", "cpu")
+    monkeypatch.setattr(transfer, "COPYING", counting := Counting())
+    return counting
+
+
+def test_a_gpus_first_call_of_each_kind_of_batch_holds_copies_back(devices, copying):
+    step = devices.compile(lambda state, batch: state + batch.sum(), donate_argnums=())
+    state = devices.replicate(np.float32(1))
+    eight, sixteen = devices.shard(EIGHT), devices.shard(np.tile(EIGHT, 2))
+    whole = devices.shard(EIGHT.astype(np.int32))
+    assert copying.taken == 4  # Each copy to the devices takes its turn.
+    jax.eval_shape(step, state, eight)  # Traced: nothing has run.
+    assert copying.taken == 4
+    for batch, taken in ((eight, 5), (eight, 5), (sixteen, 6), (whole, 7), (eight, 7)):
+        step(state, batch)
+        assert copying.taken == taken
+
+
+def test_a_gpus_first_call_that_fails_is_made_again_without_copies(devices, copying):
+    def step(state, batch):
+        raise ValueError("of a user's step")
+
+    step, state = devices.compile(step), devices.replicate(np.float32(1))
+    batch, taken = devices.shard(EIGHT), copying.taken
+    for n in (1, 2):
+        with pytest.raises(ValueError, match="of a user's step"):
+            step(state, batch)
+        assert copying.taken == taken + n

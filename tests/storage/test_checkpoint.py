@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
-from haiku_template.devices import DeviceManager, Layout
+from haiku_template.devices import DeviceManager, Layout, transfer
 from haiku_template.errors import StorageError
 from haiku_template.models import mlp
 from haiku_template.storage import checkpoint
@@ -245,3 +245,11 @@ def test_a_save_keeps_no_view_of_what_is_in_the_hosts_memory(devices):
     (saved,) = checkpoint._on_host([leaf])
     assert not np.shares_memory(view, saved)
     np.testing.assert_array_equal(saved, view)
+
+
+def test_what_is_sharded_in_the_hosts_memory_is_copied_once(four_devices):
+    layout = Layout(four_devices.devices, (("*", "data"),))
+    leaf = four_devices.place(np.arange(8.0, dtype=np.float32), layout)
+    leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+    array = np.asarray(leaf)  # Joined of its shares: no view of them.
+    assert transfer.own(array, leaf) is array

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import math
 import os
 import signal
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -282,6 +284,32 @@ def test_operations_are_about_those_that_xla_counts(one_device, accumulate_steps
     whole = changed(trainer, accumulate_steps=1)
     lowered = whole.lower(whole.feed.host_shapes()[0])
     assert count == pytest.approx(lowered.cost_analysis()["flops"], rel=0.3)
+
+
+VECTORS = np.ones((4, 8), np.float32)
+UNSEEN = {
+    "fft": lambda x: jnp.fft.fft(x),
+    "experts": lambda x: jax.lax.ragged_dot(x, jnp.ones((2, 8, 3)), jnp.array([1, 3])),
+    "windows": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (2, 2), (1, 1), "SAME"
+    ),
+    "convolution": lambda x: jnp.convolve(x[0], x[1]),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_operations_that_a_jaxpr_does_not_show_are_never_few(name):
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: UNSEEN[name](x).real.sum()))(VECTORS)
+    assert _operations(jaxpr.jaxpr) == math.inf
+
+
+def test_a_reduction_with_a_function_of_its_own_counts_as_its_results():
+    def largest(x):
+        return jax.lax.reduce(x, np.float32(0), lambda a, b: jnp.abs(a) + b, (1,))
+
+    assert (
+        _operations(jax.make_jaxpr(largest)(np.ones((512, 2), np.float32)).jaxpr) >= 512
+    )
 
 
 def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
