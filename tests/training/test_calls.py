@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import pallas as pl
 
 from configs import digits
 from haiku_template.config import check
@@ -294,6 +295,10 @@ UNSEEN = {
         x, 0.0, jax.lax.add, (2, 2), (1, 1), "SAME"
     ),
     "convolution": lambda x: jnp.convolve(x[0], x[1]),
+    "kernel": pl.pallas_call(
+        lambda x, y: None, jax.ShapeDtypeStruct((4, 8), np.float32)
+    ),
+    "own": jax.ffi.ffi_call("own", jax.ShapeDtypeStruct((4, 8), np.float32)),
 }
 
 
