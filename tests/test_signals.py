@@ -39,12 +39,13 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def start(*arguments, hears=HEARS, path=UNDRAWN, **options):
+def start(*arguments, hears=HEARS, path=UNDRAWN, env=(), **options):
+    own = {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "-c", hears, *map(str, arguments)],
         text=True,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | own | dict(env),
         **{"cwd": ROOT, "stdout": subprocess.PIPE} | options,
     )
 
@@ -416,10 +417,13 @@ FLAGS = [f"--config.num_steps={STEPS}", "--config.log_every=10"]
 FLAGS += ["--config.eval_every=500", "--config.save_every=100"]
 
 
-def train(workdir):
+def train(workdir, cached=True):
+    """Starts a run; without `cached`, one that compiles its programs as the first."""
     where = "--config=configs/digits.py", f"--workdir={workdir}"
-    quiet = {"stdout": subprocess.DEVNULL}
-    return start("-m", "haiku_template.train", *where, *FLAGS, **quiet)
+    options = {"stdout": subprocess.DEVNULL}
+    if not cached:
+        options["env"] = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return start("-m", "haiku_template.train", *where, *FLAGS, **options)
 
 
 def wait_until(process, reached, seconds=100):
@@ -448,12 +452,12 @@ def steps_of(workdir):
 
 
 def cpu_seconds(process):
-    """Seconds that a process computed, on a machine that others use, too."""
+    """Seconds that a process and its ended children computed: others compute, too."""
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
     except FileNotFoundError:
         return 0.0
-    return sum(map(int, fields.split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields.split()[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def children_seconds():
@@ -465,7 +469,7 @@ def children_seconds():
 def measured(tmp_path_factory):
     """A run that nothing stops: seconds to its first step, in its loop, to its end."""
     workdir = tmp_path_factory.mktemp("measured") / "run"
-    process, times = train(workdir), []
+    process, times = train(workdir, cached=False), []
     for reached in (
         lambda: catches(process),
         lambda: steps_of(workdir),
@@ -483,8 +487,8 @@ def measured(tmp_path_factory):
 
 def stop_at(workdir, name, when, seconds):
     """Starts a run, sends it a signal so long after what `when` says, and judges it."""
-    before = children_seconds()
-    first, process = steps_of(workdir), train(workdir)
+    before, first = children_seconds(), steps_of(workdir)
+    process = train(workdir, cached=when != "start")
     reached = {
         "start": lambda: catches(process),
         "loop": lambda: steps_of(workdir) > first,
@@ -492,11 +496,12 @@ def stop_at(workdir, name, when, seconds):
     }[when]
     assert wait_until(process, reached)
     at = cpu_seconds(process) + seconds
-    wait_until(process, lambda: cpu_seconds(process) >= at)
+    is_there = wait_until(process, lambda: cpu_seconds(process) >= at)
     done, at = steps_of(workdir), cpu_seconds(process)
     process.send_signal(signal.Signals[name])
     code, _, errors = ended(process)
-    if when != "end":  # There it may have its report to draw.
+    assert is_there or when != "start"
+    if is_there and when != "end":  # There it may have its report to draw.
         used = children_seconds() - before - at
         assert used < MOST_SECONDS, used
     # At the end of a run there may be nothing left to stop.
@@ -525,7 +530,8 @@ def stop_often(tmp_path, measured, when, count):
         # A stopped run resumes: the next has the rest of its loop.
         share = (i + 0.5) / count if when != "loop" else 0.6 / count
         moments.append(stop_at(workdir, next(names), when, span * share))
-        if steps_of(workdir) == STEPS:
+        # A resumed start has steps behind it, and reaches its end before the moment.
+        if steps_of(workdir) == STEPS or (when == "start" and saved_of(workdir)):
             finish(workdir, measured)
             workdir = tmp_path / f"{when}{i}"
     if workdir.exists():
