@@ -197,7 +197,7 @@ def tried(fault: str, every: int, folder: Path) -> Iterator[dict[str, Any]]:
 def killed(number: int, folder: Path) -> dict[str, Any]:
     """Kills a run at an operation in its workdir, and starts it again.
 
-    At an earlier one where the run ends before it: operations differ from run to run.
+    At an earlier one if the run ends before it: their number differs from run to run.
     """
 
     def die() -> Iterator[str]:
@@ -207,12 +207,15 @@ def killed(number: int, folder: Path) -> dict[str, Any]:
     def resume() -> Iterator[str]:
         yield run(make_trainer(), folder)
 
-    while [*forked(die)]:
+    ended = [*forked(die)]
+    if ended and number:
         shutil.rmtree(folder)
-        number = number * 7 // 8
-    digests = [*forked(resume)]
+        return killed(number * 7 // 8, folder)
+    digests = ended or [*forked(resume)]
+    result = WENT_ON if ended else STARTED_AGAIN
     expected = next(forked(lambda: iter([run(make_trainer(), folder / "expected")])))
-    result = STARTED_AGAIN if digests == [expected] else LOST
+    if digests != [expected]:
+        result = LOST
     return {"number": number, "result": result, "sentence": ""}
 
 

@@ -496,12 +496,12 @@ def stop_at(workdir, name, when, seconds):
     }[when]
     assert wait_until(process, reached)
     at = cpu_seconds(process) + seconds
-    is_there = wait_until(process, lambda: cpu_seconds(process) >= at)
+    is_running = wait_until(process, lambda: cpu_seconds(process) >= at)
     done, at = steps_of(workdir), cpu_seconds(process)
     process.send_signal(signal.Signals[name])
     code, _, errors = ended(process)
-    assert is_there or when != "start"
-    if is_there and when != "end":  # There it may have its report to draw.
+    assert is_running or when != "start"
+    if is_running and when != "end":  # There it may have its report to draw.
         used = children_seconds() - before - at
         assert used < MOST_SECONDS, used
     # At the end of a run there may be nothing left to stop.
