@@ -53,9 +53,7 @@ def main() -> None:
         rates = rounds.alternate(loops, arguments.rounds)
     rounds.report("against", rates, "bare", {"processes": facts})
     for name in arguments.loops:
-        values = rounds.ratios(rates[name], rates[f"{name}, before"])
-        low, middle, high = rounds.quartiles(values)
-        print(f"{name:>24} / before  {middle:.2f} ({low:.2f}-{high:.2f})")
+        rounds.compare(rates, name, f"{name}, before")
 
 
 if __name__ == "__main__":

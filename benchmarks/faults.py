@@ -194,7 +194,7 @@ def tried(fault: str, every: int, folder: Path) -> Iterator[dict[str, Any]]:
             number += every
 
 
-def killed(number: int, folder: Path) -> dict[str, Any]:
+def killed(number: int, folder: Path, expected: str) -> dict[str, Any]:
     """Kills a run at an operation in its workdir, and starts it again.
 
     At an earlier one if the run ends before it: their number differs from run to run.
@@ -210,10 +210,9 @@ def killed(number: int, folder: Path) -> dict[str, Any]:
     ended = [*forked(die)]
     if ended and number:
         shutil.rmtree(folder)
-        return killed(number * 7 // 8, folder)
+        return killed(number * 7 // 8, folder, expected)
     digests = ended or [*forked(resume)]
     result = WENT_ON if ended else STARTED_AGAIN
-    expected = next(forked(lambda: iter([run(make_trainer(), folder / "expected")])))
     if digests != [expected]:
         result = LOST
     return {"number": number, "result": result, "sentence": ""}
@@ -222,15 +221,15 @@ def killed(number: int, folder: Path) -> dict[str, Any]:
 def kills(number: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yields what came of kills at operations in a workdir, drawn from all."""
 
-    def total() -> Iterator[int]:
+    def undisturbed() -> Iterator[tuple[str, int]]:
         arm(folder / "counted", False, FOR_GOOD, 1, errno.EIO)
-        run(make_trainer(), folder / "counted")
-        yield disarm()
+        yield run(make_trainer(), folder / "counted"), disarm()
 
-    operations = range(next(forked(total)))
+    expected, total = next(forked(undisturbed))
+    operations = range(total)
     drawn = random.Random(0).sample(operations, min(number, len(operations)))
     for operation in sorted(drawn):
-        yield killed(operation, folder / f"run-{operation}")
+        yield killed(operation, folder / f"run-{operation}", expected)
 
 
 def copied(every: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -285,8 +284,10 @@ def table(options: argparse.Namespace) -> bool:
         ).stdout
 
     with ThreadPoolExecutor(options.parallel) as pool:
-        for name, text in zip(ROWS, pool.map(output, ROWS), strict=True):
-            *lines, last = text.splitlines()
+        # Kills first: they are the longest row.
+        outputs = {name: pool.submit(output, name) for name in reversed(ROWS)}
+        for name in ROWS:
+            *lines, last = outputs[name].result().splitlines()
             counts = Counter(json.loads(last))
             row = f"{name:<28}{counts.total():>7}{counts[WENT_ON]:>10}"
             row += f"{counts[STARTED_AGAIN]:>16}{counts[LOST]:>7}"
@@ -315,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--parallel", type=int, default=1 + os.cpu_count())
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:

@@ -35,19 +35,23 @@ WARM_UP, TRACED = 3, 25  # Steps.
 Steps = Callable[[int], float]  # So many steps; the last loss.
 
 
-def _bare_loss(tokens: jax.Array, labels: jax.Array) -> jax.Array:
-    """Loss of a GPT of Haiku's modules and JAX's attention."""
+def bare_logits(tokens: jax.Array) -> jax.Array:
+    """Logits of a GPT of Haiku's modules and JAX's attention."""
     embed = hk.Embed(VOCABULARY, WIDTH, name="embed")
     x = embed(tokens) + hk.Embed(CONTEXT, WIDTH, name="positions").embeddings
     for _ in range(LAYERS):
         y = hk.Linear(3 * WIDTH)(hk.LayerNorm(-1, True, True)(x))
-        heads = (BATCH_SIZE, CONTEXT, HEADS, WIDTH // HEADS)
+        heads = (-1, CONTEXT, HEADS, WIDTH // HEADS)
         arrays = (y.reshape(heads) for y in jnp.split(y, 3, axis=-1))
         y = jax.nn.dot_product_attention(*arrays, is_causal=True)
         x += hk.Linear(WIDTH)(y.reshape(x.shape))
         y = hk.Linear(4 * WIDTH)(hk.LayerNorm(-1, True, True)(x))
         x += hk.Linear(WIDTH)(jax.nn.gelu(y))
-    logits = hk.LayerNorm(-1, True, True)(x) @ embed.embeddings.T
+    return hk.LayerNorm(-1, True, True)(x) @ embed.embeddings.T
+
+
+def _bare_loss(tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = bare_logits(tokens)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
@@ -95,17 +99,19 @@ def _trainer() -> tuple[Steps, str]:
 
     devices = DeviceManager.create("cpu", num_devices=1)
     trainer = Experiment.from_config(gpt_bytes.get_config(), devices).trainer(devices)
-    host = trainer.experiment.data.train.batch(0)
-    state, batch = trainer.init(), devices.shard(host)
+    state = trainer.init()
+    with trainer.calls(0, 1, lambda step: True) as calls:
+        (call,) = calls
 
     def steps(count: int) -> float:
         nonlocal state
         for _ in range(count):
-            state, scalars = trainer.step(state, batch)
+            state, scalars = trainer.advance(state, *call)
         jax.block_until_ready(state)
-        return float(jax.device_get(scalars["loss"]))
+        return float(jax.device_get(scalars.first()["loss"]))
 
-    return steps, trainer.lower(host).compile().as_text()
+    lowered = trainer.lower(trainer.feed.host_shapes()[0])
+    return steps, lowered.compile().as_text()
 
 
 def serve(name: str) -> None:

@@ -81,14 +81,16 @@ def compare(
 
     The first one's times divide those of the same round of each other.
     """
-    devices, data = trainer.devices, trainer.experiment.data.train
-    lowered, compiled = trainer.lower(data.batch(0)), {}
+    devices = trainer.devices
+    lowered, compiled = trainer.lower(trainer.feed.host_shapes()[0]), {}
     for lever, settings in options.items():
         begun = time.perf_counter()
         compiled[lever] = lowered.compile(compiler_options=settings)
         column = {"compile, s": time.perf_counter() - begun}
         figures[f"{name} {lever}"] = column
-    state, batch = trainer.init(), devices.shard(data.batch(0))
+    with trainer.calls(0, 1, lambda step: True) as calls:
+        ((_, batch),) = calls
+    state = trainer.init()
     frozen, state = state.frozen, state.without_frozen()
     count = devices.replicate(np.int32(1))
     times, losses = {lever: [] for lever in compiled}, []

@@ -155,17 +155,18 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
     }
     ratios = []
     for name, trainer in trainers.items():
-        host = trainer.experiment.data.train.batch(0)
-        state, batch = trainer.init(), devices.shard(host)
-        sizes = trainer.lower(host).compile().memory_analysis()
+        with trainer.calls(0, 1, lambda step: True) as calls:
+            (call,) = calls
+        state = trainer.init()
+        sizes = trainer.lower(trainer.feed.host_shapes()[0]).compile().memory_analysis()
         kinds = ("argument", "output", "alias", "temp")
         found = {
             f"{kind}, bytes": getattr(sizes, f"{kind}_size_in_bytes") for kind in kinds
         }
         # The arguments are there already, and donated ones become results.
         growth = found["temp, bytes"] + found["output, bytes"] - found["alias, bytes"]
-        state, _ = jax.block_until_ready(trainer.step(state, batch))
-        measured = _peak_growth(devices, trainer.step, state, batch)
+        state, _ = jax.block_until_ready(trainer.advance(state, *call))
+        measured = _peak_growth(devices, trainer.advance, state, *call)
         found["predicted growth, bytes"] = growth
         found["measured growth, bytes"] = NOT_ON_CPU if measured is None else measured
         if measured is not None:
@@ -200,17 +201,18 @@ def loop_overhead(devices: DeviceManager, scale: Scale, figures: Figures) -> boo
     config.steps_per_call = overhead.STEPS_PER_CALL
     several = Experiment.from_config(config, devices).trainer(devices)
     on_device, every = Run(trainer), config.log_every
+    steps = scale.overhead_steps
     names = ("whole", "50 a call", "own step", "on device")
     rates: dict[str, list[float]] = {name: [] for name in names}
     with (
-        mock.patch.object(overhead, "NUM_STEPS", scale.overhead_steps),
+        mock.patch.object(overhead, "NUM_STEPS", steps),
         mock.patch.dict(os.environ, {"FORCE_COLOR": "1"}),  # So that rich draws.
     ):
         for _ in range(scale.overhead_rounds):
-            rates["whole"].append(overhead.whole_loop(trainer, every))
-            rates["50 a call"].append(overhead.whole_loop(several, every))
+            rates["whole"].append(overhead.whole_loop(trainer, every, steps))
+            rates["50 a call"].append(overhead.whole_loop(several, every, steps))
             rates["own step"].append(overhead.step_loop(trainer))
-            rates["on device"].append(1 / on_device.steps(scale.overhead_steps // 10))
+            rates["on device"].append(1 / on_device.steps(steps // 10))
     figures |= {f"{name}, steps/s": spread(values) for name, values in rates.items()}
     middle = {name: statistics.median(values) for name, values in rates.items()}
     figures["whole / own step"] = middle["whole"] / middle["own step"]

@@ -1,6 +1,7 @@
 """What the whole loop costs, next to a bare `jax.jit` loop, in one call.
 
     python -m benchmarks.overhead
+    python -m benchmarks.overhead --calls 1 10 100 1000
 
 All train an MLP of 64-128-128-10 with Adam on batches of 64 digits, on one device. The
 bare loop is Haiku, optax, a NumPy batch, `device_put` and `jax.jit`, and nothing of
@@ -9,8 +10,9 @@ on disk, progress bar. Between them stand loops that make each batch and call th
 package's own step, and that have all batches on the device beforehand: what no loop
 with data can reach. The whole loop runs as the config has it (`steps_per_call`), with
 one step a call, and with 50, as many as `bare scan`, a `lax.scan` over batches by hand.
-Rounds are interleaved, ratios are of the same round; medians and quartiles go to
-build/bench/overhead.json and .png.
+With `--calls` it runs with these numbers of steps a call, and logs nothing, which would
+end a call. Rounds are interleaved, ratios are of the same round; medians and quartiles
+go to build/bench/overhead.json and .png.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,26 +46,29 @@ STEPS_PER_CALL = 50
 BATCH_SIZE, WIDTH, LEARNING_RATE = 64, 128, 1e-3
 
 
-def whole_loop(trainer: Trainer, log_every: int) -> float:
+def whole_loop(
+    trainer: Trainer, log_every: int | None, num_steps: int = NUM_STEPS
+) -> float:
     """Steps per second of `training.train`, from its first step to its last."""
     with tempfile.TemporaryDirectory() as workdir, open(os.devnull, "w") as null:
         times = []
-        counted = mock.patch.object(trainer, "advance", _timed(trainer.advance, times))
+        advance = _timed(trainer.advance, times, num_steps)
+        counted = mock.patch.object(trainer, "advance", advance)
         with counted, contextlib.redirect_stdout(null):
             result = train(
                 trainer,
-                num_steps=NUM_STEPS,
+                num_steps=num_steps,
                 workdir=Path(workdir) / "run",
                 log_every=log_every,
             )
         jax.block_until_ready(result.state)
-    return (NUM_STEPS - 1) / (times[-1] - times[0])
+    return (num_steps - 1) / (times[-1] - times[0])
 
 
-def _timed(step: Callable, times: list[float]) -> Callable:
+def _timed(step: Callable, times: list[float], num_steps: int) -> Callable:
     def call(state: object, steps: range, arrays: object) -> object:
         result = step(state, steps, arrays)
-        if not times or steps[-1] == NUM_STEPS:
+        if not times or steps[-1] == num_steps:
             jax.block_until_ready(result)  # Compilation is no step; all are at the end.
         times.append(time.perf_counter())
         return result
@@ -162,8 +167,8 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(images), np.concatenate([x["labels"] for x in split])
 
 
-def make_loops() -> tuple[dict[str, rounds.Loop], str]:
-    """Makes all loops, and a description of where they run."""
+def make_loops(calls: Sequence[int] = ()) -> tuple[dict[str, rounds.Loop], str]:
+    """Makes all loops, or those of so many steps a call; says where they run."""
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
     config = digits.get_config()
     config.batch_size, config.model.width = BATCH_SIZE, WIDTH
@@ -175,6 +180,13 @@ def make_loops() -> tuple[dict[str, rounds.Loop], str]:
     trainer = dataclasses.replace(experiment, steps_per_call=1).trainer(devices)
     count = configured.experiment.steps_per_call or 1
     device, (images, labels) = devices.devices[0], arrays()
+    if calls:
+        trainers = {n: trainer.with_steps_per_call(n) for n in calls}
+        loops = {
+            f"whole, {n} a call": functools.partial(whole_loop, trainers[n], None)
+            for n in calls
+        }
+        return loops, devices.describe()
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     log_every = config.log_every
     loops = {
@@ -192,18 +204,22 @@ def make_loops() -> tuple[dict[str, rounds.Loop], str]:
 def main() -> None:
     """Runs the loops in turns, or with --serve=NAME one of them for another process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, nargs="+", default=())
     parser.add_argument("--serve", metavar="NAME", help="a loop of the table")
     arguments = parser.parse_args()
     if arguments.serve:
         return rounds.serve(lambda: _one(arguments.serve))
-    loops, description = make_loops()
+    loops, description = make_loops(arguments.calls)
     print(f"{description}\n{NUM_STEPS} steps, {arguments.rounds} rounds, interleaved")
     for loop in loops.values():
         loop()  # Compiles, and warms up.
     rates = rounds.alternate(loops, arguments.rounds)
     facts = {"description": description, "versions": rounds.versions()}
-    rounds.report("overhead", rates, "bare", facts)
+    rounds.report("overhead", rates, "bare" if "bare" in loops else [*loops][-1], facts)
+    for name in loops:
+        if name.startswith("whole") and "bare scan" in loops:
+            rounds.compare(rates, name, "bare scan")
 
 
 def _one(name: str) -> tuple[rounds.Loop, str]:

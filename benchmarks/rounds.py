@@ -110,6 +110,12 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(values, base, strict=True)]
 
 
+def compare(rates: dict[str, list[float]], name: str, base: str) -> None:
+    """Prints a loop's ratio to another: median and quartiles of the rounds."""
+    low, middle, high = quartiles(ratios(rates[name], rates[base]))
+    print(f"{name:>24} / {base}  {middle:.2f} ({low:.2f}-{high:.2f})")
+
+
 def report(
     name: str, rates: dict[str, list[float]], base: str, facts: dict[str, Any]
 ) -> None:
@@ -173,7 +179,8 @@ def _draw(path: Path, rows: dict[str, Any], base: str, about: dict[str, Any]) ->
         )
     axes.set_xlim(0, 1.35 * high.max())
     axes.set_xlabel("steps per second: median and quartiles of the rounds")
-    title = f"digits MLP, batches of 64; {about['machine']}, {about['date']}"
+    model = about.get("title", "digits MLP, batches of 64")
+    title = f"{model}; {about['machine']}, {about['date']}"
     axes.set_title(title, fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

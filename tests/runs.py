@@ -2,10 +2,13 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import jax
 
 from haiku_template.devices.compiled import pack
 from haiku_template.preflight.budget import staged_if_it_fits
@@ -52,12 +55,22 @@ def placed(trainer, placement, limit=None):
     return staged_if_it_fits(trainer, limit) if placement == "auto" else trainer
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def of_step(stack, place, axis):
+    """A step's batch in a stack of them."""
+    index = functools.partial(jax.lax.index_in_dim, keepdims=False)
+    return jax.tree.map(lambda x: index(x, place, axis), stack)
+
+
 def with_step(trainer, step):
     """The trainer with another function of (state, batch) for a step of the run."""
     other = copy.copy(trainer)
     other.experiment = dataclasses.replace(trainer.experiment, steps_per_call=1)
+    stack, axis = trainer.feed.stack, 1 + (trainer.devices.num_devices > 1)
 
     def advance(state, steps, batch):
+        if stack > 1:
+            batch = of_step(batch, (steps[0] - 1) % stack, axis)
         state, scalars = step(state, batch)
         return state, pack(scalars)
 

@@ -307,14 +307,14 @@ def test_a_converter_s_child_ends_with_it(tmp_path):
 FORKS = """
 from haiku_template import signals
 signals.install()
-import multiprocessing, time
+import multiprocessing, os, time
 
 def child():  # Its handlers are its own by now.
-    print("forked", flush=True)
+    os.write(1, b"forked\\n")
     time.sleep(99)
 
 multiprocessing.get_context("fork").Process(target=child).start()
-print("noted", flush=True)  # By multiprocessing, which lists its children.
+os.write(1, b"noted\\n")  # By multiprocessing, which lists its children.
 time.sleep(99)
 """
 

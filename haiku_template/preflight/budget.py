@@ -465,7 +465,7 @@ def choose_steps_per_call(
         return trainer
     count = _operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
-    if count > most or STEPS_PER_CALL * tree_bytes(shapes[0]) > STACK_BYTES:
+    if count > most or STEPS_PER_CALL * tree_bytes(trainer.feed.example) > STACK_BYTES:
         return trainer
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     limit = devices.memory_limit() if limit is None else limit

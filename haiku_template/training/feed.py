@@ -30,6 +30,8 @@ LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 # more from the loop (they share the interpreter's lock) than it hides.
 CHEAP = 4e-4
 TRIAL, SLOW = 8, 10.0
+# Batches that travel at once with one step a call, if they are of few bytes together.
+STACK, STACK_BYTES = 50, 2**22  # Why: docs/decisions/training.md#stacks
 
 
 class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
@@ -43,7 +45,8 @@ class Feed:
     """Feed of a train step: this process's rows of each batch, put on its devices.
 
     Attributes:
-      steps_per_call: steps of which a stack of batches travels at once.
+      steps_per_call: steps of a call.
+      stack: batches that travel at once, as a multiple of a call's.
       batch_size: examples in a batch of all processes.
       example: shapes of a batch of all processes.
       staged: shapes and shardings of the staged set; None where it is on the host.
@@ -57,7 +60,7 @@ class Feed:
         self._devices, self._experiment = devices, experiment
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
-        self.steps_per_call = experiment.steps_per_call or 1
+        self.steps_per_call = self.stack = experiment.steps_per_call or 1
         example, *further = each_shape(self._source)
         if further and self.steps_per_call > 1:
             raise ConfigError(
@@ -73,6 +76,10 @@ class Feed:
             arrays = self._source.staged
             self._source = RowBlocks(self._source, self.batch_size, self.steps_per_call)
             self.staged = devices.abstract(lambda arrays: arrays, arrays())
+        elif self.steps_per_call == 1 and experiment.exact_elastic is None:
+            size = STACK * sum(x.nbytes for x in jax.tree.leaves(rows))
+            is_stacked = not further and gathers(self._source) and size <= STACK_BYTES
+            self.stack = STACK if is_stacked else 1
 
     @property
     def placement(self) -> str:
@@ -96,14 +103,14 @@ class Feed:
 
     @property
     def _stacks(self) -> bool:
-        return self.steps_per_call > 1 and self.staged is None
+        return self.stack > 1 and self.staged is None
 
     def host_shapes(self) -> list[Any]:
         """Host arrays of a call, one for each shape of batches, the largest first."""
         batches = [*map(self._own, each_shape(self._source))]
         if not self._stacks:
             return batches
-        n = self.steps_per_call
+        n = self.stack
         repeat = lambda x: np.broadcast_to(x[:, None], (len(x), n, *x.shape[1:]))  # noqa: E731
         return jax.tree.map(repeat, batches)
 
@@ -126,12 +133,14 @@ class Feed:
     ) -> Iterator[Iterator[tuple[range, Any]]]:
         """Prefetches what each call takes: its steps, counted from 1, and arrays.
 
-        A call ends with the last step of a stack of `steps_per_call` batches, and with
-        each step, counted from 1, for which `ends` is true.
+        A call ends with the last step of a stack of batches, and with each step for
+        which `ends` is true; with `steps_per_call=1`, with each.
         """
-        size = self.steps_per_call
+        size = self.stack
         first = start - start % size  # Stacks begin at the same steps in a resumed run.
         make, errors = self._put, {}
+        if self.steps_per_call == 1:
+            ends = lambda step: True  # noqa: E731
         if self._stacks:
             steps = range(start, stop)
             make = functools.partial(self._put_stack, steps=steps, errors=errors)
@@ -143,8 +152,7 @@ class Feed:
         stacks = range(first, stop, size)
         source = ahead(self._source, start, stop)
         # An iterator may wait for its source, which only a thread should.
-        is_iterator = getattr(self._source, "once", False)
-        cheap = 0.0 if is_iterator else CHEAP * size
+        cheap = 0 if getattr(self._source, "once", False) else CHEAP * size
         with source, Prefetcher(make, stacks, cheap=cheap) as prefetched:
             arrays = self._devices.ledger.waits(prefetched)
             yield (
@@ -180,7 +188,7 @@ class Feed:
 
         The first error ends the stack, and the next; `_cut` raises it at its step.
         """
-        last = first + self.steps_per_call
+        last = first + self.stack
         if gathers(self._source):
             places = np.clip(np.arange(first, last), steps.start, steps.stop - 1)
             return self._devices.shard(self._gather(places.tolist()))
@@ -213,7 +221,7 @@ class Feed:
             return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch)
 
     def _buffer(self, x: np.ndarray) -> np.ndarray:
-        buffer = host_buffer((len(x), self.steps_per_call, *x.shape[1:]), x.dtype)
+        buffer = host_buffer((len(x), self.stack, *x.shape[1:]), x.dtype)
         buffer.fill(0)  # Also for steps that are not of the run.
         return buffer
 
@@ -242,8 +250,7 @@ class Feed:
         @functools.wraps(gradients)
         def differentiate(state: TrainState, frozen: hk.Params, *arrays: Any) -> Any:
             if stacked:
-                place = state.step % self.steps_per_call
-                take = functools.partial(_at, place)
+                take = functools.partial(_at, state.step % self.stack)
                 return gradients(state, frozen, jax.tree.map(take, *arrays))
             batch = self._source.gather(*arrays, state.step)
             return gradients(state, frozen, batch)
@@ -290,10 +297,7 @@ def _check_alike(first: Any, batch: Any, step: int) -> None:
     """
     check_host_batch(batch)
     expected, actual = (
-        {
-            path: f"{x.dtype} of {len(x)} rows"
-            for path, x in leaves_by_path(tree).items()
-        }
+        leaves_by_path(jax.tree.map(lambda x: f"{x.dtype} of {len(x)} rows", tree))
         for tree in (first, batch)
     )
     paths = (k for k in expected | actual if expected.get(k) != actual.get(k))
@@ -317,11 +321,7 @@ class Prefetcher:
 
     # Why: docs/decisions/training.md#prefetch-thread
     def __init__(
-        self,
-        make: Callable[[int], Any],
-        steps: range,
-        depth: int = 2,
-        cheap: float = 0.0,
+        self, make: Callable[[int], Any], steps: range, depth: int = 2, cheap: float = 0
     ) -> None:
         self._make, self._steps, self._cheap = make, steps, cheap
         self._left = iter(steps)

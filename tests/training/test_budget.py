@@ -43,9 +43,9 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     budget = memory_budget(trainer)
     assert len(jax.live_arrays()) <= before  # From shapes alone.
     state = trainer.init()
-    host_batch = trainer.experiment.data.train.batch(0)
-    batch = devices.shard(host_batch)
-    used = trainer.lower(host_batch).compile().memory_analysis()
+    host_arrays = trainer.feed.host_shapes()[0]
+    batch = devices.shard(host_arrays)
+    used = trainer.lower(host_arrays).compile().memory_analysis()
     peak = (
         used.argument_size_in_bytes
         + used.temp_size_in_bytes

@@ -35,6 +35,7 @@ from haiku_template.runs import train
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import steps_per_call
 from haiku_template.training import Experiment, classification, own_loss
+from haiku_template.training.feed import STACK
 from tests.runs import changed, placed
 
 RNG = np.random.default_rng(0)
@@ -217,8 +218,11 @@ def test_batches_of_other_shapes_are_refused_by_name(tmp_path, one_device):
 
 
 def test_the_budget_counts_the_batches_of_a_call(one_device):
-    one, several = (memory_budget(made(one_device, "mlp", n)) for n in (1, 7))
-    assert several.batch == 7 * one.batch and several.waiting == 7 * one.waiting
+    one, *several = (memory_budget(made(one_device, "mlp", n)) for n in (1, 7, 14))
+    assert several[1].batch == 2 * several[0].batch
+    assert several[1].waiting == 2 * several[0].waiting
+    # With one step a call, too, small batches travel together.
+    assert 7 * one.batch == STACK * several[0].batch
 
 
 def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):

@@ -18,6 +18,7 @@ from haiku_template.models import mlp, resnet
 from haiku_template.runs import train
 from haiku_template.storage.workdir import saved_steps
 from haiku_template.training import Experiment, classification
+from haiku_template.training.feed import STACK
 from haiku_template.training.trainer import Trainer
 from tests.runs import placed
 
@@ -103,13 +104,17 @@ def test_a_healthy_run_has_the_same_bits(
     assert twice == {1, 2, 4, 8, 12} and {*made_steps} == {*range(1, 13)}
 
 
-def flipped(x, device):
-    """Flips a bit of the copy, or the shard, that one device has of an array."""
+def flipped(x, device, steps=1):
+    """Flips a bit of the copy, or the shard, that one device has of an array.
+
+    Or of each batch in a stack of them, [1, B, steps, ...] on a device.
+    """
     shards = []
     for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id):
         data = np.array(shard.data)
         if shard.device.id == device:
-            data.reshape(-1).view(np.uint8)[1] ^= 4
+            batches = data if steps == 1 else data[0, 0]
+            batches.reshape(steps, -1).view(np.uint8)[:, 1] ^= 4
         shards.append(jax.device_put(data, shard.device))
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
@@ -191,7 +196,7 @@ def with_bad_device(monkeypatch, device, is_bad=lambda call: True):
             batch = roll(self)(batch, shift)
             if not is_bad(len(calls) - 1):
                 return batch
-            return batch | {"inputs": flipped(batch["inputs"], device)}
+            return batch | {"inputs": flipped(batch["inputs"], device, steps=STACK)}
 
         return rolled
 

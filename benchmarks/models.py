@@ -1,0 +1,207 @@
+"""The whole loop next to a bare loop with the same model: ResNet, GPT, ProteinMPNN.
+
+    make published       # fetches ProteinMPNN, which is left out without it
+    python -m benchmarks.models [--rounds=5]
+
+The ResNet and the GPT are of Haiku's own modules, ProteinMPNN is ColabDesign's, with
+its published parameters' sizes. The bare loop is `jax.jit`, `device_put` and optax, and
+nothing of this package; its batches are made beforehand. The whole loop makes them, and
+has its checks, metrics on disk and progress bar. Rounds are interleaved, ratios are of
+the same round; medians and quartiles go to build/bench/models_NAME.json and .png.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import rounds
+from benchmarks.gpt_on_cpu import bare_logits
+from benchmarks.overhead import whole_loop
+from haiku_template import compat
+from haiku_template.data import ArrayDataset, BatchSpec, Data
+from haiku_template.devices import DeviceManager
+from haiku_template.preflight import settle
+from haiku_template.training import Experiment, Task
+
+LEARNING_RATE, LOG_EVERY = 1e-3, 10
+PROTEINS = Path("build/published")
+Loss = Callable[[jax.Array, dict[str, jax.Array]], jax.Array]
+
+
+class Model(NamedTuple):
+    """A model as both loops train it.
+
+    `apply(params, net_state, rng, inputs, is_training)` gives outputs and net_state;
+    `loss(outputs, batch)` is of each example or token, weighted by `weight` of a batch.
+    """
+
+    net: hk.TransformedWithState
+    data: Data
+    inputs: Callable[[dict[str, Any]], Any]
+    loss: Loss
+    weight: str | None
+    num_steps: int  # Of a round.
+
+
+def resnet() -> Model:
+    """Narrow ResNet-18 on images of 32 x 32."""
+
+    def net(images: jax.Array, is_training: bool) -> jax.Array:
+        channels = (16, 32, 64, 128)
+        resnet = hk.nets.ResNet((2, 2, 2, 2), 10, None, False, False, channels)
+        return resnet(images, is_training)
+
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(1024, 32, 32, 3)).astype(np.float32)
+    labels = rng.integers(0, 10, 1024, np.int32)
+    data = Data(ArrayDataset(images, labels, BatchSpec(32)), None, 10)
+    return Model(hk.transform_with_state(net), data, _inputs, _labels, None, 60)
+
+
+def gpt() -> Model:
+    """GPT of 0.84 M parameters on windows of 128 bytes."""
+
+    def net(tokens: jax.Array, is_training: bool) -> jax.Array:
+        del is_training
+        return bare_logits(tokens)
+
+    tokens = np.random.default_rng(0).integers(0, 256, (1024, 129), np.int32)
+    rows = ArrayDataset(tokens[:, :-1], tokens[:, 1:], BatchSpec(16))
+    net = hk.with_empty_state(hk.transform(net))
+    return Model(net, Data(rows, None, 256), _inputs, _labels, None, 30)
+
+
+def proteinmpnn() -> Model:
+    """ProteinMPNN of 1.66 M parameters on the structures of its config."""
+    from configs import finetune_proteinmpnn
+    from examples import proteinmpnn
+
+    compat.install()  # The model calls what JAX removed.
+    config = finetune_proteinmpnn.get_config()
+    fields = {k: v for k, v in config.data.items() if v is not None}
+    parts = {k: fields[k] for k in ("path", "train", "held_out", "lengths")}
+    data = proteinmpnn.data(BatchSpec(config.batch_size), **parts)
+    net = proteinmpnn.model(21, None, code=str(PROTEINS), noise=0.2, dropout=0.1)
+    # The model takes one structure.
+    axes = (None, None, None, 0, None)
+    net = hk.with_empty_state(net)
+    apply = jax.vmap(net.apply, axes, (0, None))
+    init = lambda rng, inputs, training: net.init(  # noqa: E731
+        rng, jax.tree.map(lambda x: x[0], inputs), training
+    )
+    mapped = hk.TransformedWithState(init, lambda *args: apply(*args))
+    return Model(mapped, data, dict, _structure, "mask", 6)
+
+
+def _inputs(batch: dict[str, Any]) -> Any:
+    return batch["inputs"]
+
+
+def _labels(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return cross_entropy(logits, batch["labels"])
+
+
+def _structure(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["S"])
+
+
+def bare_loop(model: Model, device: jax.Device) -> rounds.Loop:
+    """Steps per second without this package."""
+    batches = [model.data.train.batch(n) for n in range(16)]
+    optimizer = optax.adam(LEARNING_RATE)
+
+    def loss(params: Any, net_state: Any, rng: jax.Array, batch: Any) -> Any:
+        inputs = model.inputs(batch)
+        outputs, net_state = model.net.apply(params, net_state, rng, inputs, True)
+        values = model.loss(outputs, batch)
+        if model.weight is None:
+            return values.mean(), net_state
+        weights = batch[model.weight]
+        return (values * weights).sum() / weights.sum(), net_state
+
+    def step(carry: Any, rng: jax.Array, batch: Any) -> Any:
+        params, net_state, opt_state, n = carry
+        rng = jax.random.fold_in(rng, n)
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, net_state), grads = gradient(params, net_state, rng, batch)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        return (params, net_state, opt_state, n + 1), value
+
+    rng = jax.random.key(0)
+    compiled = jax.jit(step, donate_argnums=0)
+
+    def loop() -> float:
+        params, net_state = jax.jit(model.net.init, static_argnums=2)(
+            rng, model.inputs(batches[0]), True
+        )
+        carry = params, net_state, optimizer.init(params), jnp.zeros((), jnp.int32)
+        carry = jax.device_put(carry, device)
+        for n in range(model.num_steps):
+            batch = jax.device_put(batches[n % len(batches)], device)
+            carry, value = compiled(carry, rng, batch)
+            if n == 0:
+                jax.block_until_ready(value)  # Its compilation is no step.
+                begun = time.perf_counter()
+        jax.block_until_ready(carry)
+        return (model.num_steps - 1) / (time.perf_counter() - begun)
+
+    return loop
+
+
+def make_loops(model: Model, devices: DeviceManager) -> dict[str, rounds.Loop]:
+    """Makes both loops."""
+
+    def values(outputs: jax.Array, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        loss = {"loss": model.loss(outputs, batch)}
+        if model.weight is None:
+            return loss
+        return loss | {"example_weight": batch[model.weight].astype(jnp.float32)}
+
+    experiment = Experiment(
+        model=model.net,
+        task=Task(values, "any"),
+        data=model.data,
+        optimizer=optax.adam(LEARNING_RATE),
+    )
+    trainer = settle(experiment.trainer(devices), Path("of a new run"))
+    return {
+        "whole": lambda: whole_loop(trainer, LOG_EVERY, model.num_steps),
+        "bare": bare_loop(model, devices.devices[0]),
+    }
+
+
+def main() -> None:
+    """Runs both loops of each model in turns."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds_of = parser.parse_args().rounds
+    os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
+    devices = DeviceManager.create("auto", num_devices=1)
+    for make in (resnet, gpt, proteinmpnn):
+        if make is proteinmpnn and not PROTEINS.is_dir():
+            print("ProteinMPNN is not here: `make published`")
+            continue
+        model, name = make(), make.__name__
+        loops = make_loops(model, devices)
+        print(f"{name}: {model.num_steps} steps, {rounds_of} rounds, interleaved")
+        for loop in loops.values():
+            loop()  # Compiles, and warms up.
+        rates = rounds.alternate(loops, rounds_of)
+        facts = {"description": devices.describe(), "versions": rounds.versions()}
+        facts |= {"title": make.__doc__, "command": "python -m benchmarks.models"}
+        rounds.report(f"models_{name}", rates, "bare", facts)
+
+
+if __name__ == "__main__":
+    main()
