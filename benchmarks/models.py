@@ -91,14 +91,18 @@ def proteinmpnn() -> Model:
     parts = {k: fields[k] for k in ("path", "train", "held_out", "lengths")}
     data = proteinmpnn.data(BatchSpec(config.batch_size), **parts)
     net = proteinmpnn.model(21, None, code=str(PROTEINS), noise=0.2, dropout=0.1)
-    # The model takes one structure.
-    axes = (None, None, None, 0, None)
-    net = hk.with_empty_state(net)
-    apply = jax.vmap(net.apply, axes, (0, None))
-    init = lambda rng, inputs, training: net.init(  # noqa: E731
-        rng, jax.tree.map(lambda x: x[0], inputs), training
-    )
-    mapped = hk.TransformedWithState(init, lambda *args: apply(*args))
+    one = hk.with_empty_state(net)
+
+    def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
+        return one.init(rng, jax.tree.map(lambda x: x[0], inputs), is_training)
+
+    def apply(
+        params: Any, state: Any, rng: jax.Array, inputs: Any, is_training: bool
+    ) -> Any:
+        of_one = lambda x: one.apply(params, state, rng, x, is_training)[0]  # noqa: E731
+        return jax.vmap(of_one)(inputs), state  # The model takes one structure.
+
+    mapped = hk.TransformedWithState(init, apply)
     return Model(mapped, data, dict, _structure, "mask", 6)
 
 
@@ -181,6 +185,9 @@ def make_loops(model: Model, devices: DeviceManager) -> dict[str, rounds.Loop]:
     }
 
 
+MODELS = (resnet, gpt, proteinmpnn)
+
+
 def main() -> None:
     """Runs both loops of each model in turns."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -188,7 +195,7 @@ def main() -> None:
     rounds_of = parser.parse_args().rounds
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
     devices = DeviceManager.create("auto", num_devices=1)
-    for make in (resnet, gpt, proteinmpnn):
+    for make in MODELS:
         if make is proteinmpnn and not PROTEINS.is_dir():
             print("ProteinMPNN is not here: `make published`")
             continue

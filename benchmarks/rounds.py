@@ -92,9 +92,13 @@ def alternate(loops: dict[str, Loop], rounds: int) -> dict[str, list[float]]:
     for n in range(rounds):
         for name in names[n % len(names) :] + names[: n % len(names)]:
             rates[name].append(loops[name]())
-        done = ", ".join(f"{name} {values[-1]:.0f}" for name, values in rates.items())
+        done = ", ".join(f"{name} {_rate(x[-1])}" for name, x in rates.items())
         print(f"round {n + 1}/{rounds}: {done}", file=sys.stderr, flush=True)
     return rates
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -131,7 +135,7 @@ def report(
     for loop, row in rows.items():
         (low, middle, high), ratio = row["steps_per_second"], row["ratio"]
         print(
-            f"{loop:>24} {middle:7.0f}  {low:.0f}-{high:.0f}".ljust(49)
+            f"{loop:>24} {_rate(middle):>7}  {_rate(low)}-{_rate(high)}".ljust(49)
             + f"{ratio[1]:.2f} ({ratio[0]:.2f}-{ratio[2]:.2f})"
         )
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -173,7 +177,7 @@ def _draw(path: Path, rows: dict[str, Any], base: str, about: dict[str, Any]) ->
     whiskers = middle - low, high - middle
     axes.barh(names, middle, xerr=whiskers, color=colors, capsize=3)
     for n, name in enumerate(names):
-        text = f"{middle[n]:,.0f}  ({rows[name]['ratio'][1]:.2f} of {base})"
+        text = f"{_rate(middle[n])}  ({rows[name]['ratio'][1]:.2f} of {base})"
         axes.annotate(
             text, (high[n], n), xytext=(6, 0), textcoords="offset points", va="center"
         )

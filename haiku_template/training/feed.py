@@ -178,24 +178,19 @@ class Feed:
     def _put(self, step: int) -> Any:
         """Puts a step's batch on the devices."""
         rows = self._rows(step)
-        fresh = rows if gathers(self._source) else detached(rows)
-        return self._devices.shard(fresh)
+        return self._devices.shard(rows if gathers(self._source) else detached(rows))
 
-    def _put_stack(
-        self, first: int, *, steps: range, errors: dict[int, Exception]
-    ) -> Any:
+    def _put_stack(self, first: int, steps: range, errors: dict[int, Exception]) -> Any:
         """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
 
         The first error ends the stack, and the next; `_cut` raises it at its step.
         """
-        last = first + self.stack
         if gathers(self._source):
-            places = np.clip(np.arange(first, last), steps.start, steps.stop - 1)
-            return self._devices.shard(self._gather(places.tolist()))
+            return self._devices.shard(self._gather(first))
         for error in errors.values():
             raise error
         stack = jax.tree.map(self._buffer, self._example)
-        for step in range(max(first, steps.start), min(last, steps.stop)):
+        for step in range(max(first, steps.start), min(first + self.stack, steps.stop)):
             try:
                 self._fill(stack, first, step)
             except Exception as error:
@@ -206,17 +201,16 @@ class Feed:
     def _fill(self, stack: Any, first: int, step: int) -> None:
         """Copies a step's batch before the next, which may use its memory again."""
         rows = self._rows(step)
-        leaves = zip(jax.tree.leaves(stack), jax.tree.leaves(rows), strict=True)
-        for buffer, leaf in leaves:
+        for buffer, leaf in zip(*map(jax.tree.leaves, (stack, rows)), strict=True):
             if leaf.shape[1:] != buffer.shape[2:]:
                 raise _other_shape(rows, self._example, step)
             buffer[:, step - first] = leaf
 
-    def _gather(self, steps: list[int]) -> Any:
-        """Gathers the rows of steps on the host: arrays [B, steps, ...]."""
+    def _gather(self, first: int) -> Any:
+        """Gathers the rows of a stack on the host: arrays [B, steps, ...]."""
         source = self._source
         with self._devices.ledger.timed("data"):
-            rows = np.stack([source.rows(step) for step in steps], axis=1)
+            rows = source.block(first // self.stack, self.stack)
             batch = source.gather(source.staged(), rows.reshape(-1))
             return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch)
 

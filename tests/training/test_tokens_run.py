@@ -15,6 +15,7 @@ from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment
+from haiku_text.data.windows import TokenDataset
 from tests.runs import with_data, with_step
 
 NUM_TOKENS = 10_248_871_837  # 19.1 GiB of uint16.
@@ -119,6 +120,18 @@ def token_file(tmp_path):
     path = tmp_path / "tokens.npy"
     np.save(path, np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16))
     return path
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_no_call_reads_more_of_a_file_than_its_windows(
+    tmp_path, token_file, monkeypatch, one_device, count
+):
+    """Staging a set reads, and checks, all of its tokens."""
+    monkeypatch.delattr(TokenDataset, "staged")
+    config = small(gpt2_124m.get_config(), path=str(token_file), vocab_size=50)
+    config.steps_per_call, config.num_steps = count, 12
+    trainer = Experiment.from_config(config, one_device).trainer(one_device)
+    train(trainer, num_steps=12, workdir=tmp_path / "run")
 
 
 @pytest.mark.slow
