@@ -218,7 +218,7 @@ class ArrayDataset:
         """Indices of the examples in this process's share: int64 [B / processes]."""
         return epochs(self.num_examples, self.spec, step)[self.spec.share()]
 
-    def block(self, index: int, steps: int) -> np.ndarray:
+    def row_block(self, index: int, steps: int) -> np.ndarray:
         """Rows of a block of steps, side by side: int64 [B / processes, steps]."""
         spec = self.spec._replace(batch_size=steps * self.spec.batch_size)
         rows = epochs(self.num_examples, spec, index).reshape(steps, -1)

@@ -25,11 +25,11 @@ def why_not_staged(dataset: Any) -> str:
 
 
 def gathers(dataset: Any) -> bool:
-    """Tests if batches are rows of arrays in memory, those of many steps a `block`.
+    """Tests if batches are rows of arrays in memory, many steps a `row_block`.
 
     One class says so, with a `batch` of its own; that of a subclass may be another.
     """
-    is_whole = {"batch", "block"} <= vars(type(dataset)).keys()
+    is_whole = {"batch", "row_block"} <= vars(type(dataset)).keys()
     return is_whole and not why_not_staged(dataset)
 
 

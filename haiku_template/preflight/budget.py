@@ -465,9 +465,9 @@ def choose_steps_per_call(
         return trainer
     count = _operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
-    if count > most or STEPS_PER_CALL * tree_bytes(trainer.feed.example) > STACK_BYTES:
-        return trainer
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
+    if count > most or tree_bytes(several.feed.host_shapes()[0]) > STACK_BYTES:
+        return trainer
     limit = devices.memory_limit() if limit is None else limit
     fits = limit is None or memory_budget(several, limit).peak <= limit
     return several if fits else trainer

@@ -15,8 +15,8 @@ import numpy as np
 from haiku_template.data import Data, ahead, each_shape
 from haiku_template.data.staging import RowBlocks, gathers
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
-from haiku_template.devices.transfer import detached, host_buffer, own_rows
-from haiku_template.errors import ConfigError
+from haiku_template.devices.transfer import detached, fitting, host_buffer, own_rows
+from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import leaves_by_path
 from haiku_template.training.state import TrainState
@@ -186,7 +186,8 @@ class Feed:
         The first error ends the stack, and the next; `_cut` raises it at its step.
         """
         if gathers(self._source):
-            return self._devices.shard(self._gather(first))
+            with contextlib.suppress(PlacementError):  # Raised at its step, below.
+                return self._devices.shard(self._gather(first))
         for error in errors.values():
             raise error
         stack = jax.tree.map(self._buffer, self._example)
@@ -200,7 +201,7 @@ class Feed:
 
     def _fill(self, stack: Any, first: int, step: int) -> None:
         """Copies a step's batch before the next, which may use its memory again."""
-        rows = self._rows(step)
+        rows = fitting(self._rows(step))
         for buffer, leaf in zip(*map(jax.tree.leaves, (stack, rows)), strict=True):
             if leaf.shape[1:] != buffer.shape[2:]:
                 raise _other_shape(rows, self._example, step)
@@ -208,10 +209,9 @@ class Feed:
 
     def _gather(self, first: int) -> Any:
         """Gathers the rows of a stack on the host: arrays [B, steps, ...]."""
-        source = self._source
         with self._devices.ledger.timed("data"):
-            rows = source.block(first // self.stack, self.stack)
-            batch = source.gather(source.staged(), rows.reshape(-1))
+            rows = self._own(self._source.row_block(first // self.stack, self.stack))
+            batch = self._source.gather(self._source.staged(), rows.reshape(-1))
             return jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), batch)
 
     def _buffer(self, x: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Several steps in one call of the devices: the same run, step for step."""
 
+import copy
 import functools
 import json
 import math
@@ -23,7 +24,14 @@ from haiku_template.data import (
     EvaluationSet,
     bucketed,
 )
-from haiku_template.errors import ConfigError, Interrupted, NonFiniteError
+from haiku_template.devices.processes import Processes
+from haiku_template.devices.transfer import own_rows
+from haiku_template.errors import (
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    PlacementError,
+)
 from haiku_template.models import mlp, resnet
 from haiku_template.preflight.budget import (
     STEPS_PER_CALL,
@@ -355,6 +363,37 @@ def test_a_subclass_with_other_batches_is_not_gathered_past_them(one_device):
             rows = stack["inputs"][:, step]
             np.testing.assert_array_equal(rows, factor * batch["inputs"])
             np.testing.assert_array_equal(stack["labels"][:, step], batch["labels"])
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_process_puts_its_rows_of_whole_batches(one_device, count):
+    trainer = made(one_device, "mlp", count)
+    feed = copy.copy(trainer.feed)
+    feed._own = own_rows(Processes(1, 2), trainer.experiment.data.train)
+    found = feed._gather(0)
+    assert found["inputs"].shape[:2] == (4, feed.stack)
+    for step in (0, feed.stack - 1):
+        batch = trainer.experiment.data.train.batch(step)
+        np.testing.assert_array_equal(found["inputs"][:, step], batch["inputs"][4:])
+        np.testing.assert_array_equal(found["labels"][:, step], batch["labels"][4:])
+
+
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_a_value_that_does_not_fit_is_an_error_of_its_step(one_device, count):
+    train = ArrayDataset(INPUTS, LABELS.astype(np.int64), BatchSpec(8))
+    row = train.rows(3)[5]  # And of no step before: each epoch has six.
+    train.labels[row] = 2**40
+    data = Data(train, None, 3)
+    trainer, done = changed(made(one_device, "mlp", count), data=data), []
+    with (
+        pytest.raises(PlacementError, match="1099511627776"),
+        trainer.feed.calls(0, 6, lambda step: False) as calls,
+    ):
+        for steps, _ in calls:
+            done += steps
+    assert done == [1, 2, 3]
+    with trainer.feed.calls(0, 3, lambda step: False) as calls:
+        assert [step for steps, _ in calls for step in steps] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("pattern", ["*", "opt_state/*"])
