@@ -16,8 +16,9 @@
 #                       search by Optuna, as installed in TRACKERS_VENV
 # make test-wheel       the wheel, as pip installs it into an environment of nothing else
 # make lint             ruff
-# make bench            what the loop costs next to a bare one, a start next to a bare
-#                       script's, replicas, packing, two processes, workers
+# make bench            what the loop costs next to a bare one, also of a ResNet, a GPT and
+#                       ProteinMPNN, a start next to a bare script's, replicas, packing,
+#                       two processes, workers
 # make bench-peers      the loop next to Keras, PyTorch, Lightning and Flax NNX, which get
 #                       an environment of their own (up to 6 GB in PEERS_VENV)
 # make bench-against COMMIT=REV    the loop next to that of a commit before
@@ -140,6 +141,7 @@ lint: $(VENV)/.dev
 
 bench: $(TRAINS)
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.models
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.replicas --simulate_devices=4
 	$(BIN)/python -m benchmarks.packing
