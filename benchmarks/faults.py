@@ -1,7 +1,7 @@
 """Lets each operation on files of a run fail, or kills it there: what becomes of it.
 
     make bench-faults
-    python -m benchmarks.faults [--every=1] [--kills=20] [--parallel=2]
+    python -m benchmarks.faults [--every=1] [--kills=20] [--parallel=3]
 
 A run of four steps saves twice and removes the save that is replaced. A preloaded
 library (faults.c) lets its file operations in `checkpoints/` fail, one after another:
