@@ -268,6 +268,9 @@ def test_none_chooses_several_for_few_operations_on_data_in_memory(devices, tmp_
     small, new = made(devices), tmp_path / "new"
     assert chosen(small, new) == STEPS_PER_CALL
     assert chosen(placed(small, "device"), new) == STEPS_PER_CALL
+    # Of staged data row numbers travel, many steps of them at once.
+    rows = Data(ArrayDataset(INPUTS, LABELS, BatchSpec(128)), None, 3)
+    assert chosen(placed(changed(small, data=rows), "device"), new) == STEPS_PER_CALL
     assert chosen(changed(small, data=Data(Set(), None, 3)), new) == 1  # Not in memory.
     assert chosen(changed(small, model=mlp(3, width=2**14)), new) == 1
     assert changed(small, steps_per_call=None).feed.steps_per_call == 1
