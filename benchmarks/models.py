@@ -1,7 +1,7 @@
 """The whole loop next to a bare loop with the same model: ResNet, GPT, ProteinMPNN.
 
     make published       # fetches ProteinMPNN, which is left out without it
-    python -m benchmarks.models [--rounds=5]
+    python -m benchmarks.models [--rounds=7]
 
 The ResNet and the GPT are of Haiku's own modules, ProteinMPNN is ColabDesign's, with
 its published parameters' sizes. The bare loop is `jax.jit`, `device_put` and optax, and
@@ -34,20 +34,19 @@ from haiku_template.training import Experiment, Task
 
 LEARNING_RATE, LOG_EVERY = 1e-3, 10
 PROTEINS = Path("build/published")
-Loss = Callable[[jax.Array, dict[str, jax.Array]], jax.Array]
 
 
 class Model(NamedTuple):
     """A model as both loops train it.
 
-    `apply(params, net_state, rng, inputs, is_training)` gives outputs and net_state;
-    `loss(outputs, batch)` is of each example or token, weighted by `weight` of a batch.
+    It gives logits of `inputs(batch)`, and its loss is the cross-entropy of these with
+    the array `labels` of a batch, weighted by the array `weight`.
     """
 
     net: hk.TransformedWithState
     data: Data
     inputs: Callable[[dict[str, Any]], Any]
-    loss: Loss
+    labels: str
     weight: str | None
     num_steps: int  # Of a round.
 
@@ -64,7 +63,7 @@ def resnet() -> Model:
     images = rng.normal(size=(1024, 32, 32, 3)).astype(np.float32)
     labels = rng.integers(0, 10, 1024, np.int32)
     data = Data(ArrayDataset(images, labels, BatchSpec(32)), None, 10)
-    return Model(hk.transform_with_state(net), data, _inputs, _labels, None, 60)
+    return Model(hk.transform_with_state(net), data, _inputs, "labels", None, 60)
 
 
 def gpt() -> Model:
@@ -77,7 +76,7 @@ def gpt() -> Model:
     tokens = np.random.default_rng(0).integers(0, 256, (1024, 129), np.int32)
     rows = ArrayDataset(tokens[:, :-1], tokens[:, 1:], BatchSpec(16))
     net = hk.with_empty_state(hk.transform(net))
-    return Model(net, Data(rows, None, 256), _inputs, _labels, None, 30)
+    return Model(net, Data(rows, None, 256), _inputs, "labels", None, 30)
 
 
 def proteinmpnn() -> Model:
@@ -103,20 +102,16 @@ def proteinmpnn() -> Model:
         return jax.vmap(of_one)(inputs), state  # The model takes one structure.
 
     mapped = hk.TransformedWithState(init, apply)
-    return Model(mapped, data, dict, _structure, "mask", 6)
+    return Model(mapped, data, dict, "S", "mask", 6)
 
 
 def _inputs(batch: dict[str, Any]) -> Any:
     return batch["inputs"]
 
 
-def _labels(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-    return cross_entropy(logits, batch["labels"])
-
-
-def _structure(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["S"])
+def _losses(model: Model, logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    labels = batch[model.labels]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 def bare_loop(model: Model, device: jax.Device) -> rounds.Loop:
@@ -127,7 +122,7 @@ def bare_loop(model: Model, device: jax.Device) -> rounds.Loop:
     def loss(params: Any, net_state: Any, rng: jax.Array, batch: Any) -> Any:
         inputs = model.inputs(batch)
         outputs, net_state = model.net.apply(params, net_state, rng, inputs, True)
-        values = model.loss(outputs, batch)
+        values = _losses(model, outputs, batch)
         if model.weight is None:
             return values.mean(), net_state
         weights = batch[model.weight]
@@ -167,7 +162,7 @@ def make_loops(model: Model, devices: DeviceManager) -> dict[str, rounds.Loop]:
     """Makes both loops."""
 
     def values(outputs: jax.Array, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        loss = {"loss": model.loss(outputs, batch)}
+        loss = {"loss": _losses(model, outputs, batch)}
         if model.weight is None:
             return loss
         return loss | {"example_weight": batch[model.weight].astype(jnp.float32)}

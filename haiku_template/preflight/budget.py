@@ -43,7 +43,7 @@ REMAT_LEVELS = 2  # Of modules within modules, each compiled.
 MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions differ.
 STEPS_PER_CALL = 50  # Of steps that take about a millisecond, or less.
 FEW_OPERATIONS = {"cpu": 2e8, "gpu": 1e10}  # Floating-point, of a step.
-STACK_BYTES = 2**24  # Of the batches of a call.
+CALL_BYTES = 2**24  # Of the batches of a call.
 # In names of primitives whose work is not seen in a jaxpr; and convolutions.
 UNCOUNTED = ("conv_", "ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
@@ -466,7 +466,7 @@ def choose_steps_per_call(
     count = _operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
-    if count > most or tree_bytes(several.feed.host_shapes()[0]) > STACK_BYTES:
+    if count > most or tree_bytes(several.feed.host_shapes()[0]) > CALL_BYTES:
         return trainer
     limit = devices.memory_limit() if limit is None else limit
     fits = limit is None or memory_budget(several, limit).peak <= limit

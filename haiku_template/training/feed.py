@@ -30,7 +30,7 @@ LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 # more from the loop (they share the interpreter's lock) than it hides.
 CHEAP = 4e-4
 TRIAL, SLOW = 8, 10.0
-# Batches that travel at once with one step a call, if they are of few bytes together.
+# Batches that travel at once with one step a call, and their bytes, at most.
 STACK, STACK_BYTES = 50, 2**22  # Why: docs/decisions/training.md#stacks
 
 
@@ -46,7 +46,7 @@ class Feed:
 
     Attributes:
       steps_per_call: steps of a call.
-      stack: batches that travel at once, as a multiple of a call's.
+      stack: batches that travel to the devices at once, one of them at a step.
       batch_size: examples in a batch of all processes.
       example: shapes of a batch of all processes.
       staged: shapes and shardings of the staged set; None where it is on the host.
@@ -181,7 +181,7 @@ class Feed:
         return self._devices.shard(rows if gathers(self._source) else detached(rows))
 
     def _put_stack(self, first: int, steps: range, errors: dict[int, Exception]) -> Any:
-        """Puts the batches of a call on the devices, stacked to arrays [B, steps, ...].
+        """Puts a stack of batches on the devices: arrays [B, steps, ...].
 
         The first error ends the stack, and the next; `_cut` raises it at its step.
         """

@@ -172,3 +172,18 @@ def test_unequal_lengths_are_refused_with_both(make):
 def test_a_batch_that_processes_cannot_share_is_refused_with_the_figures():
     with pytest.raises(ConfigError, match="batch of 10 .* by 4 processes"):
         array_dataset(20, 10, process_count=4)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("steps", [1, 7, 50])
+@pytest.mark.parametrize(("size", "batch_size"), SIZES)
+def test_a_block_has_the_rows_of_each_step(size, batch_size, steps, processes):
+    for process in range(processes):
+        share = {"process_index": process, "process_count": processes}
+        if batch_size % processes:
+            continue
+        dataset = array_dataset(size, batch_size, **share)
+        for index in (0, 3):
+            expected = [dataset.rows(index * steps + n) for n in range(steps)]
+            found = dataset.row_block(index, steps)
+            np.testing.assert_array_equal(found, np.stack(expected, axis=1))
