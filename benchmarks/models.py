@@ -1,17 +1,21 @@
 """The whole loop next to a bare loop with the same model: ResNet, GPT, ProteinMPNN.
 
     make published       # fetches ProteinMPNN, which is left out without it
-    python -m benchmarks.models [--rounds=7]
+    python -m benchmarks.models [--models resnet gpt]
 
 The ResNet and the GPT are of Haiku's own modules, ProteinMPNN is ColabDesign's, with
 its published parameters' sizes. The bare loop is `jax.jit`, `device_put` and optax, and
 nothing of this package; its batches are made beforehand. The whole loop makes them, and
 has its checks, metrics on disk and progress bar. Rounds are interleaved, ratios are of
-the same round; medians and quartiles go to build/bench/models_NAME.json and .png.
+the same round; medians and quartiles go to build/bench/models_NAME.json and .png. Each
+loop has a process of its own, and several after another: two of the same loop differ by
+up to a tenth, by where their arrays happen to lie in memory.
 """
 
 import argparse
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +36,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.preflight import settle
 from haiku_template.training import Experiment, Task
 
-LEARNING_RATE, LOG_EVERY = 1e-3, 10
+LEARNING_RATE, LOG_EVERY = 1e-3, 50  # As `train` has it by default.
 PROTEINS = Path("build/published")
 
 
@@ -63,7 +67,7 @@ def resnet() -> Model:
     images = rng.normal(size=(1024, 32, 32, 3)).astype(np.float32)
     labels = rng.integers(0, 10, 1024, np.int32)
     data = Data(ArrayDataset(images, labels, BatchSpec(32)), None, 10)
-    return Model(hk.transform_with_state(net), data, _inputs, "labels", None, 60)
+    return Model(hk.transform_with_state(net), data, _inputs, "labels", None, 110)
 
 
 def gpt() -> Model:
@@ -158,8 +162,11 @@ def bare_loop(model: Model, device: jax.Device) -> rounds.Loop:
     return loop
 
 
-def make_loops(model: Model, devices: DeviceManager) -> dict[str, rounds.Loop]:
-    """Makes both loops."""
+def make_loop(model: Model, name: str) -> tuple[rounds.Loop, str]:
+    """Makes the loop `whole` or `bare`; says where it runs."""
+    devices = DeviceManager.create("auto", num_devices=1)
+    if name == "bare":
+        return bare_loop(model, devices.devices[0]), devices.describe()
 
     def values(outputs: jax.Array, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         loss = {"loss": _losses(model, outputs, batch)}
@@ -174,35 +181,50 @@ def make_loops(model: Model, devices: DeviceManager) -> dict[str, rounds.Loop]:
         optimizer=optax.adam(LEARNING_RATE),
     )
     trainer = settle(experiment.trainer(devices), Path("of a new run"))
-    return {
-        "whole": lambda: whole_loop(trainer, LOG_EVERY, model.num_steps),
-        "bare": bare_loop(model, devices.devices[0]),
-    }
+    loop = lambda: whole_loop(trainer, LOG_EVERY, model.num_steps)  # noqa: E731
+    return loop, devices.describe()
 
 
-MODELS = (resnet, gpt, proteinmpnn)
+MODELS = {make.__name__: make for make in (resnet, gpt, proteinmpnn)}
 
 
 def main() -> None:
-    """Runs both loops of each model in turns."""
+    """Runs both loops of each model in turns, or with --serve one for that process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds_of = parser.parse_args().rounds
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--processes", type=int, default=3, help="one after another")
+    parser.add_argument("--rounds", type=int, default=5, help="in each process")
+    parser.add_argument("--serve", metavar="LOOP", help="whole or bare, of the model")
+    options = parser.parse_args()
     os.environ["FORCE_COLOR"] = "1"  # rich draws its bar although this is no terminal.
-    devices = DeviceManager.create("auto", num_devices=1)
-    for make in MODELS:
-        if make is proteinmpnn and not PROTEINS.is_dir():
+    if options.serve:
+        model = MODELS[options.models[0]]()
+        return rounds.serve(lambda: make_loop(model, options.serve))
+    for name in options.models:
+        if name == "proteinmpnn" and not PROTEINS.is_dir():
             print("ProteinMPNN is not here: `make published`")
             continue
-        model, name = make(), make.__name__
-        loops = make_loops(model, devices)
-        print(f"{name}: {model.num_steps} steps, {rounds_of} rounds, interleaved")
-        for loop in loops.values():
-            loop()  # Compiles, and warms up.
-        rates = rounds.alternate(loops, rounds_of)
-        facts = {"description": devices.describe(), "versions": rounds.versions()}
-        facts |= {"title": make.__doc__, "command": "python -m benchmarks.models"}
+        rates: dict[str, list[float]] = {"whole": [], "bare": []}
+        for _ in range(options.processes):
+            facts = _measure(name, rates, options.rounds)
+        facts["title"] = MODELS[name].__doc__
+        facts["command"] = f"python -m benchmarks.models --models {name}"
         rounds.report(f"models_{name}", rates, "bare", facts)
+
+
+def _measure(
+    name: str, rates: dict[str, list[float]], num_rounds: int
+) -> dict[str, Any]:
+    """Adds to the rates those of new processes, one for each loop; returns facts."""
+    command = [sys.executable, "-m", "benchmarks.models", f"--models={name}"]
+    with contextlib.ExitStack() as stack:
+        loops, facts = {}, {}
+        for loop in rates:
+            process = rounds.served([*command, f"--serve={loop}"])
+            loops[loop], facts = stack.enter_context(process)
+        for loop, values in rounds.alternate(loops, num_rounds).items():
+            rates[loop] += values
+    return facts
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class Display:
         eta, bound = "ETA " + re.sub("^0:0?", "", clock), bound_text(metrics)
         line = f"step {step:>6}/{self.num_steps}  {_numbers(metrics, 'train/')}  "
         line += f"{rate_text(metrics)}  {eta}  {bound}  memory {memory}"
-        self._log.print(line)
+        self._file.write(f"{line}\n")
         if self._bar.disable:
             self._show(self._line, line)
         self._bar.below = f"{speed_text(metrics)}  {bound}  {memory}"
