@@ -8,8 +8,8 @@ its published parameters' sizes. The bare loop is `jax.jit`, `device_put` and op
 nothing of this package; its batches are made beforehand. The whole loop makes them, and
 has its checks, metrics on disk and progress bar. Rounds are interleaved, ratios are of
 the same round; medians and quartiles go to build/bench/models_NAME.json and .png. Each
-loop has a process of its own, and several after another: two of the same loop differ by
-up to a tenth, by where their arrays happen to lie in memory.
+loop has a process of its own, and several after another, since two processes of the
+same loop differ by up to a tenth.
 """
 
 import argparse
