@@ -442,7 +442,11 @@ def _sentence(error: Exception, argv: list[str]) -> str:
     if file and "flag --config=None" in text:
         return _returned(file, None)
     if not isinstance(error, flags.Error):
-        return "the config has no key " * isinstance(error, KeyError) + last
+        keys = re.findall(r"\0--?config\.([^=\0]*)", "\0".join(argv))
+        odd = [key for key in keys if not all(map(str.isidentifier, key.split(".")))]
+        odd += re.findall(r"to lookup: (\S+)", last)  # A key of what has none.
+        odd = [*map(repr, odd), *[last] * isinstance(error, KeyError)]
+        return f"the config has no key {odd[0]}" if odd else last
     if isinstance(error, flags.UnrecognizedFlagError):
         text = text.partition(". Did you mean")[0] + _meant(error.flagname, text)
     numbers = ("literal for int", "a whole number"), ("to float", "a number")

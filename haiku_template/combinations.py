@@ -47,9 +47,8 @@ def combinations(
             try:
                 config_path.set_value(key, copy, value, accept_new_attributes=True)
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{key}={text} does not fit the config: {error}"
-                ) from error
+                sentence = f"{key}={text} does not fit the config: {error}"
+                raise ConfigError(sentence) from error
         config.check(copy)
         if name in members:
             raise ConfigError(f"two runs of the sweep have the same name, {name}")

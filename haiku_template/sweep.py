@@ -137,8 +137,7 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
 
 def _start(name: str, place: str, errors: Any) -> subprocess.Popen:
     command = [sys.executable, "-m", "haiku_template.sweep", *sys.argv[1:]]
-    command += ["--parallel=1", f"--only={name}"]
-    command += [f"--device={place}"] if place else []
+    command += ["--parallel=1", f"--only={name}", *[f"--device={place}"] * bool(place)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
 
 

@@ -51,7 +51,8 @@ class Candidate(NamedTuple):
     @property
     def flags(self) -> str:
         """The changes as flags of the command; a sentence where there are none."""
-        flags = (f"--config.{k}={_literal(x)}" for k, x in self.changes.items())
+        quotes = {k: '"' * isinstance(x, tuple) for k, x in self.changes.items()}
+        flags = (f"--config.{k}={x}{self.changes[k]}{x}" for k, x in quotes.items())
         return " ".join(flags) or "the run as it is"
 
     def row(self) -> tuple[str, ...]:
@@ -64,10 +65,6 @@ class Candidate(NamedTuple):
             sizes = budget.resident, temporaries, beside, budget.peak
         cells = (in_units(size) if size else "" for size in sizes)
         return (", ".join(names) or "as it is", *cells, budget.fit if budget else "no")
-
-
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, tuple) else str(value)
 
 
 def candidates(build: Build, workdir: Path, limit: int) -> Iterator[Candidate]:

@@ -97,21 +97,20 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             entry = name if header[1] else entry
         elif (fields := INSTRUCTION.match(line)) and name:
             arguments = fields[4].split("), ")[0]
+            shapes = (
+                (dtype, math.prod(map(int, filter(None, dimensions.split(",")))))
+                for dtype, dimensions in SHAPE.findall(fields[2])
+            )
             computations[name].append(
                 Instruction(
                     fields[1],
-                    tuple(_sizes(fields[2])),
+                    tuple(shapes),
                     fields[3],
                     tuple(re.findall(r"%([\w.\-]+)", arguments)),
                     line,
                 )
             )
     return computations, entry
-
-
-def _sizes(text: str) -> Iterator[tuple[str, int]]:
-    for dtype, dimensions in SHAPE.findall(text):
-        yield dtype, math.prod(map(int, filter(None, dimensions.split(","))))
 
 
 def read_program(text: str) -> Program:

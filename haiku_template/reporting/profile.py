@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from haiku_template.devices import DeviceManager
+from haiku_template.errors import ConfigError
 from haiku_template.reporting.display import PARTS, bound_text
 from haiku_template.reporting.perf import Clock
 
@@ -42,8 +43,7 @@ class Profiler:
     def __init__(
         self, interval: tuple[int, int], directory: Path, devices: DeviceManager
     ) -> None:
-        self._interval = interval
-        self._directory, self._devices = directory, devices
+        self._interval, self._directory, self._devices = interval, directory, devices
         self.clock = Clock(devices)
         self._first: int | None = None  # The step before the traced ones.
 
@@ -56,9 +56,12 @@ class Profiler:
         """Tests if `at(step)` has something to do."""
         return step in self._interval
 
-    def begin(self, step: int) -> list[str]:
-        """Starts in a run that begins at `step`; returns a line if it is too late."""
+    def begin(self, step: int, last: int) -> list[str]:
+        """Starts in a run from `step` to `last`; returns a line if it is too late."""
         start, stop = self._interval
+        if not 0 <= start < stop <= last:
+            possible = f"(START, STOP) with 0 <= START < STOP <= {last}"
+            raise ConfigError(f"profile={self._interval}; possible is {possible}")
         if step < stop:
             return self.at(step)
         return [f"profile   none: steps {start} to {stop} were done before this run"]
@@ -126,8 +129,7 @@ def operations(folder: Path) -> tuple[Counter[str], Counter[str]]:
 
     An operation that holds others, such as a loop, counts without them.
     """
-    seconds: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
+    seconds, calls = Counter[str](), Counter[str]()
     for events in _device_lines(folder):
         open_until: list[tuple[float, str]] = []
         for start, duration, name in sorted(events, key=lambda e: (e[0], -e[1])):
