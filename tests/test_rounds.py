@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import rounds
+from benchmarks import models, rounds
 from tests.runs import ROOT
 
 SERVES = """
@@ -52,3 +52,17 @@ def test_ratios_are_of_the_same_round(tmp_path, monkeypatch, capsys):
     assert {"date", "machine", "commit"} <= results.keys()
     assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert "0.90 (0.70-1.20)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_loops_of_a_model_run_in_processes_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "FOLDER", tmp_path)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    flags = ["--models=gpt", "--processes=1", "--rounds=1"]
+    monkeypatch.setattr("sys.argv", ["models", *flags])
+    models.main()
+    results = json.loads((tmp_path / "models_gpt.json").read_text())
+    for name in ("whole", "bare"):
+        low, _, high = results["loops"][name]["steps_per_second"]
+        assert 0 < low <= high
+    assert results["command"] == "python -m benchmarks.models --models gpt"
