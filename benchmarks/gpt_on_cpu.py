@@ -110,7 +110,7 @@ def _trainer() -> tuple[Steps, str]:
         jax.block_until_ready(state)
         return float(jax.device_get(scalars.first()["loss"]))
 
-    lowered = trainer.lower(trainer.feed.host_shapes()[0])
+    lowered = trainer.trace(trainer.feed.host_shapes()[0]).lower()
     return steps, lowered.compile().as_text()
 
 

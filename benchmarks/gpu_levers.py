@@ -82,7 +82,7 @@ def compare(
     The first one's times divide those of the same round of each other.
     """
     devices = trainer.devices
-    lowered, compiled = trainer.lower(trainer.feed.host_shapes()[0]), {}
+    lowered, compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower(), {}
     for lever, settings in options.items():
         begun = time.perf_counter()
         compiled[lever] = lowered.compile(compiler_options=settings)

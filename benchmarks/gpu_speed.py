@@ -158,7 +158,12 @@ def memory(devices: DeviceManager, scale: Scale, figures: Figures) -> bool | Non
         with trainer.calls(0, 1, lambda step: True) as calls:
             (call,) = calls
         state = trainer.init()
-        sizes = trainer.lower(trainer.feed.host_shapes()[0]).compile().memory_analysis()
+        sizes = (
+            trainer.trace(trainer.feed.host_shapes()[0])
+            .lower()
+            .compile()
+            .memory_analysis()
+        )
         kinds = ("argument", "output", "alias", "temp")
         found = {
             f"{kind}, bytes": getattr(sizes, f"{kind}_size_in_bytes") for kind in kinds

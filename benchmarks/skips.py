@@ -42,7 +42,7 @@ class Turns:
         self._state = trainer.init()
         with trainer.calls(0, 2, lambda step: True) as calls:
             self._call = next(iter(calls))
-        (lowered,) = [trainer.lower(x) for x in trainer.feed.host_shapes()[:1]]
+        (lowered,) = [trainer.trace(x).lower() for x in trainer.feed.host_shapes()[:1]]
         self.bytes = lowered.compile().cost_analysis()["bytes accessed"]
         self.turn()
 

@@ -6,6 +6,7 @@ Imports no JAX, so that `--help` and a mistyped flag answer at once.
 import ast
 import contextlib
 import errno
+import functools
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
-from ml_collections import config_dict
+from ml_collections import config_dict, config_flags
 from ml_collections.config_flags import config_path
 
 import jax_doctor
@@ -93,6 +94,15 @@ for _name in SECONDS:  # Others would end a run that is well.
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
+define_config = functools.partial(
+    config_flags.DEFINE_config_file,
+    "config",
+    None,
+    "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
+    # Data sets, models and tasks take keys of their own; `config.check` sees others.
+    accept_new_attributes=True,
+    lock_config=False,
+)
 signals.when_ended(lambda *_: jax_doctor.end_children())
 
 

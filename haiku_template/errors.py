@@ -15,10 +15,6 @@ NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", re.ASCII)
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
-# Exit codes of a run, and whether the same command may end otherwise the next time.
-# What is in launch/ and docs/running.md goes by this table, as tests see to.
-MAY_RESTART = {0: False, 1: True, 64: False, 69: True, 70: False, 71: True, 74: False}
-MAY_RESTART |= {72: False, 75: True, 76: True, 77: False, 130: False, 137: True}
 
 
 class ConfigError(ValueError):

@@ -25,20 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
 from haiku_template import cli, config, signals
 from haiku_template.combinations import Member, combinations, shares
 from haiku_template.errors import ConfigError, NonFiniteError
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The experiment: a .py file.",
-    accept_new_attributes=True,
-    lock_config=False,
-)
+cli.define_config()
 flags.DEFINE_string("workdir", None, "Folder of the runs, a workdir for each.")
 flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bound=1)
 flags.DEFINE_string("only", None, "Name of the one combination to train.")

@@ -58,7 +58,7 @@ def assert_builds(config: config_dict.ConfigDict) -> None:
     """
     devices = _devices(1)
     trainer = Experiment.from_config(config, devices).trainer(devices)
-    trainer.lower(trainer.feed.host_shapes()[0])
+    trainer.trace(trainer.feed.host_shapes()[0]).lower()
     check_evaluation(trainer, config.best_metric)
 
 

@@ -22,19 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
 from haiku_template import cli, config, registry
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
-    # Data sets, models and tasks take keys of their own; `config.check` sees others.
-    accept_new_attributes=True,
-    lock_config=False,
-)
+cli.define_config()
 flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
 flags.DEFINE_bool(
     "dry_run", False, "Print what the run needs of each device, and stop."

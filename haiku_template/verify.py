@@ -17,19 +17,12 @@ if __name__ == "__main__":  # Before imports, which take a second.
     signals.install()
 
 from absl import flags
-from ml_collections import config_flags
 
 from haiku_template import cli, config, registry
 from haiku_template.errors import ConfigError
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The experiment: a .py file.",
-    accept_new_attributes=True,
-    lock_config=False,
-)
+cli.define_config()
 flags.DEFINE_string(
     "against",
     None,

@@ -15,6 +15,10 @@ from haiku_template.preflight.budget import staged_if_it_fits
 from haiku_template.runs import Run
 
 ROOT = Path(__file__).parents[1]
+# Exit codes of a run, and whether the same command may end otherwise the next time.
+# What is in launch/ and docs/running.md goes by this table.
+MAY_RESTART = {0: False, 1: True, 64: False, 69: True, 70: False, 71: True, 74: False}
+MAY_RESTART |= {72: False, 75: True, 76: True, 77: False, 130: False, 137: True}
 # For commands whose report no test reads: with a matplotlib that draws nothing.
 UNDRAWN = os.pathsep.join([str(ROOT / "tests" / "undrawn"), str(ROOT)])
 

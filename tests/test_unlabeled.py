@@ -70,7 +70,25 @@ def test_a_run_from_a_generator_stopped_and_resumed_is_bitwise_the_same(
     for x, y in zip(*map(jax.tree.leaves, (whole.state, resumed.state)), strict=True):
         np.testing.assert_array_equal(x, y)
     assert whole.metrics["eval/loss"] == resumed.metrics["eval/loss"]
-    assert "reading past 6 batches, to that of step 7" in caplog.text
+    assert "reading past 6 batches, to step 7" in caplog.text
+
+
+def test_a_generator_that_raised_once_is_made_anew(tmp_path, one_device):
+    given, faults = [], [OSError("the network is gone")]
+
+    def unsteady():
+        for batch in batches():
+            given.append(batch)
+            if len(given) > 7 and faults:
+                raise faults.pop()
+            yield batch
+
+    trainer = made(unsteady, one_device)
+    with pytest.raises(OSError, match="the network is gone"):
+        train(trainer, num_steps=13, workdir=tmp_path / "run")
+    resumed = train(trainer, num_steps=13, workdir=tmp_path / "run")
+    whole = train(made(batches, one_device), num_steps=13, workdir=tmp_path / "whole")
+    assert resumed.metrics["train/loss"] == whole.metrics["train/loss"]
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])

@@ -104,12 +104,11 @@ class _Forward:
             if step < self._next[which]:
                 self._batches[which], self._next[which] = self._endless(), 0
             if count := step - self._next[which]:
-                logger.warning(
-                    "reading past %d batches, to that of step %d", count, step
-                )
-            while self._next[which] <= step:
+                logger.warning("reading past %d batches, to step %d", count, step)
+            while (number := self._next[which]) <= step:
+                self._next[which] = ENDLESS  # If it raises, it is at its end.
                 batch = next(self._batches[which])
-                self._next[which] += 1
+                self._next[which] = number + 1
             if step == 0:
                 self._first = _copy(batch)
             return _copy(batch)

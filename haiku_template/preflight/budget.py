@@ -167,7 +167,7 @@ def memory_budget(
     if device_bytes(state) > (memory := limit or host_memory()):
         raise ConfigError(_too_large(state, memory))
     largest = trainer.feed.host_shapes()[0]
-    compiled = trainer.lower(largest).compile()
+    compiled = trainer.trace(largest).lower().compile()
     # On several devices the program, and so its analysis, is one device's.
     analysis = compiled.memory_analysis()
     batch = tree_bytes(devices.abstract_batch(largest)) // devices.num_devices
@@ -344,7 +344,7 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
     console = Console(markup=False)
     console.print(devices.describe(), budget.table(), sep="\n")
     if devices.memory is not None:
-        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         size = device_bytes(trainer.abstract.without_frozen())
         console.print(program_table(compiled, size))
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from haiku_template.devices import DeviceManager
 
+BYTES = "bytes_to_devices", "bytes_from_devices"
+
 
 class Clock:
     """Measures the time between two reports, less evaluation and saving."""
@@ -50,8 +52,7 @@ class Clock:
             phases["compute"] += phases.pop("dispatch")
         phases["other"] = max(seconds - sum(phases.values()), 0.0)
         metrics = {f"perf/{k}_seconds": x / steps for k, x in phases.items()}
-        for name in ("bytes_to_devices", "bytes_from_devices"):
-            metrics[f"perf/{name}"] = spent[name] / steps
+        metrics |= {f"perf/{name}": spent[name] / steps for name in BYTES}
         return {"perf/steps_per_second": steps / max(seconds, 1e-9)} | metrics
 
 

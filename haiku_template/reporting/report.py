@@ -14,15 +14,16 @@ from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
-Writer = Callable[[int, dict[str, float]], None]
+Metrics = dict[str, float]
+Writer = Callable[[int, Metrics], None]
 
 
 class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
     `print` and `step` are those of its `Display`; `restart(step)` measures throughput
-    from a step on, so that compilation does not count. `peak` is the FLOP/s of matrix
-    products on all devices; None if not measured.
+    from a step on, so that compilation does not count; `clock` reads it. `peak` is the
+    FLOP/s of matrix products on all devices; None if not measured.
     """
 
     def __init__(
@@ -39,9 +40,9 @@ class Report:
         self._follows = devices.processes.index > 0  # Another process shows the run.
         self._display = Display(workdir, num_steps, quiet=self._follows)
         self.print, self.step = self._display.print, self._display.step
-        self._clock, self._profiler, self._start = Clock(devices), None, 0
-        self._clocks = [self._clock]
-        self.restart = self._clock.start
+        self.clock, self._profiler, self._start = Clock(devices), None, 0
+        self._clocks = [self.clock]
+        self.restart = self.clock.start
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
         self._writers: list[tuple[str, Writer]] = []
@@ -93,24 +94,23 @@ class Report:
 
     def profile(self, step: int) -> None:
         """Starts or stops the trace at `step`, with no step in flight."""
-        with self._clock.paused():
+        with self.clock.paused():
             self.print(*self._profiler.at(step))
 
-    def training(self, step: int, values: dict[str, float]) -> None:
-        """Reports a step's scalars, and the throughput since the last report."""
-        speed = self._clock.read(step)
+    def training(self, step: int, values: Metrics, speed: Metrics) -> None:
+        """Reports a step's scalars, and the throughput, of `clock`."""
         rate = speed["perf/steps_per_second"] * self._batch_size
         metrics = {f"train/{name}": value for name, value in values.items()}
         metrics |= speed | rates(self._work, rate, self.peak)
         self._write(step, metrics)
         self._display.train(step, metrics, memory_text(self._devices))
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Metrics) -> None:
         """Reports the metrics of an evaluation."""
         self._write(step, metrics)
         self._display.evaluation(step, metrics)
 
-    def finish(self, step: int) -> dict[str, float]:
+    def finish(self, step: int) -> Metrics:
         """Draws report.png and prints its path; returns the last metrics."""
         self._display.stop()
         if self._start and not self._follows:
@@ -125,7 +125,7 @@ class Report:
         rows = read(self.workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: Metrics) -> None:
         for name, write in self._writers:
             with dispensable(name):
                 write(step, metrics)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import without_workers
 from haiku_template.devices import (
     DeviceManager,
     check_processes,
@@ -59,10 +58,9 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     }
 
 
-def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
+def below_zero(trainer: Trainer, step: int) -> str:
     """Describes a label or weight below 0 in a step's batch; "" without one."""
-    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
-    leaves = leaves_by_path(batch)
+    leaves = leaves_by_path(trainer.feed.read(step - 1))
     mask = np.asarray(leaves.pop("['loss_mask']", True), bool)
     for path, leaf in leaves.items():
         is_label = path == "['labels']" and leaf.dtype.kind == "i"
@@ -72,7 +70,8 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
         bad = np.argwhere((leaf < 0) & counts)
         if len(bad):
             row, advice = int(bad[0][0]), IGNORED if is_label else ": it is 0 or more"
-            device = devices.devices[row * len(devices.devices) // len(leaf)]
+            devices = trainer.devices.devices
+            device = devices[row * len(devices) // len(leaf)]
             return (
                 f"the batch of step {step} has {leaf[tuple(bad[0])]} in its {path}, "
                 f"row {row}, which is on {device_name(device)}{advice}"
@@ -83,8 +82,8 @@ def below_zero(devices: DeviceManager, train: Any, step: int) -> str:
 def remade(trainer: Trainer, state: Any, step: int) -> Any:
     """Makes a step again, without guards: gives its state. `state` is donated."""
     if trainer.feed.staged is None:
-        batch = without_workers(trainer.experiment.data.train).batch(step - 1)
-        return trainer.step(state, trainer.devices.shard(batch))[0]
+        batch = trainer.devices.shard(trainer.feed.read(step - 1))
+        return trainer.step(state, batch)[0]
     with trainer.batches(step - 1, step) as batches:
         return trainer.step(state, next(batches))[0]
 
@@ -116,7 +115,7 @@ class Guards:
         self._train = trainer.experiment.data.train
         self._checkpoints, self._most = checkpoints, most
         self._from_start = faulty_leaves(self._devices, state)
-        self._norms = GradientNorms(self._devices, self._train)
+        self._norms = GradientNorms(trainer)
         self._scalars = StepScalars(self._devices, self._read)
         self.collect = self._scalars.collect
         self._skipped = 0  # Steps since this start.
@@ -259,7 +258,7 @@ class Guards:
         """Searches the batches of suspects and of these steps for the cause."""
         causes = (blame, below_zero)
         sentences = (
-            cause(self._devices, self._train, step)
+            cause(self._trainer, step)
             for step in [*self._suspects, *steps]
             for cause in causes
         )

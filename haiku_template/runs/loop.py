@@ -275,9 +275,11 @@ class _Run(NamedTuple):
         return early
 
     def _log(self, steps: range, scalars: Any) -> None:
+        self.trainer.devices.wait(scalars)  # A check waits for the next call, too.
+        speed = self.report.clock.read(steps[-1])
         values = self.guards.finite(steps, scalars)
         derived = self.trainer.recipe.task.derive(values, {})
-        self.report.training(steps[-1], values | derived)
+        self.report.training(steps[-1], values | derived, speed)
 
     def _stops_early(self) -> bool:
         stops = self.stop_when(read(self.workdir / workdirs.METRICS))

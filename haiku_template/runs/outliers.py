@@ -5,12 +5,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
-from haiku_template.devices import DeviceManager, device_name
+from haiku_template.devices import device_name
 from haiku_template.params import leaves_by_path
+from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -22,23 +22,21 @@ GROUP = 16  # Steps of which a median is taken.
 
 
 def blame(
-    devices: DeviceManager,
-    train: Any,
-    step: int,
-    limits: Mapping[str, float] = MappingProxyType({}),
+    trainer: Trainer, step: int, limits: Mapping[str, float] = MappingProxyType({})
 ) -> str:
     """Describes a non-finite or too large value in a step's batch; "" without one.
 
     Steps count from 1; the message names the device that has the row. `limits` are by
     the path of a leaf; without one it is `LARGEST`.
     """
-    for path, sizes in _magnitudes(train, step).items():
+    for path, sizes in _magnitudes(trainer, step).items():
         limit = limits.get(path, LARGEST)
         rows = np.flatnonzero(~(sizes <= limit).all(axis=1))
         if len(rows):
             row = int(rows[0])
             value = sizes[row][~(sizes[row] <= limit)][0]
-            device = devices.devices[row * len(devices.devices) // len(sizes)]
+            devices = trainer.devices.devices
+            device = devices[row * len(devices) // len(sizes)]
             return (
                 f"the batch of step {step} has a value of magnitude {value:.3g} in its "
                 f"{path}, row {row}, which is on {device_name(device)}"
@@ -46,10 +44,10 @@ def blame(
     return ""
 
 
-def _magnitudes(train: Any, step: int) -> dict[str, np.ndarray]:
+def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:
     """Magnitudes [rows, values] in each leaf of real numbers of a step's batch."""
-    batch = getattr(train, "dataset", train).batch(step - 1)  # Also of staged data.
-    arrays = {path: np.asarray(x) for path, x in leaves_by_path(batch).items()}
+    leaves = leaves_by_path(trainer.feed.read(step - 1)).items()
+    arrays = {path: np.asarray(x) for path, x in leaves}
     return {
         path: np.abs(x.astype(np.float64)).reshape(len(x), -1)
         for path, x in arrays.items()
@@ -65,9 +63,8 @@ class GradientNorms:
     learned its data may still meet a hard example.
     """
 
-    def __init__(self, devices: DeviceManager, train: Any) -> None:
-        self._devices, self._train = devices, train
-        self._usual, self._warned = 0.0, False
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._usual, self._warned = trainer, 0.0, False
         self._group: list[tuple[int, float]] = []
 
     def read(self, step: int, norm: float) -> None:
@@ -99,14 +96,14 @@ class GradientNorms:
         )
 
     def _cause(self, step: int) -> str:
-        if getattr(self._train, "once", False):
+        if getattr(self._trainer.experiment.data.train, "once", False):
             return "its batch cannot be read again"
         usual: dict[str, float] = {}
         for number in {step, max(step - 1, 1)}:
-            for path, sizes in _magnitudes(self._train, number).items():
+            for path, sizes in _magnitudes(self._trainer, number).items():
                 median = float(np.median(sizes.max(axis=1)))
                 usual[path] = min(usual.get(path, np.inf), median)
         limits = {path: FACTOR * x or LARGEST for path, x in usual.items()}
-        value = blame(self._devices, self._train, step, limits)
-        process = self._devices.processes.name
+        value = blame(self._trainer, step, limits)
+        process = self._trainer.devices.processes.name
         return value or f"no value of its batch{process} stands out"

@@ -37,7 +37,7 @@ def open_workdir(
     def facts(step: int, has_batch: bool = True) -> dict[str, Any]:
         batch = None
         if is_function and has_batch:
-            with contextlib.suppress(Exception):  # The loop will meet it.
+            with contextlib.suppress(Exception), trainer.feed.reading:  # Met later.
                 batch = digest_of_batch(dataset.batch(step))
         return {"environment": environment, "config": digest, "batch": batch}
 

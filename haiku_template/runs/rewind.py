@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.data import without_workers
+from haiku_template.devices.compiled import pack
 from haiku_template.errors import ConfigError
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
@@ -24,7 +25,7 @@ AUTO = "auto"
 def record(workdir: Path, dataset: Any, steps: Collection[int]) -> None:
     """Records the steps that ended a run, and the numbers of their rows if known."""
     rows = getattr(without_workers(dataset), "rows", None)
-    numbers = {step: np.asarray(rows(step - 1)).tolist() for step in steps if rows}
+    numbers = {n: np.asarray(rows(n - 1)).tolist() for n in steps if callable(rows)}
     with dispensable(workdir / RECORD):
         workdirs.write_json(workdir / RECORD, {"steps": [*steps], "rows": numbers})
 
@@ -103,12 +104,23 @@ def leaving_out(trainer: Trainer, steps: Collection[int]) -> Trainer:
         if call[-1] not in other.left_out:
             return trainer.advance(state, call, arrays)
         with trainer.devices.implicit_transfers():  # Of a model's constants, traced.
-            _, scalars = trainer.trace(trainer.feed.host_shapes()[0]).out_info
+            scalars = _scalars(trainer)
         missing = trainer.devices.replicate(jax.tree.map(_missing, scalars))
         return state._replace(step=following(state.step)), missing
 
     other.calls, other.advance = calls, advance
     return other
+
+
+def _scalars(trainer: Trainer) -> Any:
+    """Shapes of a call's scalars; by shares, its trace is of their gradients."""
+    if trainer.experiment.exact_elastic is None:
+        return trainer.trace(trainer.feed.host_shapes()[0]).out_info[1]
+    state, step = trainer.abstract, trainer.functions().step
+    _, scalars = jax.eval_shape(
+        step, state.without_frozen(), state.frozen, trainer.feed.example
+    )
+    return jax.eval_shape(pack, scalars)
 
 
 def _missing(x: jax.ShapeDtypeStruct) -> np.ndarray:

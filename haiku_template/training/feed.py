@@ -12,7 +12,7 @@ import haiku as hk
 import jax
 import numpy as np
 
-from haiku_template.data import Data, ahead, each_shape
+from haiku_template.data import Data, ahead, each_shape, without_workers
 from haiku_template.data.staging import RowBlocks, gathers
 from haiku_template.devices import DeviceManager, canonical_shapes, check_host_batch
 from haiku_template.devices.transfer import detached, fitting, host_buffer, own_rows
@@ -50,6 +50,7 @@ class Feed:
       batch_size: examples in a batch of all processes.
       example: shapes of a batch of all processes.
       staged: shapes and shardings of the staged set; None where it is on the host.
+      reading: held while a batch is read: a data set may use its memory or file again.
 
     Raises:
       ConfigError: the data cannot be staged, or batches of several shapes stacked.
@@ -58,6 +59,7 @@ class Feed:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self._devices, self._experiment = devices, experiment
+        self.reading = threading.Lock()
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         self.steps_per_call = self.stack = experiment.steps_per_call or 1
@@ -139,8 +141,7 @@ class Feed:
         size = self.stack
         first = start - start % size  # Stacks begin at the same steps in a resumed run.
         make, errors = self._put, {}
-        if self.steps_per_call == 1:
-            ends = lambda step: True  # noqa: E731
+        ends = ends if self.steps_per_call > 1 else (lambda step: True)
         if self._stacks:
             steps = range(start, stop)
             make = functools.partial(self._put_stack, steps=steps, errors=errors)
@@ -155,11 +156,14 @@ class Feed:
         cheap = 0 if getattr(self._source, "once", False) else CHEAP * size
         with source, Prefetcher(make, stacks, cheap=cheap) as prefetched:
             arrays = self._devices.ledger.waits(prefetched)
-            yield (
-                (steps, stack)
-                for n, stack in zip(stacks, arrays, strict=True)
-                for steps in _cut(max(n, start), min(n + size, stop), ends, errors)
-            )
+            try:
+                yield (
+                    (steps, stack)
+                    for n, stack in zip(stacks, arrays, strict=True)
+                    for steps in _cut(max(n, start), min(n + size, stop), ends, errors)
+                )
+            finally:
+                errors[stop] = GeneratorExit()  # Ends a stack that is being made.
 
     def _next(self, step: int) -> Any:
         with self._devices.ledger.timed("data"):
@@ -170,15 +174,20 @@ class Feed:
                 raise
 
     def _rows(self, step: int) -> Any:
-        rows = self._own(self._next(step))
-        if _kinds(rows) != self._kinds:
-            _check_alike(self._example, rows, step)
-        return rows
+        with self.reading:
+            rows = self._own(self._next(step))
+            if _kinds(rows) != self._kinds:
+                _check_alike(self._example, rows, step)
+            return rows if gathers(self._source) else detached(rows)
+
+    def read(self, step: int) -> Any:
+        """Reads a step's batch again, for the loop's thread; steps count from 0."""
+        with self.reading:
+            return detached(without_workers(self._experiment.data.train).batch(step))
 
     def _put(self, step: int) -> Any:
         """Puts a step's batch on the devices."""
-        rows = self._rows(step)
-        return self._devices.shard(rows if gathers(self._source) else detached(rows))
+        return self._devices.shard(self._rows(step))
 
     def _put_stack(self, first: int, steps: range, errors: dict[int, Exception]) -> Any:
         """Puts a stack of batches on the devices: arrays [B, steps, ...].
@@ -196,11 +205,12 @@ class Feed:
                 self._fill(stack, first, step)
             except Exception as error:
                 errors[step] = error
+            if errors:
                 break
         return self._devices.shard(stack)
 
     def _fill(self, stack: Any, first: int, step: int) -> None:
-        """Copies a step's batch before the next, which may use its memory again."""
+        """Copies a step's batch into a stack."""
         rows = fitting(self._rows(step))
         for buffer, leaf in zip(*map(jax.tree.leaves, (stack, rows)), strict=True):
             if leaf.shape[1:] != buffer.shape[2:]:
@@ -280,8 +290,9 @@ def _other_shape(batch: Any, first: Any, step: int) -> ConfigError:
 
 
 def _kinds(batch: Any) -> list[Any]:
-    leaves = jax.tree.leaves(batch)
-    return [(getattr(x, "dtype", None), np.shape(x)[:1]) for x in leaves]
+    leaves, structure = jax.tree.flatten(batch)
+    kinds = ((type(x), getattr(x, "dtype", None), np.shape(x)[:1]) for x in leaves)
+    return [structure, *kinds]
 
 
 def _check_alike(first: Any, batch: Any, step: int) -> None:
@@ -317,11 +328,14 @@ class Prefetcher:
     def __init__(
         self, make: Callable[[int], Any], steps: range, depth: int = 2, cheap: float = 0
     ) -> None:
-        self._make, self._steps, self._cheap = make, steps, cheap
-        self._left = iter(steps)
+        self._make, self._steps, self._cheap, self._left = (
+            make,
+            steps,
+            cheap,
+            iter(steps),
+        )
         # Two queues in C, one of them of free places, are faster than a `queue.Queue`.
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()
-        self._places: queue.SimpleQueue = queue.SimpleQueue()
+        self._ready, self._places = queue.SimpleQueue(), queue.SimpleQueue()
         for _ in range(depth):
             self._places.put(None)
         self._stopped = threading.Event()

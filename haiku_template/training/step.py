@@ -152,8 +152,7 @@ def make_update(recipe: Recipe) -> Update:
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
         if recipe.ema_decay is not None:
-            step_size = 1 - recipe.ema_decay
-            averages = optax.incremental_update(params, averages, step_size)
+            averages = optax.incremental_update(params, averages, 1 - recipe.ema_decay)
         elif averages is not None:
             averages = own_averages(opt_state, params)
         new = state._replace(

@@ -89,8 +89,9 @@ class Trainer:
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
         if experiment.data.evaluation is not None:
-            batch = experiment.data.evaluation.batch(0)
-            check_host_batch(batch, "the evaluation batch")
+            check_host_batch(
+                experiment.data.evaluation.batch(0), "the evaluation batch"
+            )
         self.feed = Feed(experiment, devices)
         recipe = _recipe(experiment, devices)
         self.initializer = Initializer(experiment, devices, recipe, self.feed.example)
@@ -107,8 +108,7 @@ class Trainer:
         functions = self.functions(devices.axis_name)
         gradients, specs = self._on_shares(functions.gradients, TrainState.arguments)
         if specs is not None:
-            results = self.specs.params, REPLICATED, REPLICATED
-            specs = specs._replace(results=results)
+            specs = specs._replace(results=(self.specs.params, REPLICATED, REPLICATED))
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
             self.feed.gathering(gradients),
@@ -358,10 +358,6 @@ class Trainer:
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
         return self._call.trace(state, frozen, *staged, count, batch)
 
-    def lower(self, arrays: Any) -> Any:
-        """Lowers a call of the run, as `trace` does."""
-        return self.trace(arrays).lower()
-
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
         dataset, state = self.experiment.data.evaluation, self.abstract
@@ -374,7 +370,7 @@ class Trainer:
     def compile(self) -> None:  # Why: docs/decisions/training.md#memory-budget
         """Compiles a call of the run for each shape of batches, ahead of the steps."""
         for arrays in self.feed.host_shapes():
-            self.lower(arrays).compile()
+            self.trace(arrays).lower().compile()
 
 
 def _with_outputs(task: Task, num_outputs: int) -> Task:

@@ -6,10 +6,9 @@ import subprocess
 import pytest
 
 from haiku_template import errors, signals
-from haiku_template.errors import MAY_RESTART
 from tests.cluster.test_jobset import JOB
 from tests.cluster.test_local import local
-from tests.runs import ROOT
+from tests.runs import MAY_RESTART, ROOT
 
 ASKED = {75, 130}  # Somebody asked for this end: a launcher of one machine obeys.
 

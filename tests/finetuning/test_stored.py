@@ -342,7 +342,7 @@ def test_budget_audit_and_program_count_what_is_stored(one_device, file, dtype):
         sizes.append(sum(x.nbytes for x in jax.tree.leaves(frozen)))
         assert check_budget(trainer).frozen == sizes[-1]
         assert sum(x.bytes for x in one_device.audit(frozen)) == sizes[-1]
-        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         arguments.append(compiled.memory_analysis().argument_size_in_bytes)
     matrices, vectors = 2 * 2 * WIDTH**2, 7 * WIDTH
     scales = matrices // WIDTH  # Of blocks of 64.

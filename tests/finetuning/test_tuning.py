@@ -172,7 +172,7 @@ def test_a_base_in_bfloat16_is_never_copied_to_float32(one_device):
     adam = state.opt_state[0]
     trained = jax.tree.leaves((state.params, adam.mu, adam.nu))
     assert {str(x.dtype) for x in trained} == {"float32"}
-    text = trainer.lower(trainer.feed.host_shapes()[0]).as_text()
+    text = trainer.trace(trainer.feed.host_shapes()[0]).lower().as_text()
     assert f"tensor<64x{WIDTH}xbf16>" in text
     assert f"tensor<64x{WIDTH}xf32>" not in text
     budget, float32 = memory_budget(trainer), memory_budget(made(one_device))

@@ -100,7 +100,7 @@ def make_gpt(tmp_path, devices, **changes):
 
 
 def lower(trainer):
-    trainer.lower(trainer.feed.host_shapes()[0])
+    trainer.trace(trainer.feed.host_shapes()[0]).lower()
 
 
 def test_a_program_asks_for_the_attention_of_the_devices_that_it_is_compiled_for(

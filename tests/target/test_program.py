@@ -83,7 +83,7 @@ def compiled(config, target):
     devices = target_devices(target)
     trainer = Experiment.from_config(config, devices).trainer(devices)
     budget = memory_budget(trainer)
-    made = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+    made = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
     donated = made.memory_analysis().alias_size_in_bytes
     return Compiled(trainer, budget, made.as_text(), donated)
 
@@ -361,7 +361,7 @@ def test_a_lora_step_has_one_layer_s_adapted_matrices_at_a_time(monkeypatch):
             optimizer=optax.adam(1e-3),
             finetuning=Finetuning(lora=lora),
         ).trainer(target_devices("h100"))
-        made = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        made = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         temporaries.append(made.memory_analysis().temp_size_in_bytes)
     of_a_layer = 4 * (3 + 1 + 4 + 4) * width**2
     assert temporaries[1] - temporaries[0] >= (layers - 1) * of_a_layer

@@ -45,7 +45,7 @@ def test_the_budget_is_what_the_compiled_step_uses(module, num_devices):
     state = trainer.init()
     host_arrays = trainer.feed.host_shapes()[0]
     batch = devices.shard(host_arrays)
-    used = trainer.lower(host_arrays).compile().memory_analysis()
+    used = trainer.trace(host_arrays).lower().compile().memory_analysis()
     peak = (
         used.argument_size_in_bytes
         + used.temp_size_in_bytes

@@ -298,7 +298,7 @@ def test_operations_are_about_those_that_xla_counts(one_device, accumulate_steps
     trace = trainer.trace(trainer.feed.host_shapes()[0])
     count = _operations(trace.jaxpr.jaxpr)
     whole = changed(trainer, accumulate_steps=1)
-    lowered = whole.lower(whole.feed.host_shapes()[0])
+    lowered = whole.trace(whole.feed.host_shapes()[0]).lower()
     assert count == pytest.approx(lowered.cost_analysis()["flops"], rel=0.3)
 
 
@@ -337,7 +337,7 @@ def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
     counts = {}
     for steps in (50, 1000):
         trainer = made(one_device, "mlp", steps)
-        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         text = compiled.as_text()
         tables = [x for x in text.splitlines() if f"= f32[{steps},64]" in x]
         assert tables and not [x for x in tables if " copy(" in x]
@@ -405,7 +405,7 @@ def test_a_sharded_state_stays_sharded_in_the_loop(tmp_path, four_devices, patte
     states, gathers = [], []
     for count in (1, 7):
         trainer = made(four_devices, "mlp", count, sharding=rules)
-        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         gathers.append(compiled.as_text().count(" all-gather("))
         workdir = tmp_path / str(count)
         states.append(train(trainer, num_steps=20, workdir=workdir).state)

@@ -16,6 +16,7 @@ from haiku_template.devices import DeviceManager, exact
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp, resnet
 from haiku_template.runs import Run, train
+from haiku_template.runs.rewind import go_back
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
 from tests.runs import run_command
@@ -108,6 +109,19 @@ def test_runs_on_any_devices_have_the_same_bits(tmp_path, name, numbers):
         assert len(results[n][1]) > 3
     first, *others = results.values()
     assert all(result == first for result in others)
+
+
+def test_a_step_is_left_out_on_any_devices(tmp_path):
+    results = {}
+    for n in (1, 4):
+        workdir, options = tmp_path / str(n), {"log_every": 1, "num_steps": 6}
+        train(made(n), workdir=workdir, save_every=2, keep_last=9, **options)
+        go_back(workdir, "4")
+        result = train(made(n), workdir=workdir, **options)
+        results[n] = digest(result.state.saved()), lines(workdir, "train/loss")
+    assert results[1] == results[4]
+    losses = {row["step"]: row["train/loss"] for row in results[1][1]}
+    assert [step for step, loss in losses.items() if loss is None] == [4]
 
 
 def test_devices_change_in_the_middle_of_a_run(tmp_path):

@@ -3,8 +3,8 @@
 import json
 import re
 
-from haiku_template.errors import MAY_RESTART, MemoryFullError, is_exhausted
-from tests.runs import ROOT, run_command
+from haiku_template.errors import MemoryFullError, is_exhausted
+from tests.runs import MAY_RESTART, ROOT, run_command
 
 # 16 TiB for a batch of 128, 8 MiB for a micro-batch of one.
 MODEL = """

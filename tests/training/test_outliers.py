@@ -132,7 +132,10 @@ def test_the_batch_of_a_nan_is_found_in_data_that_go_only_forward(tmp_path):
 def guards(devices):
     """Guards of a run without parameters, the scalars of whose steps are made up."""
     experiment = SimpleNamespace(data=Data(Set({}), None, 2))
-    made_up = SimpleNamespace(devices=devices, experiment=experiment, left_out=())
+    feed = SimpleNamespace(read=experiment.data.train.batch)
+    made_up = SimpleNamespace(
+        devices=devices, experiment=experiment, feed=feed, left_out=()
+    )
     return Guards(made_up, {}, SimpleNamespace(latest=None))
 
 

@@ -204,7 +204,7 @@ def test_predictions_are_what_the_model_returns_for_each_example(devices):
 def test_outputs_that_are_no_loss_are_refused(one_device, forward, words):
     trainer = experiment(forward).trainer(one_device)
     with pytest.raises(ConfigError, match=words):
-        trainer.lower(trainer.feed.host_shapes()[0])
+        trainer.trace(trainer.feed.host_shapes()[0]).lower()
 
 
 def test_a_task_that_takes_labels_refuses_a_batch_without_names(one_device):

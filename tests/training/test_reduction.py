@@ -40,7 +40,7 @@ def build(num_devices, reduce_dtype=None, task=None, shard=False):
 
 
 def lowered(trainer):
-    return trainer.lower(trainer.feed.host_shapes()[0])
+    return trainer.trace(trainer.feed.host_shapes()[0]).lower()
 
 
 def reduced(trainer):

@@ -145,7 +145,7 @@ def test_half_precision_gathers_half_the_bytes(precision):
 
 
 def program_of(trainer):
-    return trainer.lower(trainer.feed.host_shapes()[0]).compile().as_text()
+    return trainer.trace(trainer.feed.host_shapes()[0]).lower().compile().as_text()
 
 
 def counts(text):
@@ -169,7 +169,7 @@ def test_each_pass_gathers_a_parameter_once_and_scatters_its_gradient_once():
 def test_a_rematerialized_block_gathers_again_and_keeps_nothing_whole():
     trainer, _, _ = losses(4, 1, model=model_of(rematerialized), sharding=ALL)
     # As lowered: on CPUs XLA of jax 0.10 makes one gather of two.
-    lowered = trainer.lower(trainer.feed.host_shapes()[0]).as_text()
+    lowered = trainer.trace(trainer.feed.host_shapes()[0]).lower().as_text()
     matrix = rf"all_gather.*-> tensor<{WIDTH}x{WIDTH}xf32>"
     assert len(re.findall(matrix, lowered)) == 4
     text = program_of(trainer)
@@ -199,7 +199,7 @@ def test_one_device_has_the_program_without_a_layout():
     programs = []
     for rules in ((), ALL):
         trainer, _, _ = losses(1, 1, model=model_of(plain), sharding=rules)
-        programs.append(trainer.lower(trainer.feed.host_shapes()[0]).as_text())
+        programs.append(trainer.trace(trainer.feed.host_shapes()[0]).lower().as_text())
     assert programs[0] == programs[1]
 
 
@@ -207,7 +207,7 @@ def test_arguments_are_a_share_of_the_state():
     sizes = []
     for rules in ((), ALL):
         trainer, _, _ = losses(4, 1, model=model_of(plain), sharding=rules)
-        compiled = trainer.lower(trainer.feed.host_shapes()[0]).compile()
+        compiled = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         sizes.append(compiled.memory_analysis().argument_size_in_bytes)
     state, frozen = trainer.abstract.without_frozen(), trainer.abstract.frozen
     assert not frozen

@@ -131,7 +131,7 @@ def test_by_default_no_step_is_selected():
     texts = []
     for skips in (False, True):
         made = trainer({}, 1, ema_decay=None).with_skips(skips)
-        texts.append(made.lower(made.feed.host_shapes()[0]).as_text())
+        texts.append(made.trace(made.feed.host_shapes()[0]).lower().as_text())
         _, scalars = after(made, 2)
         assert ("skipped_steps" in scalars) == skips
     assert texts[0].count("stablehlo.select") < texts[1].count("stablehlo.select")
@@ -145,7 +145,9 @@ def test_the_memory_of_the_state_is_taken_over(num_devices):
     for skips in (False, True):
         options = {"model": hk.transform(lambda x: hk.nets.MLP([512, 256, 2])(x))}
         made = trainer({}, num_devices, skips=skips, **options)
-        analysis = made.lower(made.feed.host_shapes()[0]).compile().memory_analysis()
+        analysis = (
+            made.trace(made.feed.host_shapes()[0]).lower().compile().memory_analysis()
+        )
         state = sum(x.size * 4 for x in jax.tree.leaves(made.abstract.saved()))
         assert analysis.alias_size_in_bytes >= state - 64
         sizes.append((analysis.temp_size_in_bytes, state))

@@ -151,7 +151,7 @@ def test_accumulation_needs_less_memory(one_device):
     def temporary_bytes(parts):
         model = resnet(3, channels=(64,), blocks=1)
         made = trainer(one_device, model, accumulate_steps=parts)
-        lowered = made.lower(made.feed.host_shapes()[0])
+        lowered = made.trace(made.feed.host_shapes()[0]).lower()
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # Mostly activations, of which a sixth is alive at a time.
