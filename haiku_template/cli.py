@@ -193,8 +193,7 @@ def _join(
 ) -> None:
     """Joins the processes of the run, and watches for one that stalls."""
     workdir = FLAGS["workdir"].value if "workdir" in FLAGS else None
-    seconds = FLAGS.join_seconds
-    cluster.join(address, count, index, local_device_ids, seconds, workdir)
+    cluster.join(address, count, index, local_device_ids, FLAGS.join_seconds, workdir)
     if index:
         logging.set_verbosity(logging.ERROR)  # Process 0 says what all would say.
     from haiku_template.devices.processes import waited

@@ -205,8 +205,7 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
 def load(path: Path) -> config_dict.ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
-        values = completed(read_json(path))
-        return config_dict.ConfigDict(_with_tuples(values))
+        return config_dict.ConfigDict(_with_tuples(completed(read_json(path))))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"

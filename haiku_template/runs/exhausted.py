@@ -42,8 +42,7 @@ def explained(
     del arrays
     traceback.clear_frames(error.__traceback__)  # And with them the arrays.
     gc.collect()
-    trainer = settle(trainer, workdir, limit)
-    expected = memory_budget(trainer, limit).peak
+    expected = memory_budget(settle(trainer, workdir, limit), limit).peak
     sentence = (
         f"the memory of a device was full: {reason[:200]}; the budget expected "
         f"{in_units(expected)} on each device, and arrays of {alive} were there (above)"

@@ -17,6 +17,7 @@ from haiku_template.finetuning import check_same_frozen
 from haiku_template.storage import Checkpoints, digest_of_batch
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.checkpoint import newest_whole
+from haiku_template.training.feed import BUSY_SECONDS
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -35,10 +36,11 @@ def open_workdir(
     digest = _digest_of_config(config)
 
     def facts(step: int, has_batch: bool = True) -> dict[str, Any]:
-        batch = None
-        if is_function and has_batch:
-            with contextlib.suppress(Exception), trainer.feed.reading:  # Met later.
+        batch, reading = None, trainer.feed.reading
+        if is_function and has_batch and reading.acquire(timeout=BUSY_SECONDS):
+            with contextlib.suppress(Exception):  # The loop will meet it.
                 batch = digest_of_batch(dataset.batch(step))
+            reading.release()
         return {"environment": environment, "config": digest, "batch": batch}
 
     return facts

@@ -59,8 +59,7 @@ def run(
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
     trainer = experiment.trainer(devices)
     if dry_run:
-        trainer = settle(trainer, Path(workdir), memory_limit)
-        return print_budget(trainer, memory_limit)
+        return print_budget(settle(trainer, Path(workdir), memory_limit), memory_limit)
     how = {key: config[key] for key in LOOP_KEYS} | {"config": saved}
     how["writers"] = config.writers and trackers.by_name(config.writers)
     how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)

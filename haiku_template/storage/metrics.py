@@ -121,8 +121,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows, damaged = [], []
-    text = contents(path, MOST_METRICS).decode("utf-8", "replace")
-    lines = text.splitlines()
+    lines = contents(path, MOST_METRICS).decode("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = parse(line, dict)

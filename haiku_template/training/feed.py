@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
+BUSY_SECONDS = 10.0  # Of waiting for a thread in the data set, which may hang there.
 # Seconds to make a step's batch and put it on the devices, below which a thread takes
 # more from the loop (they share the interpreter's lock) than it hides.
 CHEAP = 4e-4
@@ -182,8 +183,12 @@ class Feed:
 
     def read(self, step: int) -> Any:
         """Reads a step's batch again, for the loop's thread; steps count from 0."""
-        with self.reading:
+        is_alone = self.reading.acquire(timeout=BUSY_SECONDS)
+        try:
             return detached(without_workers(self._experiment.data.train).batch(step))
+        finally:
+            if is_alone:
+                self.reading.release()
 
     def _put(self, step: int) -> Any:
         """Puts a step's batch on the devices."""
@@ -256,8 +261,7 @@ class Feed:
             if stacked:
                 take = functools.partial(_at, state.step % self.stack)
                 return gradients(state, frozen, jax.tree.map(take, *arrays))
-            batch = self._source.gather(*arrays, state.step)
-            return gradients(state, frozen, batch)
+            return gradients(state, frozen, self._source.gather(*arrays, state.step))
 
         return differentiate
 

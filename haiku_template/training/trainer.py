@@ -165,8 +165,7 @@ class Trainer:
         """Makes the trainer whose calls skip steps that are not finite, or do not."""
         if skips == self.experiment.skips:
             return self
-        experiment = dataclasses.replace(self.experiment, skips=skips)
-        return experiment.trainer(self.devices)
+        return dataclasses.replace(self.experiment, skips=skips).trainer(self.devices)
 
     def with_replay(self, text: str, budget: Any) -> "Trainer":
         """Makes the trainer that makes steps twice, such as `first:8,every:1000`."""

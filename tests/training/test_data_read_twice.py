@@ -16,7 +16,7 @@ import haiku_template
 from haiku_template.data import Data
 from haiku_template.errors import ConfigError, NonFiniteError, PlacementError
 from haiku_template.reporting.perf import Clock
-from haiku_template.runs import train
+from haiku_template.runs import resume, train
 from haiku_template.runs.guards import Guards
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment
@@ -36,7 +36,7 @@ class Refilled:
     buffer: np.ndarray = dataclasses.field(default_factory=lambda: INPUTS[0].copy())
     busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     clashes: list[int] = dataclasses.field(default_factory=list)
-    pauses: float = 3e-3
+    pauses: float = 0.02  # So long that a save begins while a batch is made.
 
     def batch(self, step):
         if not self.busy.acquire(blocking=False):
@@ -82,7 +82,7 @@ def test_one_thread_at_a_time_is_in_a_data_set(
     data = Refilled(values)
     train(
         made(one_device, data, count),
-        num_steps=70,
+        num_steps=60,
         workdir=tmp_path,
         log_every=1,
         **options,
@@ -90,6 +90,33 @@ def test_one_thread_at_a_time_is_in_a_data_set(
     assert data.clashes == [] and said in caplog.text
     if said:
         assert "row 0" in caplog.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Hanging:
+    """Hangs as the batch of step 12 is made, until a save has begun."""
+
+    saved: threading.Event = dataclasses.field(default_factory=threading.Event)
+    ends: list[bool] = dataclasses.field(default_factory=list)
+
+    def batch(self, step):
+        if step == 11 and not self.ends:
+            self.ends.append(self.saved.wait(30))
+        return {"inputs": INPUTS[step % 64], "labels": LABELS[step % 64]}
+
+    def tell(self, event):
+        if event.what == "save" and event.step == 10:
+            self.saved.set()
+
+
+def test_a_save_does_not_wait_for_a_data_set_that_hangs(
+    tmp_path, one_device, monkeypatch
+):
+    monkeypatch.setattr(resume, "BUSY_SECONDS", 0.2)
+    data = Hanging()
+    trainer = made(one_device, data)
+    train(trainer, num_steps=20, workdir=tmp_path, save_every=10, hooks=[data.tell])
+    assert data.ends == [True]
 
 
 def test_the_loop_reads_a_batch_of_a_run_through_its_feed_alone():
