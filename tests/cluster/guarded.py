@@ -17,7 +17,7 @@ from haiku_template.data.dataset import ArrayDataset
 
 def hang(*_: object) -> None:
     """Makes all reads from now on hang."""
-    ArrayDataset.rows = lambda *_: time.sleep(10_000)
+    ArrayDataset.rows = ArrayDataset.row_block = lambda *_: time.sleep(10_000)
 
 
 if __name__ == "__main__":
