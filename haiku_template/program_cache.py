@@ -86,8 +86,7 @@ def prune(folder: Path, largest: int, most: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # Another process removed it.
             if not path.is_dir():
                 facts = path.stat()
-                last = max(facts.st_atime, facts.st_mtime)
-                files.append((last, facts.st_size, path))
+                files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
     total = 0
     for number, (_, size, path) in enumerate(sorted(files, reverse=True), 1):
         total += size

@@ -109,8 +109,8 @@ def _zero(x: Any) -> Any:
     # Why: docs/decisions/finetuning.md#forms-after-inputs
     if x is None:
         return 0
-    first = jax.lax.stop_gradient(x).ravel()[0].astype(jnp.float32)
-    return jnp.minimum(jnp.abs(first), 0)
+    first = jnp.abs(jax.lax.stop_gradient(x).ravel()[0]).astype(jnp.float32)
+    return jnp.minimum(jnp.where(jnp.isnan(first), 0, first), 0)
 
 
 # Why: docs/decisions/devices.md#gradients-in-order
@@ -119,7 +119,7 @@ def _gated(args: tuple) -> tuple[tuple, Any]:
     for i, x in enumerate(args):
         is_traced = isinstance(x, jax.core.Tracer) and x.size > 0
         if is_traced and jnp.issubdtype(x.dtype, jnp.floating):
-            gated, token = _gate(x)
+            gated, token = _gate(jnp.add(x, x.dtype.type(0)))  # No array of NumPy's.
             return (*args[:i], gated, *args[i + 1 :]), token
     return args, None
 

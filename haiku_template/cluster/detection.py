@@ -60,8 +60,7 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
         nodes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         tasks = nodes[int(environ.get("SLURM_NODEID", 0))]
         ids = own_cards(environ, int(environ["SLURM_LOCALID"]), tasks)
-    index = int(environ["SLURM_PROCID"])
-    return Started("Slurm", f"{host}:{port}", count, index, ids)
+    return Started("Slurm", f"{host}:{port}", count, int(environ["SLURM_PROCID"]), ids)
 
 
 def first_host(nodes: str) -> str:

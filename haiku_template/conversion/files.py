@@ -91,8 +91,7 @@ def _load_archive(path: Path, scratch: Path, room: int) -> dict[str, Any]:
 def _load_array(path: Path) -> Any:
     with path.open("rb") as file:
         try:
-            version = np.lib.format.read_magic(file)
-            shape, is_fortran, dtype = HEADERS[version](file)
+            shape, is_fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
         except HEADER_DAMAGE as error:
             reason = str(error).partition("\n")[0]  # What follows tells to unpickle it.
             raise ConfigError(f"its header is damaged: {reason}") from error

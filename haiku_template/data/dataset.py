@@ -196,8 +196,7 @@ class ArrayDataset:
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        leaves = check_arrays(self.staged()).values()
-        self.spec.check(sum(x[:1].nbytes for x in leaves))
+        self.spec.check(sum(x[:1].nbytes for x in check_arrays(self.staged()).values()))
 
     @property
     def num_examples(self) -> int:

@@ -142,5 +142,4 @@ def gather(value: Any) -> list[Any]:
         padded = np.zeros(sizes.max(), np.uint8)
         padded[: len(data)] = data
         rows = multihost_utils.process_allgather(padded)
-    pairs = zip(rows, sizes, strict=True)
-    return [parse(row[:size].tobytes()) for row, size in pairs]
+    return [parse(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -93,8 +93,7 @@ class Replay:
                 shifts = range(n if n > 1 else 0)
                 shares += [(k, self._shares(state, arrays, k)) for k in shifts]
                 leaves = leaves_by_path(self._compared(results))
-                runs = [digests, again, third]
-                raise self._error(steps[-1], leaves, runs, shares)
+                raise self._error(steps[-1], leaves, [digests, again, third], shares)
         self._agreed = steps[-1]
         return results
 
@@ -102,8 +101,7 @@ class Replay:
         """Makes the step from a copy of the state; returns its results and digests."""
         trained = self._copy(state.without_frozen())._replace(frozen=state.frozen)
         results = self._trainer.advance(trained, steps, arrays)
-        devices = self._devices.everyone
-        return results, part_digests(devices, self._compared(results))
+        return results, part_digests(self._devices.everyone, self._compared(results))
 
     def _compared(self, results: Results) -> Any:
         new, scalars = results

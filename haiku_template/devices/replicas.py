@@ -126,8 +126,7 @@ def part_digests(devices: tuple[jax.Device, ...], tree: Any) -> np.ndarray:
         PartitionSpec() if x.is_fully_replicated else x.sharding.spec for x in leaves
     )
     with waiting():
-        digests = _part_digests(devices, specs)(leaves)
-        return jax.device_get(first_copy(digests))
+        return jax.device_get(first_copy(_part_digests(devices, specs)(leaves)))
 
 
 @functools.cache

@@ -176,8 +176,7 @@ def _configure(request: Request) -> None:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(share)
     if request.preallocate is not None:
-        value = str(request.preallocate).lower()
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = value
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(request.preallocate).lower()
 
 
 def _configure_accelerators(request: Request) -> None:

@@ -139,8 +139,7 @@ def device_put_shares(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Puts on each device its share, of a host array that all processes have."""
     if sharding.is_fully_replicated:
         return device_put_everywhere(array, sharding)
-    shape = np.shape(array)
-    return jax.make_array_from_callback(shape, sharding, array.__getitem__)
+    return jax.make_array_from_callback(np.shape(array), sharding, array.__getitem__)
 
 
 def own_part(tree: Any) -> Any:

@@ -127,8 +127,7 @@ def convolutions(trace: Callable[[], Any]) -> dict[str, str]:
         module = context.module
         if isinstance(module, CONVOLUTIONS) and context.method_name == "__call__":
             last = "out in" if isinstance(module, hk.ConvNDTranspose) else MATRIX
-            kernel = "in " * len(module.kernel_shape)
-            axes[f"{module.module_name}/w"] = kernel + last
+            axes[f"{module.module_name}/w"] = "in " * len(module.kernel_shape) + last
         return run(*args, **kwargs)
 
     with hk.intercept_methods(note):

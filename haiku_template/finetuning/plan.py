@@ -315,7 +315,10 @@ def _axes_of_entry(entry: tuple[str, str], leaves: dict[str, Any]) -> dict[str, 
 
 def _check_multipliers(multipliers: Multipliers, paths: Collection[str]) -> None:
     for entry in multipliers:
-        if len(entry) != 2 or not isinstance(entry[1], int | float) or entry[1] <= 0:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        pattern, factor = entry if is_pair else (None, None)
+        is_number = isinstance(factor, int | float) and 0 < factor < np.inf
+        if not isinstance(pattern, str) or not is_number:
             raise ConfigError(
                 f"multipliers: {entry!r}; each is a pattern and a factor of more than "
                 "0, such as ('*/embed/*', 0.1); parameters that are not to train are "

@@ -86,7 +86,9 @@ FORMS = {"int8": Int8, "nf4": Nf4}
 
 def is_possible(name: str, shape: tuple[int, ...]) -> bool:
     """Tests if an array of a shape can be stored so; scales would outweigh vectors."""
-    return len(shape) > 1 and (name != "nf4" or shape[-1] % BLOCK == 0)
+    if len(shape) < 2 or 0 in shape:
+        return False  # A scale has 4 bytes: of 4 inputs bfloat16 has no more.
+    return shape[-1] % BLOCK == 0 if name == "nf4" else shape[-2] > 4
 
 
 def _numpy_of(array: Any) -> Any:

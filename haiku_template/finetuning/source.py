@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import haiku as hk
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.bounded import read_json
@@ -86,7 +84,7 @@ def open_source(
                     f"config.init_from={init_from} is a workdir"
                 )
         return _of_workdir(path, devices)
-    if is_folder(init_from):
+    if is_folder(init_from) and (family or (path / CONFIG).exists()):
         _describe(path, family)
     names = Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
@@ -133,12 +131,14 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         specs = {k: v for k, v in flatten(shapes).items() if k not in skip}
 
         def read(checkpoints: Checkpoints, step: int) -> Loaded:
-            averaged = checkpoints.saved(step).get("ema_params")
-            field = "ema_params" if averaged else "params"
+            fields = checkpoints.saved(step)
+            field = "ema_params" if fields.get("ema_params") else "params"
+            listed = flatten(fields[field])
             leaves: dict[str, Any] = {}
             for group in _groups(specs):
                 others = {*skip, *specs} - group.keys()
-                saved = {k: _as_saved(leaf) for k, leaf in group.items()}
+                dtypes = {k: listed.get(k, leaf).dtype for k, leaf in group.items()}
+                saved = {k: x.update(dtype=dtypes[k]) for k, x in group.items()}
                 saved = devices.host_shapes(unflatten(saved))
                 params = flatten(checkpoints.restore(step, saved, field, others))
                 for path, leaf in group.items():
@@ -163,11 +163,6 @@ def _groups(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         group = group | {path: leaf}
     if group:
         yield group
-
-
-def _as_saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return leaf.update(dtype=jnp.float32) if is_float else leaf
 
 
 def with_sizes(

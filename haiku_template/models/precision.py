@@ -88,8 +88,7 @@ class Precision(NamedTuple):
         self, call: Callable[..., Any], args: tuple, kwargs: dict, context: Any
     ) -> Any:
         """Interceptor that computes normalization layers, and no others, in float32."""
-        is_norm = isinstance(context.module, NORMS)
-        if not is_norm or context.method_name != "__call__":
+        if not isinstance(context.module, NORMS) or context.method_name != "__call__":
             return call(*args, **kwargs)
         args, kwargs = jmp.cast_to_full((args, kwargs))
         outputs = call(*args, **kwargs)

@@ -366,8 +366,7 @@ def print_targets(trainers: dict[str, Trainer], limit: int | None = None) -> Non
         sizes = (state, budget.temporaries + budget.outside, budget.peak, limits)
         rows.append((target, *map(in_units, sizes), budget.fit))
     columns = ("target", "state", "temporaries", "peak", "limit", "fits")
-    title = "Memory on each device, about"
-    Console(markup=False).print(table(title, columns, rows))
+    Console(markup=False).print(table("Memory on each device, about", columns, rows))
 
 
 def _suggestion(trainer: Trainer, budget: Budget) -> str:

@@ -124,8 +124,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
             "the model returns one loss for a batch: its evaluation is exact if that "
             "is a mean over the examples; a loss for each, [B], is exact in any case"
         )
-    batch = pad(dataset.batch(0), trainer.padded_size(dataset))
-    shapes = canonical_shapes(batch)
+    shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)

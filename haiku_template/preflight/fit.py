@@ -206,5 +206,4 @@ def fit_table(tried: list[Candidate], limit: int) -> Table:
     """Tabulates candidates; those after the first that fits are not tried."""
     columns = ("change", "state", "temporary", "start", "peak", "fits")
     title = f"Memory on each device, of {in_units(limit)}"
-    rows = [candidate.row() for candidate in tried]
-    return table(title, columns, rows)
+    return table(title, columns, [candidate.row() for candidate in tried])

@@ -91,6 +91,11 @@ def export_adapters(run: Run, output: Path) -> int:
             f"the run in {run.workdir} trained {leaves}, and --format=adapters is for "
             "adapters of frozen parameters; --format=safetensors writes all of it"
         )
+    if run.config is None:
+        raise ConfigError(
+            f"the run in {run.workdir} was made by a script, without the config that a "
+            "folder of adapters has; --format=safetensors writes all of the model"
+        )
     if run.trainer.experiment.init_from is None:
         raise ConfigError(
             f"the frozen parameters of the run in {run.workdir} come from its seed, "

@@ -110,8 +110,7 @@ def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:
     is_classifier = task.labels == "classes" or _scores_classes(run)
     for batch in _predict(run.trainer, run.state, dataset):
         outputs, rows = batch["outputs"], num_rows(batch)
-        shape = getattr(outputs, "shape", ())
-        if is_classifier and shape[1:] == (len(names),):
+        if is_classifier and getattr(outputs, "shape", ())[1:] == (len(names),):
             batch["class"] = names[outputs.argmax(axis=1)]
         if len(files):
             batch = {"file": files[first : first + rows]} | batch

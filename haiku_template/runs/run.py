@@ -86,7 +86,8 @@ class Run:  # Why: docs/decisions/house.md#run
             experiment = self.script(self.devices)
         experiment = dataclasses.replace(experiment, placement="host")
         trainer = experiment.trainer(self.devices)
-        if not padding:  # Other shapes have another fingerprint.
+        is_cut = self.config is not None and self.config.eval_batches is not None
+        if not (padding or is_cut):  # Other shapes, and sets, have other fingerprints.
             fingerprint.warn_of_changes(self.workdir, trainer)
         return trainer
 

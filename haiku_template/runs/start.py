@@ -118,8 +118,7 @@ def _explain(
 
     if is_exhausted(error):
         build = _builder(config, trainer.devices)
-        folder = Path(workdir)
-        raise exhausted.explained(error, trainer, build, folder, limit) from None
+        raise exhausted.explained(error, trainer, build, Path(workdir), limit) from None
 
 
 def _builder(

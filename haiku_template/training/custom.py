@@ -36,8 +36,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
     ) -> tuple[TrainState, Scalars]:
         batch = preprocessed(recipe, batch)
         rng = step_rng(recipe, state.step)
-        full_state = state._replace(frozen=frozen)
-        results = step(full_state, batch, rng, recipe.axis_name)
+        results = step(state._replace(frozen=frozen), batch, rng, recipe.axis_name)
         kinds = [type(x) for x in results] if isinstance(results, tuple) else []
         if kinds != [TrainState, dict]:
             raise ConfigError(

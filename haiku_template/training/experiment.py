@@ -236,8 +236,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
 
 def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     """Makes `config.data`, or raises `ConfigError` if its files cannot be read."""
-    labels = make_task(config).labels
-    spec = BatchSpec(config.batch_size, config.seed, labels, *process)
+    spec = BatchSpec(config.batch_size, config.seed, make_task(config).labels, *process)
     values = config.data.to_dict()
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = tuning.vocabulary_of(config.init_from)

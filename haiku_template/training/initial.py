@@ -78,6 +78,8 @@ class Initializer:
         if plan.frozen:
             frozen = devices.abstract(self._frozen_of_seed)
             self.abstract = self.abstract._replace(frozen=frozen)
+        if experiment.finetuning.multipliers and recipe.ema_decay is None:
+            _check_no_averages(self.abstract.ema_params)
 
     def function(self, axis_name: str | None) -> Callable[..., TrainState]:
         """Makes the pure function of pretrained leaves to a first state."""
@@ -264,6 +266,16 @@ def dependents(
 def _is_average(path: str, paths: Sequence[str]) -> bool:
     module, _, name = path.rpartition("/")
     return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= {*paths}
+
+
+def _check_no_averages(averages: Any) -> None:
+    """Raises `ConfigError` for the averages that an optimizer keeps itself."""
+    if averages is not None:
+        raise ConfigError(
+            "config.finetuning.multipliers scale the updates of an optimizer, of which "
+            "a schedule-free one knows nothing: its averages would be of others; leave "
+            "out multipliers, or take another optimizer and ema_decay"
+        )
 
 
 def _of_bytes(inputs: Any) -> str:

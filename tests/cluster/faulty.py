@@ -15,14 +15,14 @@ from haiku_template import cli, signals, train
 # Functions by moment: module, class and name.
 MOMENTS = {
     "compile": ("training.trainer", "Trainer", "compile"),
-    "data": ("data.dataset", "ArrayDataset", "batch"),
+    "data": ("data.dataset", "ArrayDataset", "row_block"),  # Of a stack of batches.
     "step": ("runs.guards", "Guards", "note"),
     "save": ("storage.checkpoint", "Checkpoints", "save"),
     "evaluation": ("training.trainer", "Trainer", "evaluate"),
     "writer": ("reporting.report", "Report", "training"),
     "end": ("reporting.report", "Report", "finish"),
 }
-ONCE = ("compile", "end", "import")
+ONCE = ("compile", "data", "end", "import")
 
 
 def fault(name: str) -> None:
