@@ -481,7 +481,7 @@ def test_a_second_run_is_refused_before_anything_is_compiled(tmp_path, monkeypat
     def lower(*_):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(trainer, "lower", lower)
+    monkeypatch.setattr(trainer, "trace", lower)
     monkeypatch.setattr(trainer.initializer, "lower", lower)
     with (
         workdir.locked(tmp_path),
