@@ -175,7 +175,7 @@ def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
     """Numbers of labels [N] that are names of classes; others as they are."""
     if np.asarray(labels).dtype.kind not in "OU" or not classes:
         return labels
-    if unknown := [x for x in np.unique(labels).tolist() if str(x) not in classes]:
+    if unknown := [x for x in np.ravel(labels).tolist() if str(x) not in classes]:
         raise ConfigError(
             f"{where} has the label {unknown[0]!r}, and the classes of the run are "
             f"{', '.join([*classes][:20])}"
@@ -199,7 +199,9 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
     kinds = {"u": "i"}
     a, b = (kinds.get(x.dtype.kind, x.dtype.kind) for x in (array, like))
     fits = a == b and np.can_cast(array.dtype, like.dtype, "same_kind")
-    if not fits and not (a == b == "i" and _is_within(array, like.dtype)):
+    if a == b and a in "if":
+        fits = _is_within(array, like.dtype)
+    if not fits:
         raise ConfigError(
             f"{name} is {array.dtype}, and the run was trained on {like.dtype}, in "
             "which it would be other values; convert it as the training set was"
@@ -208,8 +210,9 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
 
 
 def _is_within(array: np.ndarray, dtype: Any) -> bool:
-    limits = np.iinfo(dtype)
-    return limits.min <= array.min() and array.max() <= limits.max
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+    finite = array[np.isfinite(array)]
+    return not finite.size or limits.min <= finite.min() and finite.max() <= limits.max
 
 
 def _shape_of(like: Batch, path: Path) -> Any:
@@ -282,6 +285,8 @@ def _read_cells(path: Path) -> tuple[list[Row], bool]:
     if not lines:
         raise ValueError("it has no rows")
     has_names = not all(map(_is_number, lines[0]))
+    if has_names and any(_is_number(x) and not x.isdecimal() for x in lines[0]):
+        raise ValueError(f"line 1 is neither names of columns nor {NUMBERS}")
     names = lines.pop(0) if has_names else [f" {i}" for i in range(len(lines[0]))]
     check_names(names, str(path))
     rows = []

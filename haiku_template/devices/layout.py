@@ -136,8 +136,7 @@ def sharding_on(
 
 def spans_processes(leaf: Any) -> bool:
     """Tests for an array of which no single process has all values."""
-    is_complete = getattr(leaf, "is_fully_addressable", True)
-    return not (is_complete or leaf.is_fully_replicated)
+    return not (getattr(leaf, "is_fully_addressable", True) or leaf.is_fully_replicated)
 
 
 def device_bytes(tree: Any) -> int:

@@ -83,7 +83,7 @@ def confusion(
     size = logits.shape[-1]  # Why: docs/decisions/training.md#confusion
     if size > MANY_CLASSES:
         return {}
-    places = batch["labels"], jnp.argmax(logits, axis=-1)
+    places = batch["labels"].astype(jnp.int32), jnp.argmax(logits, axis=-1)
     ones = (mask & (batch["labels"] >= 0)).astype(jnp.int32)
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 

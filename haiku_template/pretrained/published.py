@@ -194,8 +194,7 @@ def _is_state(path: str) -> bool:
 
 def _fits(path: str, patterns: Iterable[str]) -> bool:
     """Tests patterns on a path, and on that of the state without its mark."""
-    names = path, path.removeprefix(MARK)
-    return any(matching(pattern, names) for pattern in patterns)
+    return any(matching(x, (path, path.removeprefix(MARK))) for x in patterns)
 
 
 def _fitting(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:

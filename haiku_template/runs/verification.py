@@ -51,8 +51,7 @@ def verify(  # Why: docs/decisions/models.md#verify
     if trainer.experiment.model is None:
         raise ConfigError("the experiment has no model, and nothing to compare")
     batch = trainer.experiment.data.train.batch(0)
-    fetch = trainer.devices.fetch
-    params, net_state = jax.tree.map(fetch, trainer.merged(state))
+    params, net_state = jax.tree.map(trainer.devices.fetch, trainer.merged(state))
     there = jax.tree.map(np.asarray, function(params, net_state, batch))
     one = SimpleNamespace(num_batches=1, batch=lambda index: batch)
     if isinstance(there, np.ndarray) and there.shape == ():

@@ -78,7 +78,7 @@ class Feed:
         if experiment.placement == "device":
             arrays = self._source.staged
             self._source = RowBlocks(self._source, self.batch_size, self.steps_per_call)
-            self.staged = devices.abstract(lambda arrays: arrays, arrays())
+            self.staged = devices.abstract(lambda x: x, canonical_shapes(arrays()))
         elif self.steps_per_call == 1 and experiment.exact_elastic is None:
             size = STACK * sum(x.nbytes for x in jax.tree.leaves(rows))
             is_stacked = not further and gathers(self._source) and size <= STACK_BYTES
