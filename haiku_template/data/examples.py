@@ -199,7 +199,7 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
     kinds = {"u": "i"}
     a, b = (kinds.get(x.dtype.kind, x.dtype.kind) for x in (array, like))
     fits = a == b and np.can_cast(array.dtype, like.dtype, "same_kind")
-    if a == b and a in "if":
+    if a == b and a in "if" and not np.can_cast(array.dtype, like.dtype):
         fits = _is_within(array, like.dtype)
     if not fits:
         raise ConfigError(

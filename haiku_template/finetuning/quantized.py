@@ -87,7 +87,8 @@ FORMS = {"int8": Int8, "nf4": Nf4}
 def is_possible(name: str, shape: tuple[int, ...]) -> bool:
     """Tests if an array of a shape can be stored so; scales would outweigh vectors."""
     if len(shape) < 2 or 0 in shape:
-        return False  # A scale has 4 bytes: of 4 inputs bfloat16 has no more.
+        return False
+    # A scale has 4 bytes: of 4 inputs bfloat16 has no more.
     return shape[-1] % BLOCK == 0 if name == "nf4" else shape[-2] > 4
 
 

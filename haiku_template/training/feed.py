@@ -332,12 +332,8 @@ class Prefetcher:
     def __init__(
         self, make: Callable[[int], Any], steps: range, depth: int = 2, cheap: float = 0
     ) -> None:
-        self._make, self._steps, self._cheap, self._left = (
-            make,
-            steps,
-            cheap,
-            iter(steps),
-        )
+        self._make, self._steps, self._cheap = make, steps, cheap
+        self._left = iter(steps)
         # Two queues in C, one of them of free places, are faster than a `queue.Queue`.
         self._ready, self._places = queue.SimpleQueue(), queue.SimpleQueue()
         for _ in range(depth):

@@ -53,6 +53,15 @@ def test_a_value_that_would_be_another_is_refused(tmp_path, value, dtype, run_dt
                 read_examples(str(path), data(run_dtype), 4)
 
 
+def test_a_mapped_file_of_the_runs_dtype_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "new.npy"
+    np.save(path, np.ones((4, 3), np.float32))
+    arrays = read_examples(str(path), data("float32"), 4).dataset.arrays["inputs"]
+    while not isinstance(arrays, np.memmap) and arrays.base is not None:
+        arrays = arrays.base
+    assert isinstance(arrays, np.memmap)
+
+
 @pytest.mark.parametrize("text", ["0.5,,0.25\n1,2,3\n", "NA,-1,2\n1,2,3\n"])
 def test_a_first_row_with_a_gap_is_no_header(tmp_path, text):
     path = tmp_path / "gap.csv"
