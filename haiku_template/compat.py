@@ -69,8 +69,7 @@ def _at(method: str) -> Callable[..., Any]:
     def update(x: Any, idx: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         # The flags of a scatter can be given by name alone today.
         kwargs |= zip(("indices_are_sorted", "unique_indices"), args, strict=False)
-        place = sys.modules["jax.numpy"].asarray(x).at[idx]
-        return getattr(place, method)(y, **kwargs)
+        return getattr(sys.modules["jax.numpy"].asarray(x).at[idx], method)(y, **kwargs)
 
     return update
 
@@ -151,8 +150,7 @@ def _install(package: str) -> None:
     parents = {path.rpartition(".")[0] for path in removed() if "import " not in path}
     tops = (package, "jaxlib") if package == "jax" else (package,)
     names = {x for x in parents | HOMES.keys() if x.partition(".")[0] in tops}
-    functions = {path.partition("(")[0] for path in removed() if "(" in path}
-    for path in functions:
+    for path in {path.partition("(")[0] for path in removed() if "(" in path}:
         if path.startswith(f"{package}."):
             _take_keywords(path)
     for name in sorted(names):

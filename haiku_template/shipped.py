@@ -18,8 +18,7 @@ def folder(name: str) -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:  # Wherever the scheme of the installation puts its data.
-        place = str(file).partition(f"{SHARE}{name}/")
-        if place[1]:
+        if f"{SHARE}{name}/" in str(file):
             path = Path(file.locate()).resolve()
             return Path(str(path).partition(f"{SHARE}{name}/")[0], SHARE, name)
     return None

@@ -33,10 +33,8 @@ def check_files(
     """Asserts that importing a name runs nothing but trusted files, and returns them.
 
     Nothing is run here. `roots` are paths and modules that the user trusts beside the
-    current directory. Files of this project are not among them.
-
-    Raises:
-      ConfigError: there is no such module, or a file of it is not trusted.
+    current directory. Files of this project are not among them. Raises `ConfigError` if
+    there is no such module, or a file of it is not trusted.
     """
     setting, module = f"config.{key}={name!r} of {workdir}", name.partition(":")[0]
     files, trusted = files_of(module), [*_roots(roots)]
@@ -75,10 +73,8 @@ def check_definition(
     """Asserts that a function was written in a trusted file, and not imported there.
 
     Otherwise `mine:Popen` were a name, where `mine` imports that. Of this project only
-    what `table` holds is allowed, and objects such as a user's `Task`.
-
-    Raises:
-      ConfigError: it was written elsewhere.
+    what `table` holds is allowed, and objects such as a user's `Task`. Raises
+    `ConfigError` if it was written elsewhere.
     """
     while isinstance(function, functools.partial):
         function = function.func

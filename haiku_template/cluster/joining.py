@@ -45,8 +45,7 @@ def asked(
     Returns:
       None for a process on its own.
 
-    Raises:
-      ConfigError: something is missing; says what was found.
+    Raises `ConfigError` if something is missing: says what was found.
     """
     if mode == "off":
         return None

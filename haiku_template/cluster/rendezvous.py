@@ -255,9 +255,8 @@ def _visit(
     reason, latest = OSError("no answer"), math.inf
     while (remaining := deadline - time.monotonic()) > 0 and time.monotonic() < latest:
         try:
-            link = links.enter_context(
-                socket.create_connection(where, timeout=remaining)
-            )
+            link = socket.create_connection(where, timeout=remaining)
+            links.enter_context(link)
             # Process 0 has its own deadline, and says who is missing.
             limit = seconds + identity.HELLO_SECONDS
             find = functools.partial(identity.find, workdir)

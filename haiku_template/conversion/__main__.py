@@ -49,9 +49,8 @@ def limit_time(size: int) -> None:
 def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
     """Writes safetensors, an array at a time; returns their bytes.
 
-    Raises:
-      ConfigError: an array is of no dtype of safetensors, or all have more bytes than
-        `most`, as when a file names one array many times.
+    Raises `ConfigError` if an array is of no dtype of safetensors, or all have more
+    bytes than `most`, as when a file names one array many times.
     """
     # The largest items first, so that every array is aligned.
     arrays = dict(sorted(arrays.items(), key=lambda x: (-x[1].dtype.itemsize, x[0])))

@@ -44,8 +44,7 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
     Returns:
       Containers, numbers and text; each array is an `Array`.
 
-    Raises:
-      ConfigError: it is damaged or truncated, or holds what is refused.
+    Raises `ConfigError` if it is damaged or truncated, or holds what is refused.
     """
     with path.open("rb") as file:
         begin = file.read(len(ARRAY) + 8)

@@ -72,8 +72,7 @@ class Dtype:
             raise ConfigError(
                 f"it holds an array of dtype {self.code[:40]}, not of numbers"
             )
-        is_bfloat16 = self.code == "bfloat16"
-        dtype = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else self.code)
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.code == "bfloat16" else self.code)
         return dtype.newbyteorder(self.order if self.order in "<>" else "=")
 
 
@@ -212,8 +211,7 @@ def load(path: Path, place: int = 0) -> Any:
     Returns:
       Containers, numbers and text; each array is an `Array`.
 
-    Raises:
-      ConfigError: it is damaged, or names anything that has no stand-in.
+    Raises `ConfigError` if it is damaged, or names anything that has no stand-in.
     """
     file = MappedFile(path, place)
     try:
@@ -290,17 +288,13 @@ def _of_pairs(pairs: Any = ()) -> Dict:
     return items
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 # Names that a pickle may hold, and their stand-ins; text is never called.
 NAMES: dict[tuple[str, str], str | Callable[..., Any]] = {
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Dtype,
     ("_codecs", "encode"): _encode,
-    ("builtins", "bytes"): _no_bytes,  # Of earlier protocols.
-    ("__builtin__", "bytes"): _no_bytes,
+    ("builtins", "bytes"): lambda: b"",  # Of earlier protocols.
+    ("__builtin__", "bytes"): lambda: b"",
     ("collections", "OrderedDict"): _of_pairs,
     # Haiku's own dictionary, of earlier versions.
     ("haiku._src.data_structures", "FlatMapping"): _of_pairs,

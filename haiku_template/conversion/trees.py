@@ -26,8 +26,7 @@ def choose(
       Arrays by name, `params/` or `state/` before the names of a pair; the subtree's
       key, "" for the whole tree; and the keys of what is not in it.
 
-    Raises:
-      ConfigError: there is no such subtree, or no only one.
+    Raises `ConfigError` if there is no such subtree, or no only one.
     """
     path = _only(tree) if key is None else _resolve(tree, key)
     title = "/".join(path)
@@ -66,11 +65,8 @@ def is_params(node: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return (
-        isinstance(x, Array)
-        and x.values is not None
-        and x.values.dtype.kind not in "SU"
-    )
+    values = x.values if isinstance(x, Array) else None
+    return values is not None and values.dtype.kind not in "SU"
 
 
 def _items(node: Any) -> dict[str, Any]:
@@ -133,9 +129,8 @@ def _only(tree: Any) -> Path:
             f"it holds {len(paths)} sets of parameters; choose one: "
             + " or ".join(f"--key={'/'.join(path)}" for path in paths)
         )
-    if not paths and not (
-        isinstance(tree, dict) and any(map(_is_number, tree.values()))
-    ):
+    is_flat = isinstance(tree, dict) and any(map(_is_number, tree.values()))
+    if not paths and not is_flat:
         names = ", ".join([*_items(tree)][:SHOWN])
         kind = "dict" if isinstance(tree, dict) else type(tree).__name__
         raise ConfigError(

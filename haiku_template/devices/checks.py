@@ -171,8 +171,7 @@ def _elsewhere(leaf: jax.Array, devices: Sequence[jax.Device]) -> str:
 
 def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> None:
     """Raises `PlacementError` unless every leaf is where `audit` expects it."""
-    rows = _verdicts(devices, tree, layout)
-    faults = [_placement(*row) for row in rows if row[-1]]
+    faults = [_placement(*row) for row in _verdicts(devices, tree, layout) if row[-1]]
     if faults:
         first, *tail = faults
         clause = f"; so are {some(row.path for row in tail)}" * bool(tail)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from haiku_template.devices.shares import is_share
 
-SMALL = 2**16  # Bytes of a leaf whose square is not worth a kernel of its own.
+SMALL = 2**13  # Bytes of a leaf whose square is not worth a kernel of its own.
 # Why: docs/decisions/cluster.md#buckets
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
 
@@ -80,8 +80,7 @@ def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
     norm = optax.tree.norm([jnp.concatenate(small), *large] if small else large)
     if not shares:
         return norm
-    of_shares = jax.lax.psum(optax.tree.norm(shares) ** 2, axis_name)
-    return jnp.sqrt(norm**2 + of_shares)
+    return jnp.sqrt(norm**2 + jax.lax.psum(optax.tree.norm(shares) ** 2, axis_name))
 
 
 def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:

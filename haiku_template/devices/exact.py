@@ -82,9 +82,7 @@ class Shares:
         if self._devices.axis_name is None:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
-        parts = [
-            {shard.device: shard.data for shard in x.addressable_shards} for x in leaves
-        ]
+        parts = [{s.device: s.data for s in x.addressable_shards} for x in leaves]
         return [
             structure.unflatten([part[device] for part in parts])
             for device in self._devices.devices
@@ -95,14 +93,11 @@ class Shares:
         if self._devices.axis_name is None:
             return trees[0]
         sharding = sharding_on(self._devices.everyone, *spec)
-        n = self._devices.num_devices if spec else 1
 
         def join(*arrays: jax.Array) -> jax.Array:
-            shape = (
-                (n * arrays[0].shape[0], *arrays[0].shape[1:])
-                if spec
-                else arrays[0].shape
-            )
+            shape = arrays[0].shape
+            if spec:
+                shape = (self._devices.num_devices * shape[0], *shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, [*arrays])
 
         return jax.tree.map(join, *trees)
@@ -173,18 +168,13 @@ class ExactStep:
         Raises `ConfigError` for a model or task with the mesh axis.
         """
         *trees, _, batch = args
-        _warn_of_threads(self._shares.devices[0].platform, self._shares.count)
-        shape = functools.partial(
-            jax.ShapeDtypeStruct, sharding=sharding_on(self._shares.devices[:1])
-        )
+        shares, first = self._shares, sharding_on(self._shares.devices[:1])
+        _warn_of_threads(shares.devices[0].platform, shares.count)
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=first)
+        trees = jax.tree.map(lambda x: shape(x.shape, x.dtype), trees)
+        rows = jax.tree.map(lambda x: shape(shares.shape(x.shape), x.dtype), batch)
         try:
-            return self._gradients.trace(
-                shape((), np.int32),
-                *jax.tree.map(lambda x: shape(x.shape, x.dtype), trees),
-                jax.tree.map(
-                    lambda x: shape(self._shares.shape(x.shape), x.dtype), batch
-                ),
-            )
+            return self._gradients.trace(shape((), np.int32), *trees, rows)
         except NameError as error:
             raise ConfigError(AXIS) from error
 
@@ -196,10 +186,8 @@ def _warn_of_threads(platform: str, shares: int) -> None:
     if platform == "cpu" and "PJRT_NPROC" not in os.environ:
         logger.warning(
             "convolutions on CPUs have other last bits with another number of threads, "
-            "which goes by cores and devices: write export PJRT_NPROC=%d before a run "
-            "of exact_elastic=%d, wherever it goes on",
-            shares,
-            shares,
+            f"which goes by cores and devices: write export PJRT_NPROC={shares} before "
+            f"a run of exact_elastic={shares}, wherever it goes on"
         )
 
 

@@ -14,9 +14,7 @@ from haiku_template.params import flatten, matching
 AXIS_NAME, HOST = "data", "pinned_host"
 REPLICATED = PartitionSpec()
 USED = ("params/", "ema_params/", "frozen/")  # What models ask for, leaf by leaf.
-GATHERED = (
-    2**14
-)  # Bytes of a leaf that is gathered before the step, and not at its use.
+GATHERED = 2**14  # Bytes from which a leaf is gathered at its use, not before it.
 
 
 class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout

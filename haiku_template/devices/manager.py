@@ -46,8 +46,8 @@ class DeviceManager(NamedTuple):
           spec: `auto` (all GPUs or TPUs, else the CPU), `cpu`, `gpu`, `tpu`, or chosen
             devices: `gpu:1`, `gpu:0,2`.
 
-        Raises:
-          DeviceError: the request cannot be met; the message names what exists.
+        Raises `DeviceError` if the request cannot be met; the message names what
+        exists.
         """
         memory = gpu_memory_fraction, gpu_preallocate, gpu_memory
         request = selection.parse(spec, num_devices, simulate_devices, *memory)

@@ -131,9 +131,7 @@ class Replay:
     @functools.cached_property
     def _roll(self) -> Callable[[Any, int], Any]:
         return jax.jit(
-            lambda batch, shift: jax.tree.map(
-                lambda x: jnp.roll(x, shift, axis=0), batch
-            ),
+            lambda batch, n: jax.tree.map(lambda x: jnp.roll(x, n, axis=0), batch),
             static_argnums=1,
             out_shardings=sharding_on(self._devices.everyone, AXIS_NAME),
         )

@@ -42,7 +42,8 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
         if len(where) > 1:
             devices = tuple(sorted(where, key=lambda device: device.id))
             with waiting():
-                sums = jax.device_get(_fingerprints(devices)(list(leaves.values())))
+                digest = _part_digests(devices, (PartitionSpec(),) * len(leaves))
+                sums = jax.device_get(digest(list(leaves.values())))
             total += len(leaves)
             for (path, leaf), values in zip(leaves.items(), sums, strict=True):
                 if len(set(values.tolist())) > 1:
@@ -103,19 +104,6 @@ def _odd_ones(devices: tuple[jax.Device, ...], values: list[int]) -> str:
     return f", another on {', '.join(map(device_name, odd))}"
 
 
-@functools.cache
-def _fingerprints(devices: tuple[jax.Device, ...]) -> Callable[[list], list]:
-    """Compiles a map from n leaves to n uint32 [devices]: one number from each copy."""
-    mapped = jax.shard_map(
-        lambda leaves: [_fingerprint(x)[None] for x in leaves],
-        mesh=Mesh(np.array(devices), "copy"),
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec("copy"),
-        check_vma=False,
-    )
-    return jax.jit(lambda leaves: mapped(in_device_memory(leaves)))
-
-
 def part_digests(devices: tuple[jax.Device, ...], tree: Any) -> np.ndarray:
     """Digests each device's part of each leaf: uint32 [leaves, devices], on the host.
 
@@ -126,14 +114,17 @@ def part_digests(devices: tuple[jax.Device, ...], tree: Any) -> np.ndarray:
         PartitionSpec() if x.is_fully_replicated else x.sharding.spec for x in leaves
     )
     with waiting():
-        return jax.device_get(first_copy(_part_digests(devices, specs)(leaves)))
+        digest = _part_digests(devices, specs, sharding_on(devices))
+        return jax.device_get(first_copy(digest(leaves)))
 
 
 @functools.cache
 def _part_digests(
-    devices: tuple[jax.Device, ...], specs: tuple[PartitionSpec, ...]
+    devices: tuple[jax.Device, ...],
+    specs: tuple[PartitionSpec, ...],
+    sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[list], jax.Array]:
-    """Compiles `part_digests` of leaves with these specs."""
+    """Compiles `part_digests` of leaves with these specs; by default each stays."""
     mapped = jax.shard_map(
         lambda leaves: digest_leaves(leaves)[:, None],
         mesh=Mesh(np.array(devices), AXIS_NAME),
@@ -142,8 +133,7 @@ def _part_digests(
         check_vma=False,
     )
     return jax.jit(
-        lambda leaves: mapped(in_device_memory(leaves)),
-        out_shardings=sharding_on(devices),
+        lambda leaves: mapped(in_device_memory(leaves)), out_shardings=sharding
     )
 
 
@@ -174,6 +164,5 @@ def _bits(x: jax.Array) -> jax.Array:
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
-    width = min(info(x.dtype).bits, 32)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    bits = jax.lax.bitcast_convert_type(x, f"uint{min(info(x.dtype).bits, 32)}")
     return bits.astype(jnp.uint32).reshape(-1)

@@ -257,8 +257,7 @@ def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
     count = request.num_devices or request.simulate_devices or len(devices)
     if by_index.keys() >= set(request.indices) and count <= len(devices):
         return [by_index[index] for index in request.indices] or devices[:count]
-    platform = devices[0].platform
-    raise _absent(request, [f"{platform}:{index}" for index in by_index])
+    raise _absent(request, [f"{devices[0].platform}:{index}" for index in by_index])
 
 
 def _absent(request: Request, names: list[str]) -> DeviceError:
@@ -280,8 +279,7 @@ def _absent(request: Request, names: list[str]) -> DeviceError:
 def _gpus_counted(request: Request) -> int:
     """Counts the NVIDIA driver's cards; 0 where JAX did not choose among all."""
     visible = jax.config.values.get("jax_cuda_visible_devices")
-    indices = ",".join(map(str, sorted(request.indices)))
-    if not request.indices or visible != indices:
+    if not request.indices or visible != ",".join(map(str, sorted(request.indices))):
         return 0
     return children.probe_driver(10, os.environ).count or 0
 
@@ -293,7 +291,7 @@ def _reason_for_auto(platform: str, share: str) -> str:
     no_gpu = why_no_gpu() if Machine(os.environ).has_card() else ""
     if no_gpu:
         logger.warning(
-            "THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: %s", no_gpu
+            f"THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: {no_gpu}"
         )
     if variable.split(",")[0].strip() == "cpu":
         return f"JAX_PLATFORMS={variable} chooses the CPU"
@@ -350,18 +348,13 @@ def ignored_platforms() -> str:
     JAX must have started. It keeps the platforms that it started with, in silence.
     """
     setting = jax.config.jax_platforms
-    platforms = [
-        "gpu" if name in GPU_NAMES else name for name in (setting or "").split(",")
-    ]
+    platforms = ["gpu" if x in GPU_NAMES else x for x in (setting or "").split(",")]
     backend = jax.default_backend()
     if not setting or platforms[0] == backend:
         return ""
     # Without a card JAX passes over CUDA in silence: then it may have come in time.
-    if (
-        platforms[0] == "gpu"
-        and backend in platforms
-        and not Machine(os.environ).has_card()
-    ):
+    was_passed_over = platforms[0] == "gpu" and backend in platforms
+    if was_passed_over and not Machine(os.environ).has_card():
         return ""
     return (
         f"[A46] jax_platforms was changed to {setting!r} after JAX had started on "

@@ -48,8 +48,7 @@ def on_shares(fn: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        shares = map(_mark, args, specs)
-        results = fn(*shares, *args[len(specs) :])
+        results = fn(*map(_mark, args, specs), *args[len(specs) :])
         array = lambda x: x.array if is_share(x) else x  # noqa: E731
         return jax.tree.map(array, results, is_leaf=is_share)
 

@@ -130,9 +130,8 @@ def _attend_by_xla(
     """Attention by XLA, in the form that is fast on the hardware: [B, T, H, C]."""
     if Hardware.current().platform == "cpu":
         return _attend_by_heads(query, key, value, mask)
-    is_causal = mask is None
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=is_causal, implementation="xla"
+        query, key, value, mask=mask, is_causal=mask is None, implementation="xla"
     )
 
 
@@ -178,10 +177,9 @@ def _attend_in_blocks(
     size = query.shape[1]
     step = max(BLOCK, -(-size // MOST_BLOCKS))
     ends = [min(start + step, size) for start in range(0, size, step)]
-    queries = jnp.split(query, ends[:-1], axis=1)
     blocks = [
         block(q, key[:, :end], value[:, :end], segments[:, :end])
-        for q, end in zip(queries, ends, strict=True)
+        for q, end in zip(jnp.split(query, ends[:-1], axis=1), ends, strict=True)
     ]
     return jnp.concatenate(blocks, axis=1)
 
@@ -196,10 +194,8 @@ def choose(
     """Chooses the implementation: `xla` or `cudnn`.
 
     `attention` is one of these, or `auto` for cuDNN's flash attention where it exists.
-    `segmented` is the number of tokens of a window with segments; 0 without.
-
-    Raises:
-      ConfigError: `cudnn` was asked for and cannot be had; says why.
+    `segmented` is the number of tokens of a window with segments; 0 without. Raises
+    `ConfigError` if `cudnn` was asked for and cannot be had; it says why.
     """
     obstacle = _obstacle(hardware, jnp.dtype(dtype), head_size)
     if not obstacle and segmented % SEGMENTS_MULTIPLE:

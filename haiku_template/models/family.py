@@ -35,10 +35,7 @@ def check_vocabulary(
     """Asserts that an encoder has an embedding for each token of the data.
 
     `argument` is its `vocab_size`, None for the default. A language model gets its
-    vocabulary from the data, as `num_outputs`.
-
-    Raises:
-      ConfigError: it has fewer.
+    vocabulary from the data, as `num_outputs`. Raises `ConfigError` if it has fewer.
     """
     parameter = inspect.signature(model).parameters.get("vocab_size")
     size = argument if argument is not None else parameter and parameter.default

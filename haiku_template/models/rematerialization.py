@@ -28,8 +28,7 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
       patterns: of the names of modules that are called, as in a shell: `*/block_*`;
         `*/` may stand for nothing. Of nested modules the outermost counts.
 
-    Raises:
-      ConfigError: by `init`: a pattern fits no module.
+    `init` raises `ConfigError` if a pattern fits no module.
     """
 
     @wraps(model.init)
@@ -38,15 +37,21 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
         with hk.intercept_methods(_noting(names)):
             first = model.init(*args, **kwargs)
         for pattern in patterns:
-            _check_fits(pattern, names)
+            if not _fitting(pattern, names):
+                outer = sorted(names, key=lambda name: name.count("/"))
+                raise ConfigError(
+                    f"config.model.remat: the pattern {pattern!r} fits none of the "
+                    f"{len(outer)} modules that the model calls{near(pattern, outer)}; "
+                    f"they are {some(outer, SHOWN)}"
+                )
         return first
 
     def run(call: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
-        possible = _is_call(context) and not _nested.get() and not hk.running_init()
-        if possible and any(
-            _fitting(pattern, [context.module.module_name]) for pattern in patterns
-        ):
-            return _recomputed(call, args, kwargs)
+        is_outermost = context.method_name == "__call__" and not _nested.get()
+        if is_outermost and not hk.running_init():
+            names = [context.module.module_name]
+            if any(_fitting(pattern, names) for pattern in patterns):
+                return _recomputed(call, args, kwargs)
         return call(*args, **kwargs)
 
     @wraps(model.apply)
@@ -98,15 +103,11 @@ def _segment(forms: tuple[str, ...]) -> str:
     return NUMBER.sub("", forms[0]) + ("_*" if numbered else "*")
 
 
-def _is_call(context: Any) -> bool:
-    return context.method_name == "__call__"
-
-
 def _noting(names: dict[str, type]) -> Callable[..., Any]:
     """Makes an interceptor that notes the modules that are called, by name."""
 
     def note(call: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
-        if _is_call(context):
+        if context.method_name == "__call__":
             names[context.module.module_name] = type(context.module)
         return call(*args, **kwargs)
 
@@ -115,16 +116,6 @@ def _noting(names: dict[str, type]) -> Callable[..., Any]:
 
 def _fitting(pattern: str, names: Collection[str]) -> set[str]:
     return matching(pattern, [*names, *(f"/{name}" for name in names)])
-
-
-def _check_fits(pattern: str, names: Collection[str]) -> None:
-    if not _fitting(pattern, names):
-        outer = sorted(names, key=lambda name: name.count("/"))
-        raise ConfigError(
-            f"config.model.remat: the pattern {pattern!r} fits none of the "
-            f"{len(outer)} modules that the model calls{near(pattern, outer)}; they "
-            f"are {some(outer, SHOWN)}"
-        )
 
 
 def _recomputed(call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -43,7 +43,7 @@ def resnet(
         )
         x = jax.nn.relu(stem_norm(x, is_training))
         for i, width in enumerate(channels):
-            group = hk.nets.ResNet.BlockGroup(
+            x = hk.nets.ResNet.BlockGroup(
                 channels=width,
                 num_blocks=blocks,
                 stride=1 if i == 0 else 2,
@@ -52,8 +52,7 @@ def resnet(
                 bottleneck=False,
                 use_projection=i > 0,
                 name=f"group_{i}",
-            )
-            x = group(x, is_training, test_local_stats=False)
+            )(x, is_training, test_local_stats=False)
         x = jnp.mean(x, axis=(1, 2))
         return hk.Linear(num_outputs, name="head")(x)
 

@@ -65,8 +65,7 @@ def check_before_start(
 def check_norms(trainer: Trainer) -> None:
     """Raises `PlacementError` if normalization does not average over the devices."""
     devices, experiment = trainer.devices, trainer.experiment
-    init = trainer.functions(devices.axis_name).init
-    alone = _norms_alone(devices, init, {})
+    alone = _norms_alone(devices, trainer.functions(devices.axis_name).init, {})
     if alone and experiment.step is None:  # In `init`; training may fix them.
         recipe, state = trainer.recipe, trainer.abstract
 
@@ -94,10 +93,9 @@ def _norms_alone(
 
     def look(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
         module = context.module
-        training = kwargs.get("is_training", args[1] if len(args) > 1 else False)
         if (
             context.method_name == "__call__"
-            and training is True
+            and kwargs.get("is_training", args[1] if len(args) > 1 else False) is True
             and getattr(module, "cross_replica_axis", "not a norm") is None
         ):
             alone.append(f"{type(module).__name__} {module.module_name}")

@@ -91,9 +91,8 @@ def of(trainer: Trainer) -> dict[str, str]:
     for name, dataset in ({"": data.evaluation} | dict(data.evaluations)).items():
         count = dataset.num_batches if dataset is not None else 0
         for place, index in (("first", 0), ("last", count - 1)) if count else ():
-            values = count, dataset.batch(index)
             key = f"{place} batch of the evaluation data {name}".rstrip()
-            digests[key] = _value(values)
+            digests[key] = _value((count, dataset.batch(index)))
     own_step = experiment.step is not None or experiment.steps is not step
     if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
         digests["steps over devices"] = _value(steps(AXIS_NAME))
@@ -162,12 +161,9 @@ def _check(
         return
     if "platform" in keys:
         return logger.warning(
-            "%s began on %s, and on %s other operations are traced (%s): whether its "
-            "code was edited since cannot be told",
-            workdir,
-            saved.get("platform"),
-            digests["platform"],
-            changes,
+            f"{workdir} began on {saved.get('platform')}, and on {digests['platform']} "
+            f"other operations are traced ({changes}): whether its code was edited "
+            "since cannot be told"
         )
     reason = "its code or its data was edited since"
     for name in VERSIONS:
@@ -191,10 +187,9 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
     keys = completed(config)["optimizer"]
     keys["warmup_steps"] = min(keys["warmup_steps"], number - 1)  # Warned of then.
     optimizer, schedule = make_optimization(number, **keys)
-    experiment = dataclasses.replace(
+    return dataclasses.replace(
         trainer.experiment, optimizer=optimizer, schedule=schedule
-    )
-    return experiment.trainer(trainer.devices)
+    ).trainer(trainer.devices)
 
 
 def traced(function: Callable[..., Any], *args: Any) -> str:

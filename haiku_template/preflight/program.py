@@ -122,7 +122,7 @@ def read_program(text: str) -> Program:
     overlapped = host = launches = workspace = 0
     for times, body in _run(computations, entry, 1):
         dtypes = {i.name: i.shapes[0][0] if i.shapes else "" for i in body}
-        sizes = {i.name: _bytes(i) for i in body}
+        sizes = {i.name: sum(_width(d) * n for d, n in i.shapes) for i in body}
         open_since: dict[str, bool] = {}
         for instruction in body:
             launches += times * (instruction.op not in FREE | {"while", "call"})
@@ -198,10 +198,6 @@ def _inside(
 def _dtypes(product: Instruction, dtypes: dict[str, str]) -> str:
     first, second = (dtypes.get(name, "?") for name in product.operands[:2])
     return f"{first} x {second} to {product.shapes[0][0]}"
-
-
-def _bytes(instruction: Instruction) -> int:
-    return sum(_width(dtype) * size for dtype, size in instruction.shapes)
 
 
 def _width(dtype: str) -> int:

@@ -104,10 +104,8 @@ def mlflow_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]]
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     client = mlflow.MlflowClient(uri or (workdir.absolute().parent / "mlruns").as_uri())
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-    experiment = client.get_experiment_by_name(project)
-    number = (
-        experiment.experiment_id if experiment else client.create_experiment(project)
-    )
+    old = client.get_experiment_by_name(project)
+    number = old.experiment_id if old else client.create_experiment(project)
     identity = workdirs.run_id(workdir)
     runs = client.search_runs([number], f"tags.`{TAG}` = '{identity}'")
     if runs:

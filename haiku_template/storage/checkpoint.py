@@ -59,9 +59,7 @@ class Checkpoints:
     the one process that saves. Checkpoints of another `run` than this id are refused;
     None compares the step alone. Of saves that fail in a row the last of
     `max_failed_saves` is an error. `facts(step)`, which JSON can hold, are saved, too.
-
-    Raises:
-      StorageError: the directory cannot be used.
+    Raises `StorageError` if the directory cannot be used.
     """
 
     def __init__(
@@ -310,7 +308,10 @@ class Checkpoints:
                 for step in metrics.keys() - self.preserved(metrics):
                     remove(self.directory / str(step))
             except OSError as error:
-                failures.warn_of_removal(self.directory, error)
+                logger.warning(
+                    f"an older checkpoint in {self.directory} is not removed, which "
+                    f"the next save tries again: {error}"
+                )
             if self.mirror is not None:
                 self.mirror.update()
 
@@ -462,9 +463,8 @@ class Checkpoints:
     def verify(self, step: int) -> bool:
         """Reads a checkpoint to the host; False if it has no digests to compare with.
 
-        Raises:
-          DamagedError: it is of another run, or its bits are not those that were
-            saved, or cannot be read.
+        Raises `DamagedError` if it is of another run, or its bits are not those that
+        were saved, or cannot be read.
         """
         saved = self.saved(step)  # Once: TensorStore never frees what it lists.
         for field, leaves in saved.items():
@@ -494,10 +494,7 @@ def newest_whole(
     A copy is a step and its place, of which larger ones are tried before. `read(copy)`
     gives the value; it is called again before a checkpoint counts as damaged, since a
     disk's error may pass. `agree` maps the damage that this process found, or None, to
-    that of all processes.
-
-    Raises:
-      DamagedError: all are damaged; names each.
+    that of all processes. Raises `DamagedError` if all are damaged: names each.
     """
     damages: dict[tuple[int, int], str] = {}
     for copy in sorted(copies, reverse=True):
@@ -600,8 +597,7 @@ def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
     @functools.wraps(build)
     def with_checksum(*args: Any, **options: Any) -> dict[str, Any]:
         metadata = build(*args, **options)
-        codecs = metadata["codecs"][0]["configuration"]["codecs"]
-        codecs.append({"name": "crc32c"})
+        metadata["codecs"][0]["configuration"]["codecs"].append({"name": "crc32c"})
         return metadata
 
     tensorstore_utils._build_zarr3_metadata = with_checksum
@@ -718,12 +714,8 @@ def _move_away(folder: Path) -> None:  # Why: docs/decisions/storage.md#commit-f
     """Renames a folder that would be in the way of the same step's save."""
     away = folder.with_name(f"{folder.name}.incomplete.{time.time_ns()}")
     folder.rename(away)
-    logger.warning(
-        "%s has no %s, so it is no checkpoint: it is called %s now",
-        folder,
-        workdirs.COMMIT,
-        away.name,
-    )
+    fault = f"{folder} has no {workdirs.COMMIT}, so it is no checkpoint"
+    logger.warning(f"{fault}: it is called {away.name} now")
 
 
 # Why: docs/decisions/storage.md#power-cut
@@ -774,9 +766,8 @@ def check_files(folder: Path) -> None:
     for file in folder.rglob("*"):
         if not (file.is_dir() or file.is_relative_to(folder / "metrics")):
             bounded.opened(file).close()
-    for file in (folder / "_CHECKPOINT_METADATA", *folder.glob("state/_*")):
-        bounded.read_json(file, most=2**28)
-    for file in folder.glob("*/array_metadatas/*"):
+    lists = (*folder.glob("state/_*"), *folder.glob("*/array_metadatas/*"))
+    for file in (folder / "_CHECKPOINT_METADATA", *lists):
         bounded.read_json(file, most=2**28)
 
 

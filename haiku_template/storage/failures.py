@@ -31,11 +31,8 @@ class FailedSaves:
         self.error = error
         if self.count < self.most:
             return logger.warning(
-                "%s; the run continues, and the next save tries again (%d of %d "
-                "failures in a row that end it)",
-                error,
-                self.count,
-                self.most,
+                f"{error}; the run continues, and the next save tries again "
+                f"({self.count} of {self.most} failures in a row that end it)"
             )
         self.error = None
         if self.most > 1:
@@ -67,15 +64,6 @@ def faults(
         fault = error if is_sentence else StorageError(f"{sentence}: {cause(error)}")
         undo(fault)
         raise fault from error.__cause__ if is_sentence else error
-
-
-def warn_of_removal(folder: Path, error: OSError) -> None:
-    """Warns of older checkpoints, or of what failed saves left, that stay for now."""
-    logger.warning(
-        "an older checkpoint in %s is not removed, which the next save tries again: %s",
-        folder,
-        error,
-    )
 
 
 def cause(error: BaseException) -> str:

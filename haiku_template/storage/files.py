@@ -41,8 +41,7 @@ class Note:  # Why: docs/decisions/storage.md#notes
         with self._errors():
             path.parent.mkdir(exist_ok=True)
             file = appended(path)
-            is_text = "b" not in mode
-            self._file = io.TextIOWrapper(file, "utf-8") if is_text else file
+            self._file = file if "b" in mode else io.TextIOWrapper(file, "utf-8")
 
     def write(self, data: Any) -> None:
         """Appends `data`."""

@@ -82,8 +82,7 @@ class Handler(ocp.JsonCheckpointHandler):
                     leaves[path]["shares"] |= entry["shares"]
                 file.unlink()
         files = {"files": sizes(directory.parent)}
-        manifest = json.dumps(sealed(self._manifest | files))
-        (directory / MANIFEST).write_text(manifest)
+        (directory / MANIFEST).write_text(json.dumps(sealed(self._manifest | files)))
 
 
 def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:
@@ -152,12 +151,10 @@ def bits(array: Any) -> np.ndarray:
 def read(folder: Path) -> dict[str, Any] | None:
     """Reads the manifest of a checkpoint; None for one that was saved without.
 
-    Raises:
-      ValueError: it is damaged.
+    Raises `ValueError` if it is damaged.
     """
-    file = folder / MANIFEST / MANIFEST
     try:
-        manifest = bounded.read_json(file, most=MOST_BYTES)
+        manifest = bounded.read_json(folder / MANIFEST / MANIFEST, most=MOST_BYTES)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -192,20 +189,13 @@ def altered(manifest: dict[str, Any], state: Any) -> list[str]:
 
     But for those that `unaligned` gives.
     """
-    leaves = flatten(state)
-    for path in unaligned(manifest, state):
-        del leaves[path]
-    return [
-        path
-        for path, leaf in leaves.items()
-        if _is_altered(path, leaf, manifest, manifest["leaves"][path])
-    ]
+    skipped = {*unaligned(manifest, state)}
+    leaves = {k: leaf for k, leaf in flatten(state).items() if k not in skipped}
+    return [k for k, leaf in leaves.items() if _is_altered(k, leaf, manifest)]
 
 
-def _is_altered(
-    path: str, leaf: Any, manifest: dict[str, Any], entry: dict[str, Any]
-) -> bool:
-    save = manifest["run"], manifest["step"]
+def _is_altered(path: str, leaf: Any, manifest: dict[str, Any]) -> bool:
+    entry, save = manifest["leaves"][path], (manifest["run"], manifest["step"])
     if spans_processes(leaf):
         arrays = Shares.of(leaf, every=True).arrays
     elif "shares" in entry:

@@ -103,8 +103,7 @@ def _checksum(data: bytes) -> bytes:
     for byte in data:
         crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
-    masked = (crc >> 15 | crc << 17) + 0xA282EAD8
-    return struct.pack("<I", masked & 0xFFFFFFFF)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

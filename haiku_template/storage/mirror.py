@@ -71,10 +71,8 @@ class Mirror:
                 copy_run(self._workdir, self.folder)
             except Exception as error:
                 logger.warning(
-                    "the checkpoints are not copied to %s, which the next save tries "
-                    "again: %s",
-                    self.folder,
-                    error,
+                    f"the checkpoints are not copied to {self.folder}, which the next "
+                    f"save tries again: {error}"
                 )
 
 
@@ -178,10 +176,8 @@ def bring_back(workdir: Path, folder: Path) -> None:
     with workdirs.locked(workdir), workdirs.usable(workdir):
         steps = workdirs.saved_steps(folder / workdirs.CHECKPOINTS)
         logger.warning(
-            "%s has no checkpoints: those of steps %s are copied there from %s",
-            workdir,
-            steps,
-            folder,
+            f"{workdir} has no checkpoints: those of steps {steps} are copied there "
+            f"from {folder}"
         )
         for name in NAMES:
             if (folder / name).is_file() and not (workdir / name).exists():

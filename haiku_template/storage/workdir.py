@@ -228,13 +228,11 @@ def open_workdir(
 
 
 def _warn_of_new_start(workdir: Path) -> None:
+    restarts = f"SLURM_RESTART_COUNT={os.environ['SLURM_RESTART_COUNT']}"
     logger.warning(
-        "this job was queued again (SLURM_RESTART_COUNT=%s), and %s has no "
-        "checkpoint: the run starts at step 0; if it had saved any, %s is on another "
-        "node's own disk, and must be on one that all share",
-        os.environ["SLURM_RESTART_COUNT"],
-        workdir,
-        workdir,
+        f"this job was queued again ({restarts}), and {workdir} has no checkpoint: the "
+        f"run starts at step 0; if it had saved any, {workdir} is on another node's "
+        "own disk, and must be on one that all share"
     )
 
 
@@ -247,10 +245,8 @@ def update_config(workdir: Path, config: dict[str, Any]) -> None:
     schedule = config.get("optimizer", {}).get("schedule", "constant")
     if saved.get("num_steps") != config.get("num_steps") and schedule != "constant":
         logger.warning(
-            "the schedule %s of the learning rate now ends at step %s, and is another "
-            "than before from here on",
-            schedule,
-            config.get("num_steps"),
+            f"the schedule {schedule} of the learning rate now ends at step "
+            f"{config.get('num_steps')}, and is another than before from here on"
         )
     if lines:
         with usable(workdir):
@@ -289,11 +285,10 @@ def is_locked(workdir: Path) -> bool:  # Why: docs/decisions/storage.md#shared-l
 
 def _lock(file: IO) -> bool:  # Why: docs/decisions/storage.md#lock
     """Takes the lock, or returns False if another run has it."""
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _wait_for_lock(workdir: Path, is_free: Callable[[], bool]) -> None:
