@@ -237,8 +237,8 @@ WRONG = {
     "few.csv": ("a,b,town\n1,2,3\n", "2 columns of inputs, and .* 4 values .numbers 3"),
     "other.csv": ("a,b,c,d\n1,2,3,0\n", "has no columns numbers, town, and an example"),
     "half.csv": ("a,b,c,town\n1,2,3,0.5\n", "town of .* is float64, and the run was"),
-    "word.csv": ("a,b,c,town\n1,2,3,Rome\n", "line 2 is not one number in each column"),
-    "short.csv": ("a,b,c,town\n1,2,3\n", "line 2 is not one number in each column"),
+    "word.csv": ("a,b,c,town\n1,2,3,Rome\n", "line 2 of .* is not one number in each"),
+    "short.csv": ("a,b,c,town\n1,2,3\n", "line 2 of .* has 3 values, and .* 4 columns"),
     "empty.csv": ("", "it has no rows"),
     "null.jsonl": (
         '{"numbers": [1, 2, null], "town": 1}',

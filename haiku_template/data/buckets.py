@@ -206,9 +206,8 @@ def bucketed(
       evaluation: examples to evaluate on; none by default.
       mask: name of an array to add to each batch, bool [B, L], False for padding.
 
-    Raises:
-      ConfigError: no examples, sizes that do not rise, one too small for an example, or
-        examples that do not fit together; names the example and its array.
+    Raises `ConfigError` for no examples, sizes that do not rise, one too small for an
+    example, or examples that do not fit together; it names the example and its array.
     """
     lengths = tuple(sizes)
     if not lengths or list(lengths) != sorted({n for n in lengths if n > 0}):

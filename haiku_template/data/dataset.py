@@ -95,6 +95,16 @@ def each_shape(dataset: Dataset) -> list[Batch]:
     return several() if several else [dataset.batch(0)]
 
 
+def class_numbers(data: Data) -> dict[str, int]:
+    """Numbers of the classes by name; none if a label is not one whole number."""
+    like = each_shape(data.train)[0]
+    labels = like.get("labels") if isinstance(like, Mapping) else None
+    if getattr(labels, "ndim", 0) != 1 or labels.dtype.kind not in "iu":
+        return {}
+    names = data.class_names or range(data.num_outputs)
+    return {str(name): i for i, name in enumerate(names)}
+
+
 def count_examples(dataset: Any) -> int | None:
     """Examples in an epoch of a training set; None if it does not tell."""
     return getattr(without_workers(dataset), "num_examples", None)
@@ -157,15 +167,23 @@ def check_arrays(arrays: Batch, where: str = "the data set") -> dict[str, Any]:
     """Leaves [N, ...] by path; `ConfigError` for an empty set, or a missing label."""
     leaves = leaves_by_path(arrays)
     counts = {getattr(array, "shape", ())[:1] for array in leaves.values()}
+    if not all(map(_is_array, leaves.values())):
+        raise _fault(leaves, where)
     if len(counts) != 1 or counts & {(), (0,)} or not leaves_by_path(arrays["inputs"]):
         raise _fault(leaves, where)
     return leaves
 
 
+def _is_array(leaf: Any) -> bool:
+    # A pandas.Series gives rows by its index, and NumPy forgets which are masked.
+    is_frame = hasattr(leaf, "to_numpy")
+    return hasattr(leaf, "ndim") and not is_frame and not np.ma.is_masked(leaf)
+
+
 def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
     """Says why leaves are no arrays of N examples each."""
     kinds = [(x, type(leaf).__name__) for x, leaf in leaves.items()]
-    kinds = [(x, kind) for x, kind in kinds if not hasattr(leaves[x], "ndim")]
+    kinds = [(x, kind) for x, kind in kinds if not _is_array(leaves[x])]
     if kinds or not leaves.keys() - {"labels"}:
         path, kind = [*kinds, ("the inputs", "empty tree")][0]
         return ConfigError(

@@ -33,14 +33,11 @@ def from_split(
     """Makes `Data` of arrays; without labels, an output is as large as an input.
 
     Inputs are an array or a dictionary, a tuple or another tree of arrays, which the
-    model takes; so may labels be, for a task that takes any.
-    `preprocess` is of inputs on the device, such as `images.scale_pixels`; `augment` of
-    training inputs on the host.
-
-    Raises:
-      ConfigError: an empty part, parts of different shapes or inputs of different
-        dtypes, labels that are missing, outside the classes or of the wrong type; names
-        the part.
+    model takes; so may labels be, for a task that takes any. `preprocess` is of inputs
+    on the device, such as `images.scale_pixels`; `augment` of training inputs on the
+    host. Raises `ConfigError` for an empty part, parts of different shapes or inputs of
+    different dtypes, labels that are missing, outside the classes or of the wrong type;
+    it names the part.
     """
     train_part, test_part = f"the training part of {where}", f"the test part of {where}"
     train = dataset.arrays_by_name(split.x_train, split.y_train)

@@ -4,21 +4,19 @@ They take the place of an evaluation set, so that they have the shapes and dtype
 run's own batches; what differs is a `ConfigError`. Imports no JAX.
 """
 
-import csv
 import dataclasses
 import importlib.util
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, Data, each_shape
+from haiku_template.data.dataset import Batch, Data, class_numbers, each_shape
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
-from haiku_template.data.rows import Row, read_rows
+from haiku_template.data.tables import is_label, read_table
 from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError
 from haiku_template.registry import resolve
@@ -29,11 +27,9 @@ POSSIBLE = (
     "of pictures, and a function as module:function"
 )
 TABLES = (".csv", ".jsonl", ".parquet")
-# What others call the arrays of a .npz, and the last column of a table.
+# What others call the arrays of a .npz.
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
-LABELS = {"label", "labels", "class", "target", "y"}
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
-NUMBERS = "one number in each column"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels.
 
 
@@ -71,23 +67,24 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     Raises `ConfigError` for what cannot be read, or is not as the run's batches.
     """
     path = Path(name).expanduser()
+    suffix = path.suffix.lower()
     if not path.exists() and ":" in name:
         return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
-    if path.suffix in TABLES and data.read is not None:
+    if suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
     like = _first(data)
     if path.is_dir():
-        arrays, files = _read_pictures(path, _shape_of(like, path), _classes(data))
+        arrays, files = _read_pictures(path, _shape_of(like, path), class_numbers(data))
         return Examples(as_dataset(arrays, data, batch_size, name), files)
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
         ".npz": _read_npz,
-        **dict.fromkeys(TABLES, lambda file: _read_table(file, like, data)),
+        **dict.fromkeys(TABLES, lambda file: read_table(file, like, data)),
     }
-    if path.suffix not in readers:
+    if suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
         raise ConfigError(f"{fault if path.exists() else _absent(path)}; {POSSIBLE}")
-    arrays = read_with(path, readers[path.suffix])
+    arrays = read_with(path, readers[suffix])
     return Examples(as_dataset(arrays, data, batch_size, name))
 
 
@@ -108,7 +105,7 @@ def as_dataset(
         if is_tree or not isinstance(arrays, Mapping):
             arrays = {"inputs": arrays}
     leaves = leaves_by_path(arrays)
-    if isinstance(like, dict) and not any(map(_is_label, leaves)):
+    if isinstance(like, dict) and not any(map(is_label, leaves)):
         like = {name: leaf for name, leaf in like.items() if name != "labels"}
     expected = leaves_by_path(like)
     if expected.keys() != leaves.keys():
@@ -123,7 +120,7 @@ def as_dataset(
             "array has one row an example, and one at least"
         )
     if "labels" in leaves:
-        leaves["labels"] = _indices(leaves["labels"], _classes(data), where)
+        leaves["labels"] = _indices(leaves["labels"], class_numbers(data), where)
     several = len(shapes) > 1
     fit = lambda x, like: _fitting(f"{x} of {where}", leaves[x], like, several)  # noqa: E731
     return Rows(map_leaves(fit, like), batch_size)
@@ -142,7 +139,7 @@ def as_labelled(
         return dataset
     batch = dataset.batch(0)
     if not isinstance(batch, Mapping) or "labels" not in batch:
-        names = ", ".join([*_classes(data)][:8])
+        names = ", ".join([*class_numbers(data)][:8])
         raise ConfigError(
             f"{where} has no labels, which an evaluation compares the outputs with; "
             "possible are arrays `inputs` and `labels`, a column `label`, and a folder "
@@ -153,22 +150,8 @@ def as_labelled(
     return dataset
 
 
-def _is_label(path: str) -> bool:
-    return path.partition("/")[0] == "labels"
-
-
 def _first(data: Data) -> Batch:
     return each_shape(data.train)[0]
-
-
-def _classes(data: Data) -> dict[str, int]:
-    """Numbers of the classes by name; none if a label is not one whole number."""
-    like = _first(data)
-    labels = like.get("labels") if isinstance(like, Mapping) else None
-    if getattr(labels, "ndim", 0) != 1 or labels.dtype.kind not in "iu":
-        return {}
-    names = data.class_names or range(data.num_outputs)
-    return {str(name): i for i, name in enumerate(names)}
 
 
 def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
@@ -180,11 +163,14 @@ def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
             f"{where} has the label {unknown[0]!r}, and the classes of the run are "
             f"{', '.join([*classes][:20])}"
         )
-    return np.array([classes[str(x)] for x in np.ravel(labels)], np.int32)
+    numbers = [classes[str(x)] for x in np.ravel(labels)]
+    return np.array(numbers, np.int32).reshape(np.shape(labels))
 
 
 def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
     """Array in the shape and dtype of a run's batches; `several` differ in length."""
+    if np.ma.is_masked(array):
+        raise ConfigError(f"{name} has masked values; fill them as the training set's")
     array = np.asarray(array)
     # Axes of size 1 are no difference; tokens of another length are none either.
     shape, expected = array.shape[1:], like.shape[1:]
@@ -201,6 +187,8 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
     fits = a == b and np.can_cast(array.dtype, like.dtype, "same_kind")
     if a == b and a in "if" and not np.can_cast(array.dtype, like.dtype):
         fits = _is_within(array, like.dtype)
+    if (a, b) == ("i", "b"):
+        fits = np.isin(array, (0, 1)).all()
     if not fits:
         raise ConfigError(
             f"{name} is {array.dtype}, and the run was trained on {like.dtype}, in "
@@ -238,111 +226,6 @@ def _read_npz(path: Path) -> Any:
         return nested({x: archive[name] for x, name in zip(paths, names, strict=True)})
 
 
-def _read_table(path: Path, like: Batch, data: Data) -> Any:
-    """Reads numbers, a row an example; a column named `label` or so is its label.
-
-    An array of several is the column of its name; one without is made of the columns
-    that are left, one for each value. Without a header all are, in their order.
-    """
-    rows, has_names = _read_cells(path)
-    leaves = {
-        x.removeprefix("inputs/"): (x, leaf)
-        for x, leaf in leaves_by_path(like).items()
-        if not _is_label(x)
-    }
-    columns = [*rows[0].values] if rows else []
-    for row in rows:
-        if row.values.keys() != rows[0].values.keys():
-            raise ValueError(f"{row.where} has other columns than {', '.join(columns)}")
-    labels = [x for x in columns if x.strip().lower() in LABELS and x not in leaves]
-    if len(labels) > 1:
-        raise ValueError(f"it has {len(labels)} columns of labels: {', '.join(labels)}")
-    free = [x for x in columns if x not in leaves and x not in labels]
-    sizes = {x: math.prod(leaf.shape[1:]) for x, (_, leaf) in leaves.items()}
-    unnamed = {x: size for x, size in sizes.items() if x not in columns}
-    several = ", ".join(f"{x} {size}" for x, size in sizes.items())
-    facts = f"an example of the run has {sum(sizes.values())} values"
-    facts += f" ({several})" * (len(sizes) > 1)
-    if len(free) != sum(unnamed.values()):
-        raise ValueError(f"it has {len(free)} columns of inputs, and {facts}")
-    if has_names and len(unnamed) > 1:
-        raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")
-    arrays = {}
-    for name, (leaf_path, leaf) in leaves.items():
-        names = [free.pop(0) for _ in range(unnamed.get(name, 0))] or [name]
-        arrays[leaf_path] = _read_numbers(rows, names, leaf)
-    if labels:
-        arrays["labels"] = _labels([_label(row, labels[0]) for row in rows], data)
-    return nested(arrays)
-
-
-def _read_cells(path: Path) -> tuple[list[Row], bool]:
-    """Reads the rows of a table, and if its columns have names."""
-    if path.suffix != ".csv":
-        return read_rows(path, None), True
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = [line for line in csv.reader(file) if line]
-    if not lines:
-        raise ValueError("it has no rows")
-    has_names = not all(map(_is_number, lines[0]))
-    if has_names and any(_is_number(x) and not x.isdecimal() for x in lines[0]):
-        raise ValueError(f"line 1 is neither names of columns nor {NUMBERS}")
-    names = lines.pop(0) if has_names else [f" {i}" for i in range(len(lines[0]))]
-    check_names(names, str(path))
-    rows = []
-    for number, line in enumerate(lines, 1 + has_names):
-        if len(line) != len(names):
-            raise ValueError(f"line {number} is not {NUMBERS}")
-        rows.append(Row(f"line {number}", dict(zip(names, line, strict=True))))
-    return rows, has_names
-
-
-def _read_numbers(rows: list[Row], columns: list[str], like: Any) -> np.ndarray:
-    """Array [N, ...] of columns of numbers, or of one column of lists of them."""
-    size, numbers = math.prod(like.shape[1:]), []
-    for row in rows:
-        try:
-            cells = np.array([row.values[x] for x in columns], object)
-            numbers.append([float(x) for x in cells.ravel()])
-        except (KeyError, TypeError, ValueError):
-            numbers.append([])
-        if len(numbers[-1]) != size:
-            is_list = len(columns) < size
-            kind = f"{size} numbers as {columns[0]}" if is_list else NUMBERS
-            raise ValueError(f"{row.where} is not {kind}")
-    return _numbers(numbers, like.dtype.kind).reshape(len(rows), *like.shape[1:])
-
-
-def _label(row: Row, column: str) -> str:
-    if row.values[column] is None:
-        raise ValueError(f"{row.where} has no {column}")
-    return str(row.values[column]).strip()
-
-
-def _labels(cells: list[str], data: Data) -> np.ndarray:
-    """Labels of a table: text if all are names of classes, or one is no number."""
-    if set(cells) <= _classes(data).keys() or not all(map(_is_number, cells)):
-        return np.array(cells)
-    like = _first(data)
-    array = like.get("labels") if isinstance(like, Mapping) else None
-    return _numbers(cells, getattr(array, "dtype", np.dtype(int)).kind)
-
-
-def _numbers(values: Any, kind: str) -> np.ndarray:
-    """Parses numbers: float64, or int64 where all are whole and `kind` is not float."""
-    numbers = np.array(values, np.float64)
-    is_whole = kind in "iub" and np.array_equal(numbers, numbers.round())
-    return numbers.astype(np.int64) if is_whole else numbers
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _read_pictures(
     folder: Path, like: Any, classes: dict[str, int]
 ) -> tuple[Any, tuple[str, ...]]:
@@ -352,7 +235,9 @@ def _read_pictures(
             "pictures are read with Pillow, which is not installed: pip install "
             '"haiku_template[plots]"'
         )
-    files = [x for x in sorted(folder.rglob("*")) if x.suffix.lower() in PICTURES]
+    paths = [x.relative_to(folder) for x in sorted(folder.rglob("*"))]
+    shown = [x for x in paths if not any(part.startswith(".") for part in x.parts)]
+    files = [folder / x for x in shown if x.suffix.lower() in PICTURES]
     if not files:
         raise ConfigError(f"{folder} holds no pictures: {', '.join(sorted(PICTURES))}")
     shape = like.shape[1:]
@@ -378,6 +263,9 @@ def _read_pictures(
     names = tuple(str(x.relative_to(folder)) for x in files)
     labels = [classes.get(file.parent.name) for file in files]
     if None in labels:
+        if {*labels} != {None}:
+            advice = "no folder of a class, so that none has a label"
+            logger.warning("%s is in %s", names[labels.index(None)], advice)
         return {"inputs": inputs}, names
     return {"inputs": inputs, "labels": np.array(labels, np.int32)}, names
 
@@ -387,6 +275,11 @@ def _pixels(file: Path, shape: tuple[int, ...], resized: list[Path]) -> np.ndarr
 
     height, width, channels = shape
     with Image.open(file) as image:
+        if image.mode.startswith(("I", "F")):  # Bytes would be cut off at 255.
+            raise ValueError(
+                f"its pixels are of mode {image.mode}, not bytes; convert it as the "
+                "training set was, or give arrays"
+            )
         image = image.convert(MODES[channels])
         if image.size != (width, height):
             resized.append(file)

@@ -31,7 +31,7 @@ def read_rows(path: Path, columns: Collection[str] | None) -> list[Row]:
     """
     if hint := download(path, "dataset"):
         raise ConfigError(f"the data file {path} does not exist{hint}")
-    rows = FORMATS.get(path.suffix, _read_lines)(path, columns)
+    rows = FORMATS.get(path.suffix.lower(), _read_lines)(path, columns)
     if not rows:
         raise ConfigError(f"{path} is empty; at least one example is needed")
     return rows
@@ -71,27 +71,37 @@ def _parse(where: str, text: str) -> Row:
     return Row(where, values)
 
 
-def _read_csv(path: Path, columns: Collection[str]) -> list[Row]:
-    """Reads a table whose first line names its columns; blank lines are left out."""
+def _read_csv(path: Path, columns: Collection[str] | None) -> list[Row]:
+    return read_csv(path, lambda first: first)
+
+
+def read_csv(path: Path, name: Callable[[list[str]], list[str]]) -> list[Row]:
+    """Reads a table of text; `name` maps its first line to the names of its columns.
+
+    A first line with other names is a row itself. Blank lines are left out.
+    """
     text = _read_text(path)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     usual = csv.field_size_limit(max(len(text), 1))  # Else texts of 128 KiB.
+    first: list[str] = []
     rows, begin = [], 1
     try:
-        header = next(reader, [])
-        check_names(header, str(path))
-        begin = reader.line_num + 1
         for values in reader:
             where, begin = f"line {begin} of {path}", reader.line_num + 1
             if not values:
                 continue
-            if len(values) != len(header):
+            if not first:
+                first, names = values, name(values)
+                check_names(names, str(path))
+                if names == first:
+                    continue
+            if len(values) != len(names):
                 raise ConfigError(
-                    f"{where} has {len(values)} values, and the first line names "
-                    f"{len(header)} columns: {', '.join(header)}; commas in a text "
-                    "are between double quotes"
+                    f"{where} has {len(values)} values, and the first line "
+                    f"{len(first)} columns: {', '.join(first)}; commas in a text are "
+                    "between double quotes"
                 )
-            rows.append(Row(where, dict(zip(header, values, strict=True))))
+            rows.append(Row(where, dict(zip(names, values, strict=True))))
     except csv.Error as error:
         raise ConfigError(f"line {begin} of {path} is no CSV: {error}") from error
     finally:

@@ -38,12 +38,9 @@ def in_workers(
     """Makes `Data` whose batches come from `count` processes while a run reads them.
 
     They are the same as without, in the same order. Each process calls `function` with
-    the arguments once more, so that all can be pickled: a function of a module, and
-    not of a notebook or a script.
-
-    Raises:
-      ConfigError: no whole number from 0, what cannot be pickled, or batches that only
-        go forward.
+    the arguments once more, so that all can be pickled: a function of a module, and not
+    of a notebook or a script. Raises `ConfigError` for no whole number from 0, what
+    cannot be pickled, or batches that only go forward.
     """
     if type(count) is not int or count < 0:
         raise ConfigError(

@@ -69,7 +69,7 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
         with file.open("w") as lines:
             for batch in batches:
                 for example in _rows(batch):
-                    lines.write(json.dumps(example) + "\n")
+                    lines.write(_line(example))
                 count += num_rows(batch)
     return count
 
@@ -86,7 +86,7 @@ def print_predictions(run: Run, examples: Any = None) -> None:
             if "class" in batch and is_softmax:
                 batch["probability"] = _probability(batch.pop("outputs"))
             for example in _rows(batch):
-                sys.stdout.write(json.dumps(example) + "\n")
+                sys.stdout.write(_line(example))
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
@@ -94,6 +94,15 @@ def _probability(logits: np.ndarray) -> np.ndarray:
     logits = logits.astype(np.float64)
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     return (shares.max(axis=1) / shares.sum(axis=1)).round(4)
+
+
+def _line(example: Any) -> str:
+    """JSON, which has no NaN and no infinity: they are null, as pandas writes them."""
+    try:
+        return json.dumps(example, allow_nan=False) + "\n"
+    except ValueError:
+        finite = lambda x: None if isinstance(x, float) and not np.isfinite(x) else x  # noqa: E731
+        return json.dumps(jax.tree.map(finite, example)) + "\n"
 
 
 def _rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from haiku_template import finetuning as tuning
 from haiku_template.config import check, check_some, code_names, default_config, to_dict
 from haiku_template.data import DATASETS, BatchSpec, Data, by_name
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
 from haiku_template.models.forms import FORMS, in_form, own_keys
 from haiku_template.registry import check_keys, make, resolve, users_module
@@ -126,6 +126,12 @@ class Experiment:
         if self.data.evaluations and self.data.evaluation is None:
             raise ConfigError(
                 "data.evaluations come after data.evaluation, which is None"
+            )
+        names, count = self.data.class_names, self.data.num_outputs
+        if names and count and len(names) != count:
+            raise ConfigError(
+                f"data.class_names has {len(names)} names, {some(names, 8)}, and "
+                f"data.num_outputs is {count}"
             )
         if self.init and (self.init_from or self.finetuning != tuning.Finetuning()):
             raise ConfigError(

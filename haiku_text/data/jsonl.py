@@ -134,8 +134,8 @@ def jsonl(
     data = Data(train, evaluation, num_outputs, text=coder.name, class_names=names)
     if labels == "classes":  # Padding is on the right.
         data = data._replace(preprocess=texts.with_lengths)
-    most = lengths[-1] if cut is None else context
-    read = functools.partial(_read_set, labels, columns, encode, most, spec.batch_size)
+    sizes = (context,) if cut else (lengths[-1], context)
+    read = functools.partial(_read_set, labels, columns, encode, sizes, spec.batch_size)
     return data._replace(vocab_size=size, read=read)
 
 
@@ -143,7 +143,7 @@ def _read_set(
     labels: str,
     columns: Columns,
     encode: Callable[..., Any],
-    most: int,
+    lengths: tuple[int, ...],
     batch_size: int,
     path: Path,
 ) -> BucketedEvaluationSet:
@@ -151,10 +151,10 @@ def _read_set(
     rows = read_rows(path, columns)
     if labels == "classes" and not any(columns.label in row.values for row in rows):
         labels = "texts"
-    lines = [_line(*row, columns, labels) for row in rows]
-    examples = encode(lines)
-    _check_sizes(examples.sizes, lines, most)
-    return BucketedEvaluationSet(examples, (most,), batch_size)
+    examples = encode(lines := [_line(*row, columns, labels) for row in rows])
+    _check_sizes(examples.sizes, lines, lengths[-1])
+    length = min(x for x in lengths if x >= examples.sizes.max())  # One: in order.
+    return BucketedEvaluationSet(examples, (length,), batch_size)
 
 
 def _labels(rows: list[Row], columns: Columns, labels: str) -> str:

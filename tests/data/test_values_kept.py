@@ -1,8 +1,11 @@
 """New examples keep their values, and their rows, or are refused in a sentence."""
 
+import json
+
 import numpy as np
 import optax
 import pytest
+from PIL import Image
 
 from haiku_template.data import (
     ArrayDataset,
@@ -12,10 +15,11 @@ from haiku_template.data import (
     Split,
     from_split,
 )
-from haiku_template.data.examples import read_examples
+from haiku_template.data.examples import as_dataset, read_examples
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
-from haiku_template.runs import train
+from haiku_template.runs import Run, train
+from haiku_template.runs.predictions import print_predictions, write_predictions
 from haiku_template.training import Experiment, classification
 
 
@@ -66,7 +70,9 @@ def test_a_mapped_file_of_the_runs_dtype_is_not_read_as_a_whole(tmp_path):
 def test_a_first_row_with_a_gap_is_no_header(tmp_path, text):
     path = tmp_path / "gap.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="line 1 is neither names of columns nor one"):
+    with pytest.raises(
+        ConfigError, match="the first line is neither names of columns nor one"
+    ):
         read_examples(str(path), data("float32"), 4)
 
 
@@ -101,3 +107,140 @@ def test_numbers_of_another_byte_order_are_the_same(one_device, placement):
             _, scalars = trainer.step(trainer.init(), next(batches))
         losses.append(float(scalars["loss"]))
     assert losses[0] == losses[1]
+
+
+def table(folder, text, like, name="new.csv"):
+    (folder / name).write_text(text)
+    return read_examples(str(folder / name), like, 4).dataset.arrays
+
+
+NAMED = data("float32")._replace(class_names=("1", "2", "3"))
+FOLDED = "f,g,h,label\n1,2,3,%s\n4,5,6,3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0,1,2\n5,6,7\n", "may be an example, or names that pandas gave"),
+        ("5,NA,3\n1,2,3\n", "the first line is neither names of columns nor one"),
+        ('a,b,c\n1,2,"3\n"\n\n1,2,x\n', "line 5 of .* is not one number in each"),
+        ("a,b,c\n", "it has no rows"),
+    ],
+)
+def test_a_table_with_a_doubtful_line_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError, match=words):
+        table(tmp_path, text, data("float32"))
+
+
+@pytest.mark.parametrize("cell", ["1", "1.0", " 1 "])
+def test_a_number_that_is_the_name_of_a_class_is_that_class(tmp_path, cell):
+    assert table(tmp_path, FOLDED % cell, NAMED)["labels"].tolist() == [0, 2]
+    with pytest.raises(ConfigError, match="has the label '0', and the classes of the"):
+        table(tmp_path, FOLDED % 0, NAMED)
+
+
+def test_a_run_of_booleans_reads_tables_of_them(tmp_path):
+    rows = table(tmp_path, "a,b,c\nTrue,False,1\n0,1,false\n", data("bool"), "new.CSV")
+    assert rows["inputs"].dtype == bool
+    assert rows["inputs"].tolist() == [[True, False, True], [False, True, False]]
+    with pytest.raises(ConfigError, match="int64, and the run was trained on bool"):
+        table(tmp_path, "a,b,c\n2,0,1\n", data("bool"))
+
+
+@pytest.mark.parametrize("number", ["1e30", str(2**53 + 1)])
+def test_a_whole_number_that_a_table_cannot_hold_is_refused(tmp_path, number):
+    with pytest.raises(ConfigError, match="in which it would be other values"):
+        table(tmp_path, f"a,b,c\n1,2,{number}\n", data("int64"))
+
+
+def test_names_of_several_labels_keep_their_shape():
+    labels = np.array([["b", "a"], ["c", "b"]])
+    batch = {"inputs": np.ones((2, 3), np.float32), "labels": labels}
+    named = data("float32")._replace(class_names=("a", "b", "c"))
+    with pytest.raises(ConfigError, match=r"labels of .* has the shape \[2, 2\]"):
+        as_dataset(batch, named, 4)
+
+
+def of_pictures():
+    inputs, labels = np.ones((8, 2, 2, 1), np.uint8), np.arange(8, dtype=np.int32) % 2
+    rows = ArrayDataset(inputs, labels, BatchSpec(4))
+    return Data(rows, EvaluationSet(inputs, labels, 4), 2, class_names=("cat", "dog"))
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_pictures_of_more_than_bytes_are_refused(tmp_path, mode):
+    Image.new(mode, (2, 2), 300).save(tmp_path / "a.tiff")
+    with pytest.raises(ConfigError, match=f"a.tiff .* of mode {mode}.*, not bytes"):
+        read_examples(str(tmp_path), of_pictures(), 4)
+
+
+def test_hidden_files_are_no_pictures_and_leave_the_labels(tmp_path, caplog):
+    for name in ("cat/a.png", "dog/b.png", ".cache/c.png", "dog/._b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / name)
+    examples = read_examples(str(tmp_path), of_pictures(), 4)
+    assert examples.files == ("cat/a.png", "dog/b.png")
+    assert examples.dataset.arrays["labels"].tolist() == [0, 1]
+    Image.new("L", (2, 2)).save(tmp_path / "z.png")
+    assert "labels" not in read_examples(str(tmp_path), of_pictures(), 4).dataset.arrays
+    assert "z.png is in no folder of a class, so that none has a label" in caplog.text
+
+
+class Series(np.ndarray):
+    """An array whose rows are found by an index of its own, as pandas' are."""
+
+    def to_numpy(self):
+        return np.asarray(self)
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [
+        (np.zeros(8, np.int32).view(Series), "Series"),
+        (np.ma.masked_array(np.zeros(8, np.int32), np.arange(8) == 3), "MaskedArray"),
+    ],
+)
+def test_arrays_whose_rows_are_others_are_refused(labels, name):
+    inputs = np.ones((8, 3), np.float32)
+    with pytest.raises(ConfigError, match=f"labels of .* is a {name}, and an array"):
+        ArrayDataset(inputs, labels, BatchSpec(4))
+    with pytest.raises(ConfigError, match=f"labels of .* is a {name}, and an array"):
+        EvaluationSet(inputs, labels, 4)
+
+
+def test_masked_examples_are_refused():
+    inputs = np.ma.masked_array(np.ones((2, 3), np.float32), np.eye(2, 3) > 0)
+    with pytest.raises(ConfigError, match="inputs of the examples has masked values"):
+        as_dataset(inputs, data("float32"), 4)
+
+
+def test_names_of_classes_are_as_many_as_the_outputs(one_device):
+    with pytest.raises(
+        ConfigError, match="class_names has 2 names, a, b, and data.num"
+    ):
+        Experiment(
+            model=mlp(3, width=4),
+            task=classification,
+            data=data("float32")._replace(class_names=("a", "b")),
+            optimizer=optax.sgd(0.1),
+        )
+
+
+def test_predictions_without_a_number_are_null(tmp_path, one_device, capsys):
+    trainer = Experiment(
+        model=mlp(3, width=4),
+        task=classification,
+        data=data("float32"),
+        optimizer=optax.sgd(0.1),
+    ).trainer(one_device)
+    train(trainer, num_steps=1, workdir=tmp_path / "run")
+    run = Run.open(tmp_path / "run", one_device, experiment=trainer.experiment)
+    np.save(tmp_path / "new.npy", np.full((1, 3), np.nan, np.float32))
+    examples = read_examples(str(tmp_path / "new.npy"), data("float32"), 4)
+    write_predictions(run, tmp_path / "out.jsonl", examples)
+    line = (tmp_path / "out.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["outputs"] == [None] * 3
+    capsys.readouterr()
+    print_predictions(run, examples)
+    line = capsys.readouterr().out
+    assert json.loads(line, parse_constant=pytest.fail)["probability"] is None

@@ -297,3 +297,18 @@ def test_other_mistakes_are_refused(tmp_path, labelled):
     nothing = write(tmp_path / "n.jsonl", [{"prompt": "a", "completion": ""}])
     data = jsonl(LANGUAGE, path=nothing, validation_fraction=0)
     assert data.train.batch(0)["loss_mask"].sum(axis=1).tolist() == [1] * 4
+
+
+def test_a_new_text_may_be_longer_than_those_of_the_training_set(tmp_path):
+    rows = [{"text": "abcdefgh"[:n], "label": n % 2} for n in range(3, 9)]
+    path = write(tmp_path / "a.jsonl", rows)
+    data = jsonl(CLASSIFICATION, path=path, context=64, validation_fraction=0)
+    for size, length in ((3, 8), (60, 64)):
+        new = tmp_path / "new.jsonl"
+        write(new, [{"text": "a" * size}, {"text": "b"}])
+        batch = data.read(new).batch(0)
+        assert batch["inputs"]["tokens"].shape == (2, length)
+        assert texts_of(batch) == ["a" * size, "b"]
+    write(new, [{"text": "a" * 65}])
+    with pytest.raises(ConfigError, match="with 65 tokens .*, and context=64"):
+        data.read(new)
