@@ -7,7 +7,7 @@ the frozen parameters, and the axes of those adapted that are no matrices, if an
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from haiku_template.errors import ConfigError, download
 from haiku_template.finetuning.lora import Lora
 from haiku_template.params import flatten, unflatten
 from haiku_template.pretrained.reading import read
-from haiku_template.pretrained.rules import same_names
+from haiku_template.pretrained.rules import SAME_NAMES
 from haiku_template.pretrained.tensors import read_headers, read_metadata
 from haiku_template.pretrained.writing import new_file, save_tensors
 from haiku_template.storage.files import dispensable
@@ -80,13 +80,14 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
     lora: Lora,
     devices: DeviceManager,
     place: Callable[[str, Any], Any] | None = None,
+    skip: Collection[str] = (),
 ) -> hk.Params:
     """Reads a file of `save_adapters`, or a folder's `ADAPTERS`: all of it or nothing.
 
-    `skeleton` has the shapes and dtypes of the trainable parameters, which
-    `place` puts on the devices, as in `pretrained.read`. Raises `ConfigError` if the
-    file is damaged, has no adapters, or those of other frozen parameters, rank, alpha,
-    axes or shapes.
+    `skeleton` has the shapes and dtypes of the trainable parameters, which `place` puts
+    on the devices, less those of `skip`, as `pretrained.read` does. Raises
+    `ConfigError` if the file is damaged, has no adapters, or those of other frozen
+    parameters, rank, alpha, axes or shapes.
     """
     file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
     if not file.is_file():
@@ -103,8 +104,8 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
             )
     digest = fingerprint(devices, frozen)
     check_frozen(facts["base_sha256"], digest, f"the adapters in {file}")
-    rules = same_names(flatten(skeleton))
-    return unflatten(read(file, skeleton, rules, devices, place=place))
+    leaves = read(file, skeleton, [SAME_NAMES], devices, skip=skip, place=place)
+    return unflatten(leaves)
 
 
 def check_frozen(expected: str, digest: str, params: str) -> None:

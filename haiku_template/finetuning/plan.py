@@ -39,6 +39,7 @@ DTYPES = ("float32", "bfloat16", *quantized.FORMS)
 EXACT = "bfloat16"  # Of those beside quantized ones.
 # Why: docs/decisions/finetuning.md#unquantized
 UNQUANTIZED = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
+PATTERNS = ("train", "fresh", "unquantized", "ignore", "lora.patterns")
 SHOWN = 20  # Names in a message.
 Multipliers = Sequence[tuple[str, float]]
 
@@ -60,8 +61,8 @@ class Finetuning(NamedTuple):
 def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning:
     """Makes `config.finetuning`, whose keys these are, after `config.init_from`.
 
-    Raises:
-      ConfigError: it names fresh parameters, or names in files, and nothing is read.
+    Raises `ConfigError` if it names fresh parameters, or names in files, and nothing is
+    read; or adapters without a rank.
     """
     for key in ("fresh", "ignore", "rename"):
         if keys[key] and init_from is None:
@@ -70,7 +71,15 @@ def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning
                 "Hugging Face folder or a safetensors file): it says what "
                 + ("is not read from it" if key == "fresh" else "its names may be")
             )
-    return Finetuning(lora=None if lora["rank"] is None else Lora(**lora), **keys)
+    if lora["rank"] is not None:
+        return Finetuning(lora=Lora(**lora), **keys)
+    for key, default in Lora._field_defaults.items():
+        if lora[key] != default:
+            raise ConfigError(
+                f"config.finetuning.lora.{key}={lora[key]} is of adapters, which "
+                "config.finetuning.lora.rank=None leaves out; possible is a rank, as 8"
+            )
+    return Finetuning(**keys)
 
 
 class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
@@ -156,6 +165,7 @@ def make_plan(
     value is out of its range, or LoRA's axes are not known.
     """
     leaves, lora = flatten(shapes), finetuning.lora or Lora(rank=0)
+    _check_patterns(finetuning._asdict() | {"lora.patterns": lora.patterns})
     values = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
     check_some({f"finetuning.lora.{key}": value for key, value in values.items()})
     if finetuning.base_dtype not in DTYPES:
@@ -171,7 +181,7 @@ def make_plan(
             f"adapters={finetuning.adapters} belong to frozen parameters, and all "
             "parameters are to train; give lora.rank or train"
         )
-    if finetuning.base_dtype in quantized.FORMS and not frozen:
+    if finetuning.base_dtype != "float32" and not frozen:
         raise ConfigError(
             f"base_dtype={finetuning.base_dtype!r} is of frozen parameters, and all "
             "are to train; give lora.rank or train"
@@ -201,6 +211,16 @@ def make_plan(
         dtype=finetuning.base_dtype,
         unquantized=frozenset(_unquantized(finetuning, wide)),
     )
+
+
+def _check_patterns(values: dict[str, Any]) -> None:
+    for key in PATTERNS:
+        value = values[key]
+        if isinstance(value, str) or not all(isinstance(x, str) for x in value):
+            raise ConfigError(
+                f"finetuning.{key}={value!r}; possible are several patterns, as in "
+                "('*/w', 'head/*'), or one, ('*/w',)"
+            )
 
 
 def _unquantized(finetuning: Finetuning, leaves: dict[str, Any]) -> set[str]:
@@ -244,7 +264,9 @@ def _select(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[st
             some = sorted({"/".join(path.split("/")[-2:]) for path in paths})[:SHOWN]
             raise ConfigError(
                 f"{key}: the pattern {pattern!r} fits none of the {len(paths)} that "
-                f"there are{near(pattern, paths)}; they end in {', '.join(some)}"
+                f"there are{near(pattern, paths)}"
+                + f"; they end in {', '.join(some)}"
+                * bool(some)
             )
         selected |= fits
     return selected

@@ -12,7 +12,7 @@ import numpy as np
 from haiku_template.bounded import read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError, download
+from haiku_template.errors import ConfigError, DamagedError, StorageError, download
 from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import HUGGING_FACE, Family
@@ -147,7 +147,12 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
             restored = checkpoints.restore(step, state, "net_state") if state else None
             return leaves, restored
 
-        return restore(workdir, BEST_OR_LATEST, read)[1]
+        try:
+            return restore(workdir, BEST_OR_LATEST, read)[1]
+        except DamagedError:
+            raise
+        except StorageError as error:  # Another model's, as a file would be.
+            raise ConfigError(f"config.init_from={workdir}: {error}") from error
 
     return of_run
 

@@ -33,8 +33,7 @@ def is_archive(source: Path) -> bool:
 def read_headers(source: Path) -> list[Tensor]:
     """Lists the arrays of an archive; those of objects have the dtype `object`.
 
-    Raises:
-      ConfigError: it is truncated or damaged.
+    Raises `ConfigError` if it is truncated or damaged.
     """
     listed, name = [], "its end"
     try:

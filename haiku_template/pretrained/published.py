@@ -19,7 +19,7 @@ from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import npz
 from haiku_template.pretrained.reading import load
-from haiku_template.pretrained.rules import Rule, match, same_names
+from haiku_template.pretrained.rules import SAME_NAMES, Rule, match
 from haiku_template.pretrained.tensors import Tensor, convert_command, read_headers
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,8 @@ def read_published(
     Returns:
       Parameters by path, and state; None where there is none to read.
 
-    Raises:
-      ConfigError: the file is damaged or a pickle, or names, shapes or dtypes of
-        parameters and state do not fit: lists every one.
+    Raises `ConfigError` if the file is damaged or a pickle, or names, shapes or dtypes
+    of parameters and state do not fit: lists every one.
     """
     if state is not None:  # Frozen parameters are read without it, and none is fresh.
         paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
@@ -109,8 +108,7 @@ def read_published(
     fresh = {path for path in filter(_is_state, expected) if _fits(path, names.fresh)}
     left_out = {*skip, *fresh}
     expected = {path: x for path, x in expected.items() if path not in left_out}
-    rules = [*rules, *same_names(expected), *same_names(left_out)]
-    matches = match(tensors, expected, rules, left_out, ignored)
+    matches = match(tensors, expected, [*rules, SAME_NAMES], left_out, ignored)
 
     def put(path: str, array: np.ndarray) -> Any:
         as_state = place is None or _is_state(path)
@@ -142,9 +140,10 @@ def _by_path(
     source: Path, listed: Iterable[Tensor], shapes: hk.Params
 ) -> dict[str, Tensor]:
     """Lists tensors by path: names are joined by `/`, for `//` and `:` too."""
-    tensors: dict[str, Tensor] = {}
+    tensors, paths = {}, flatten(shapes)
     for tensor in listed:
         path = tensor.name.replace("//", "/").replace(":", "/")
+        path = tensor.name if tensor.name in paths else path
         if path in tensors:
             raise ConfigError(
                 f"{source} holds {tensors[path].name} and {tensor.name}, which are one "

@@ -39,9 +39,8 @@ def read(
     Returns:
       The parameters by path.
 
-    Raises:
-      ConfigError: the files are missing, damaged or pickles; names, shapes or dtypes do
-        not fit; or tied tensors differ.
+    Raises `ConfigError` if the files are missing, damaged or pickles; names, shapes
+    or dtypes do not fit; or tied tensors differ.
     """
     shapes = {k: v for k, v in flatten(skeleton).items() if k not in skip}
     matches = match(read_headers(Path(source)), shapes, rules, skip)

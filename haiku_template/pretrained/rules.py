@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+# Of files whose names are paths: any name, whatever is in it.
+SAME_NAMES = Rule("*", "*")
+
+
 class Match(NamedTuple):
     """A tensor, and the parameter that it becomes."""
 
@@ -38,8 +42,9 @@ class Match(NamedTuple):
 def find(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
     """Finds the first rule for a tensor, and its path; (None, None) without a rule."""
     for rule in rules:
-        fits = _expression(rule.pattern).fullmatch(name)
-        if fits:
+        if rule == SAME_NAMES:
+            return rule, name
+        if fits := _expression(rule.pattern).fullmatch(name):
             return rule, rule.target and rule.target.format(*fits.groups())
     return None, None
 
@@ -52,6 +57,8 @@ def tensor_name(
     `with_brackets` keeps the parts of names that may be missing.
     """
     for rule in rules:
+        if rule == SAME_NAMES:
+            return path, rule
         fits = rule.target and _expression(rule.target).fullmatch(path)
         if fits:
             optional = r"\1" if with_brackets else ""
@@ -81,9 +88,8 @@ def match(
     Returns:
       The tensors of each parameter: one, and those tied to it, of the same bytes.
 
-    Raises:
-      ConfigError: parameters outside of `skip` are missing in the files, the files hold
-        others, or shapes or dtypes do not fit. The message lists every one.
+    Raises `ConfigError` if parameters outside of `skip` are missing in the files, the
+    files hold others, or shapes or dtypes do not fit. The message lists every one.
     """
     matches: dict[str, list[Match]] = {}
     extra = []
@@ -145,8 +151,3 @@ def _faults(
 
 def _words(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def same_names(paths: Iterable[str]) -> tuple[Rule, ...]:
-    """Makes the rename rules of files whose names are paths."""
-    return tuple(Rule(path, path) for path in paths)

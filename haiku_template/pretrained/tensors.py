@@ -61,8 +61,7 @@ class Tensor(NamedTuple):
 def locate(source: Path) -> Path:
     """Finds the safetensors file or the index of `source`: either, or their folder.
 
-    Raises:
-      ConfigError: there is none, or only a pickle.
+    Raises `ConfigError` if there is none, or only a pickle.
     """
     there = sorted(source.glob("*"))
     pickles = [path for path in (source, *there) if path.suffix in PICKLES]
@@ -89,9 +88,8 @@ def locate(source: Path) -> Path:
 def read_headers(source: Path) -> dict[str, Tensor]:
     """Lists the tensors of a model by name.
 
-    Raises:
-      ConfigError: a file or shard is missing, truncated, damaged or hostile, or the
-        shards do not hold what the index says.
+    Raises `ConfigError` if a file or shard is missing, truncated, damaged or hostile,
+    or the shards do not hold what the index says.
     """
     located = locate(source)
     if located.suffix != ".json":
@@ -117,8 +115,7 @@ def read_headers(source: Path) -> dict[str, Tensor]:
 def read_index(index: Path) -> dict[str, Any]:
     """Reads an index: `weight_map` from tensors to files, and perhaps `metadata`.
 
-    Raises:
-      ConfigError: it is damaged, or names a file outside of its folder.
+    Raises `ConfigError` if it is damaged, or names a file outside of its folder.
     """
     content = read_json(index, "weight_map", dict)
     for name in content["weight_map"].values():
@@ -156,8 +153,7 @@ def read_metadata(file: Path) -> dict[str, str]:
 def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
     """Reads a tensor a few rows at a time: an index into it, and the values there.
 
-    Raises:
-      ConfigError: the file is shorter by now than its header says.
+    Raises `ConfigError` if the file is shorter by now than its header says.
     """
     if tensor.read is not None:
         yield from tensor.read(tensor)

@@ -54,11 +54,8 @@ def go_back(workdir: Path, text: str) -> None:
     """Makes the next start of a run leave steps out, from the checkpoint before them.
 
     Newer checkpoints are renamed. Nothing happens for steps that are left out already:
-    the same command resumes the run.
-
-    Raises:
-      ConfigError: the steps are not understood, the run has no checkpoint before them,
-        or is running.
+    the same command resumes the run. Raises `ConfigError` if the steps are not
+    understood, the run has no checkpoint before them, or is running.
     """
     with workdirs.locked(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)

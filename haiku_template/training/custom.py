@@ -24,11 +24,9 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
     """Makes a train step of a user's `step(state, batch, rng, axis_name)`.
 
     It returns the new state, whose `step` is counted here, and scalars, `loss` among
-    them; it averages over the devices itself. `rng` differs on each device.
-
-    Raises:
-      ConfigError: when traced: it returns other leaves than the state's, or other
-        scalars.
+    them; it averages over the devices itself. `rng` differs on each device. Raises
+    `ConfigError` when traced, if it returns other leaves than the state's, or other
+    scalars.
     """
 
     def train_step(

@@ -67,6 +67,7 @@ class Initializer:
         # Why: docs/decisions/finetuning.md#no-finetuning
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
         if experiment.finetuning != tuning.Finetuning():
+            _check_names(self._params)
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
             plan = tuning.make_plan(experiment.finetuning, self._params, axes)
         if experiment.init_from is not None:  # These do not depend on the batch.
@@ -187,7 +188,13 @@ class Initializer:
             leaves, net_state = source(self._params, skip, self._net_state, place)
         if adapters is not None:
             params = tuning.load_adapters(
-                adapters, self.abstract.params, frozen, plan.lora, self._devices, place
+                adapters,
+                self.abstract.params,
+                frozen,
+                plan.lora,
+                self._devices,
+                place,
+                plan.fresh,
             )
             leaves = flatten(params)
         return leaves, net_state
@@ -278,6 +285,17 @@ def _check_no_averages(averages: Any) -> None:
         )
 
 
+def _check_names(params: hk.Params) -> None:
+    """Raises `ConfigError` for a name that is no path's last part."""
+    for module, names in params.items():
+        if slashed := [name for name in names if "/" in name]:
+            raise ConfigError(
+                f"the parameter {slashed[0]!r} of the module {module} has a slash in "
+                "its name, and config.finetuning knows parameters by MODULE/NAME; "
+                "possible is another name, or a module of its own"
+            )
+
+
 def _of_bytes(inputs: Any) -> str:
     if all(x.dtype != jnp.uint8 for x in jax.tree.leaves(inputs)):
         return ""
@@ -294,10 +312,8 @@ def init_custom(
     """Makes the fields of a first state by a user's `init(rng, batch)`.
 
     `batch` has the shapes of a whole batch [B, ...] of all devices. `init` gets zeros,
-    or the first batch if what it returns depends on that.
-
-    Raises:
-      ConfigError: it returns no dictionary of `FIELDS` with `params`.
+    or the first batch if what it returns depends on that. Raises `ConfigError` if it
+    returns no dictionary of `FIELDS` with `params`.
     """
     if first is None:
         first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)

@@ -98,8 +98,7 @@ def make_optimizer(
         is L2 regularization, added to the gradient.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
-    Raises:
-      ConfigError: another name, or a key that this optimizer does not take.
+    Raises `ConfigError` for another name, or a key that this optimizer does not take.
     """
     del shard_moments  # A rule of the layout.
     function = resolve("optimizer", name, _optimizers())

@@ -100,10 +100,8 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     """Computes a task's values and weights, each [B]; None if all weigh the same.
 
     `facts` are those of `FACTS`. A value [B, ...] is averaged over its other dimensions
-    with weights of the same shape, if there are any; [] counts for each example.
-
-    Raises:
-      ConfigError: a value of another shape, no `loss`, or no dictionary.
+    with weights of the same shape, if there are any; [] counts for each example. Raises
+    `ConfigError` for a value of another shape, no `loss`, or no dictionary.
     """
     parameters, rows = facts_of(task.values), len(facts["mask"])
     names = [*facts["batch"]] if isinstance(facts["batch"], dict) else []

@@ -12,9 +12,10 @@ import pytest
 from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import Finetuning, Lora, open_source
+from haiku_template.finetuning import Finetuning, Lora, open_source, save_adapters
 from haiku_template.finetuning.quantized import is_possible
 from haiku_template.params import flatten
+from haiku_template.pretrained import save_tensors
 from haiku_template.runs import Run, start, train
 from haiku_template.runs.export import export_adapters, export_safetensors
 from haiku_template.training import Experiment, classification
@@ -172,3 +173,80 @@ def test_a_part_of_the_evaluation_set_is_no_change(
     start.run(config, one_device, str(tmp_path / "run"))
     assert Run.open(tmp_path / "run", one_device, trust=["mine_typed"]).trainer
     assert "was edited since" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["w:0", "w[0]", "{w}", "w*", "w{0}", "[w]", "w.ü"])
+def test_odd_names_are_read_back_as_they_were_written(tmp_path, one_device, name):
+    def model(x):
+        w = hk.get_parameter(name, (64, 16), init=hk.initializers.RandomNormal())
+        return hk.Linear(3)(x @ w)
+
+    written = flatten(made(one_device, model).init().params)
+    arrays = {path: np.asarray(leaf) + 1 for path, leaf in written.items()}
+    save_tensors(tmp_path / "a.safetensors", arrays, None)
+    source = open_source(str(tmp_path / "a.safetensors"), None, one_device)
+    state = made(one_device, model, init_from=source).init()
+    for path, leaf in flatten(state.params).items():
+        np.testing.assert_array_equal(leaf, arrays[path])
+
+
+def test_a_slash_in_a_name_is_refused_where_parameters_are_chosen(one_device):
+    def model(x):
+        w = hk.get_parameter("a/w", (64, 16), init=hk.initializers.RandomNormal())
+        return hk.Linear(3)(x @ w)
+
+    assert np.isfinite(run_steps(made(one_device, model), 1)[1][0]["loss"])
+    with pytest.raises(ConfigError, match="the parameter 'a/w' of the module ~ has a"):
+        made(one_device, model, finetuning=Finetuning(train=("linear/*",)))
+
+
+def test_fresh_parameters_are_not_read_from_adapters_either(tmp_path, one_device):
+    tuning = Finetuning(lora=Lora(2, patterns=("base/w",)), train=("head/*",))
+    model = lambda x: hk.Linear(3, name="head")(hk.Linear(8, name="base")(x))  # noqa: E731
+    trainer = made(one_device, model, finetuning=tuning)
+    state, _ = run_steps(trainer, 2)
+    frozen, lora = state.frozen, trainer.recipe.plan.lora
+    file = tmp_path / "a.safetensors"
+    save_adapters(file, state.params, frozen, lora, one_device, step=2)
+    again = made(
+        one_device,
+        model,
+        finetuning=tuning._replace(adapters=str(file), fresh=("head/*",)),
+    ).init()
+    seed, saved = flatten(trainer.init().params), flatten(state.params)
+    for path, leaf in flatten(again.params).items():
+        expected = seed if path.startswith("head/") else saved
+        np.testing.assert_array_equal(leaf, expected[path])
+        assert path == "head/b" or (seed[path] != saved[path]).any()
+
+
+@pytest.mark.parametrize(
+    ("tuning", "words"),
+    [
+        ({"base_dtype": "bfloat16"}, "'bfloat16' is of frozen parameters, and all"),
+        ({"train": "head/*"}, r"train='head/\*'; possible are several patterns"),
+        ({"train": (1,)}, r"train=\(1,\); possible are several patterns"),
+        ({"lora": Lora(2, patterns="*/w")}, r"lora.patterns='\*/w'; possible are"),
+        ({"train": ("*",), "lora": Lora(2)}, "fits none of the 0 that there are$"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(one_device, tuning, words):
+    with pytest.raises(ConfigError, match=words):
+        made(one_device, lambda x: hk.Linear(3)(x), finetuning=Finetuning(**tuning))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("alpha", 32.0), ("patterns", ("*/q/w",)), ("dropout", 0.1)]
+)
+def test_adapters_without_a_rank_are_refused(one_device, config, key, value):
+    config.finetuning.lora[key] = value
+    with pytest.raises(ConfigError, match=f"lora.{key}=.* is of adapters, which"):
+        Experiment.from_config(config, one_device)
+
+
+def test_a_run_of_another_model_is_named(tmp_path, one_device, config):
+    start.run(config, one_device, str(tmp_path / "run"))
+    other = config.copy_and_resolve_references()
+    other.init_from, other.model = str(tmp_path / "run"), {"name": "mlp"}
+    with pytest.raises(ConfigError, match="init_from=.*run: .* does not fit this mod"):
+        start.run(other, one_device, str(tmp_path / "other"))
