@@ -12,6 +12,7 @@ modules, which are then computed again in the backward pass and not kept.
 
 import contextlib
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -421,11 +422,11 @@ RANGES = (
         "from 0 to below 1",
     ),
     (
-        "optimizer.clip_norm finetuning.lora.alpha watchdog_minutes num_epochs "
-        "max_minutes",
+        "optimizer.clip_norm finetuning.lora.alpha watchdog_minutes max_minutes",
         lambda value: value > 0,
         "more than 0",
     ),
+    ("num_epochs", lambda value: 0 < value < math.inf, "more than 0, and finite"),
     ("seed", lambda value: 0 <= operator.index(value) < 2**32, "0 to 2**32 - 1"),
     (
         "optimizer.mu_dtype reduce_dtype",  # Sums in float16 are infinite from 65,504.

@@ -14,8 +14,6 @@ if __name__ == "__main__":  # Before imports, which take a second.
 
     signals.install()
 
-import json
-
 from absl import flags
 
 from haiku_template import cli
@@ -30,11 +28,11 @@ flags.adopt_module_key_flags(cli)
 def main() -> None:
     """Restores the checkpoint, evaluates it and prints the metrics."""
     run, dataset = cli.open_run(), None
-    if (name := flags.FLAGS.inputs) is not None:
-        from haiku_template.runs import predictions
+    from haiku_template.runs import predictions
 
+    if (name := flags.FLAGS.inputs) is not None:
         dataset = predictions.read_labelled(run, name)
-    print(json.dumps({"step": run.step, **run.evaluate(dataset)}))
+    print(predictions.json_line({"step": run.step, **run.evaluate(dataset)}), end="")
 
 
 if __name__ == "__main__":

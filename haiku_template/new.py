@@ -23,8 +23,13 @@ from haiku_template import shipped
 
 def main(words: list[str]) -> int:
     """Makes the project, or copies the notebooks; returns the exit code."""
-    name = next((word for word in words if not word.startswith("-")), None)
-    flags = [word for word in words if word != name]
+    joined: list[str] = []
+    for word in words:  # `--dest DIR` is `--dest=DIR`.
+        if joined and joined[-1] in ("--dest", "--eject", "--name", "--notebooks"):
+            word = f"{joined.pop()}={word}"
+        joined.append(word)
+    name = next((word for word in joined if not word.startswith("-")), None)
+    flags = [word for word in joined if word != name]
     copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
     home = shipped.folder("notebooks" if copies else "skeleton")
     if home is None:

@@ -7,7 +7,7 @@ One process imports JAX once and makes run after run; with `--parallel=N` so man
 processes make one each, and share what --device lists (gpu:0,1,2,3). The same command
 resumes: runs that are done are passed by. A run whose loss is not finite is said, and
 the next one begins. At the end comes the table of `python -m haiku_template.runs`. Exit
-codes: 0 all are done, else as of `train`.
+codes: 0 all are done, or ended by `config.max_minutes`, else as of `train`.
 """
 
 if __name__ == "__main__":  # Before imports, which take a second.

@@ -24,6 +24,7 @@ from typing import Any
 from absl import flags
 
 from haiku_template import cli, config, registry
+from haiku_template.errors import ConfigError
 
 FLAGS = flags.FLAGS
 cli.define_config()
@@ -72,11 +73,16 @@ def main() -> None:
     if FLAGS.target == "list" or "," in (FLAGS.target or ""):
         return _several_targets()
     cli.need("config", *["workdir"] * (not (FLAGS.check or FLAGS.dry_run)))
+    beside = {"check": ("dry_run", "fit", "profile"), "dry_run": ("profile",)}
+    for flag in (name for name in beside if FLAGS[name].value):
+        for other in (*beside[flag], "rewind"):
+            if FLAGS[other].value not in (None, False, "false"):
+                raise ConfigError(f"--{other} does nothing beside --{flag}")
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
     profile, limit = FLAGS.profile, FLAGS.device_memory_limit
-    if profile is not None:
-        profile = config.interval(profile, FLAGS.config.num_steps)
+    if profile is not None and FLAGS.config.num_epochs is None:
+        config.interval(profile, FLAGS.config.num_steps)
     if shares := FLAGS.config.exact_elastic:
         # Why: docs/decisions/training.md#threads
         os.environ.setdefault("PJRT_NPROC", str(shares))

@@ -91,15 +91,17 @@ def write_tokens(
       ConfigError: a file cannot be read, is not UTF-8, or cannot be encoded.
     """
     end = [] if tokenizer.end is None else [tokenizer.end]
-    for batch in _batches(_pieces(files, report)):
+    for batch in _batches(_pieces(files, report, tokenizer.splits)):
         for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
             writer.write(ids if text else end)
 
 
-def _pieces(files: list[TextFile], report: Callable[[int], None]) -> Iterator[str]:
+def _pieces(
+    files: list[TextFile], report: Callable[[int], None], *splits: Callable[..., bool]
+) -> Iterator[str]:
     """Reads the pieces of all files, with an empty one at the end of each."""
     for file in files:
-        for piece in pieces(file):
+        for piece in pieces(file, *splits):
             yield piece
             report(len(piece.encode()))
         yield ""

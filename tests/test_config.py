@@ -200,6 +200,7 @@ MISTAKES = {
     "--config.data.pth=data.npz": "digits got an unexpected keyword argument 'pth'",
     "--config=configs/digts.py": "the config file configs/digts.py does not exist",
     "--profile=20:10": "--profile=20:10 is no interval",
+    "--config.num_epochs=inf": "possible is None, or more than 0, and finite",
 }
 
 

@@ -41,6 +41,11 @@ class GrainDataset:
     source: Any
 
     def __post_init__(self) -> None:
+        if not hasattr(self.source, "__len__"):
+            raise ConfigError(
+                f"a {type(self.source).__name__} has no batches by number; "
+                "from_iterator(lambda: dataset) reads it, to train on"
+            )
         if len(self.source) == 0:
             raise ConfigError("the Grain data set has no elements; one is the least")
         _check(self.source[0], "the Grain data set")

@@ -27,6 +27,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats and accuracy: logits [B, K], `labels` int [B] in [0, K)."""
     labels = batch["labels"]
+    if labels.shape != logits.shape[:1] or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"labels are {labels.dtype}{list(labels.shape)} and the outputs "
+            f"{list(logits.shape)}; classification takes one whole number an example"
+        )
     loss = cross_entropy(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
     return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
@@ -37,7 +42,13 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
 
     `outputs` are float32 [B, K]; `labels` are [B] or [B, ...], K for each example.
     """
-    labels = batch["labels"].reshape(outputs.shape).astype(outputs.dtype)
+    labels = batch["labels"]
+    if labels.size != outputs.size:
+        raise ConfigError(
+            f"labels are {list(labels.shape)} and the outputs {list(outputs.shape)}; "
+            "regression takes as many of both"
+        )
+    labels = labels.reshape(outputs.shape).astype(outputs.dtype)
     errors = (outputs - labels).reshape(len(outputs), -1)
     return {
         "loss": jnp.mean(jnp.square(errors), axis=1),

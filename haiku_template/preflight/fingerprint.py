@@ -53,7 +53,10 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def needed(config: dict[str, Any]) -> bool:
     """Tests if a config names code of the user's, which it does not contain."""
     names = [(config.get(key) or {}).get("name") for key in ("model", "data", "task")]
-    return bool(config.get("step")) or any(x is None or ":" in x for x in names)
+    optimizer = config.get("optimizer") or {}
+    own = [str(optimizer.get(key)) for key in ("name", "schedule")]
+    has_own = any(x is None or ":" in x for x in (*names, *own))
+    return bool(config.get("step")) or has_own
 
 
 def of(trainer: Trainer) -> dict[str, str]:

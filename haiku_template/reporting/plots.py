@@ -62,7 +62,7 @@ def write(workdir: Path) -> Path | None:
 def write_comparison(
     path: Path, runs: dict[str, list[dict[str, Any]]], metrics: Sequence[str]
 ) -> Path | None:
-    """Draws each metric's curves of all runs, by label; None without matplotlib."""
+    """Draws each metric's curves of all runs, by label; if it cannot, None."""
     figure = _figure(path.name, 6 * len(metrics), 4 + 0.2 * len(runs))
     if figure is None:
         return None
@@ -77,7 +77,7 @@ def write_comparison(
         axes.set(title=metric, xlabel="step", yscale="log" if is_loss else "linear")
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
-    return _save(figure, path)
+    return _save_if_possible(figure, path)
 
 
 def write_confusion(
@@ -107,11 +107,7 @@ def write_confusion(
             axes.text(
                 column, row, label, ha="center", va="center", color=color, fontsize=7
             )
-    try:
-        return _save(figure, workdir / names.CONFUSION)
-    except OSError as error:
-        logger.warning("no %s: %s", workdir / names.CONFUSION, error)
-        return None
+    return _save_if_possible(figure, workdir / names.CONFUSION)
 
 
 def write_pictures(
@@ -141,6 +137,14 @@ def _figure(name: str, width: float, height: float) -> "Figure | None":
         logger.warning("no %s: %s", name, advice)
         return None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save_if_possible(figure: "Figure", path: Path) -> Path | None:
+    try:
+        return _save(figure, path)
+    except OSError as error:
+        logger.warning("no %s: %s", path, error)
+        return None
 
 
 def _save(figure: "Figure", path: Path) -> Path:

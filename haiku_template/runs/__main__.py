@@ -28,10 +28,14 @@ def main(folders: list[str]) -> None:
         )
     if FLAGS.metric is not None and FLAGS.mode is None:
         raise ConfigError(f"--metric={FLAGS.metric} needs --mode=min or --mode=max")
+    from haiku_template.preflight.checks import check_measured
     from haiku_template.runs import comparison
 
     folder = Path(folders[0])
     runs = comparison.summarize_runs(folder, FLAGS.metric, FLAGS.mode)
+    if FLAGS.metric and not any(run.best for run in runs):
+        names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+        check_measured("--metric", FLAGS.metric, names)
     if FLAGS.csv:
         return print(comparison.as_csv(runs), end="")
     Console(highlight=False, markup=False).print(comparison.as_table(runs))

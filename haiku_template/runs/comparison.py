@@ -46,8 +46,11 @@ def summarize_run(
     points = [(row[metric], row["step"]) for row in rows if row.get(metric) is not None]
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
-    try:
-        state = state_of(workdir, values, rows)
+    started = workdirs.read_json(workdir / workdirs.ENV).get("num_steps")
+    try:  # A script trains as many steps as it says, whatever its config does.
+        state = state_of(
+            workdir, values | ({"num_steps": started} if started else {}), rows
+        )
     except TypeError as error:  # Keys that are not as `config.check` wants them.
         sentence = f"{workdir / workdirs.CONFIG} cannot be read: {error}"
         raise ConfigError(sentence) from error

@@ -1,5 +1,6 @@
 """Early stopping."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,14 @@ def early_stop(
     # Why: docs/decisions/training.md#early-stopping
     def stops(rows: list[dict[str, Any]]) -> bool:
         names = dict.fromkeys(name for row in rows for name in row)
-        if any(name.startswith("eval/") for name in names):
+        kinds = (x for x in ("train/", "perf/") if metric.startswith(x))
+        kind = next(kinds, "eval/")
+        if any(name.startswith(kind) for name in names):
             check_measured("early_stop.metric", metric, names)
-        points = [(x[metric], x["step"]) for x in rows if x.get(metric) is not None]
         sign, best = -1 if mode == "max" else 1, 0
+        rows = [x for x in rows if metric in x]  # None is no number, and no better.
+        values = (sign * math.inf if x[metric] is None else x[metric] for x in rows)
+        points = [*zip(values, (x["step"] for x in rows), strict=True)]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:
                 best = i

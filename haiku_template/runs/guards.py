@@ -92,8 +92,9 @@ def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteErro
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
     reason = cause or (
-        "usual causes are NaN or infinity in the data, a label or example_weight below "
-        "0, a learning rate too high (try optimizer.warmup_steps, optimizer.clip_norm)"
+        "usual causes are NaN or infinity in the data, a label that is no class (0 to "
+        "below the number of outputs), an example_weight below 0, a learning rate "
+        "too high (try optimizer.warmup_steps, optimizer.clip_norm)"
     )
     return NonFiniteError(
         f"{fault}; it was not saved as a checkpoint, and {newest}: {reason}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from haiku_template.errors import ConfigError, Interrupted
-from haiku_template.runs.stopping import StopSignals
+from haiku_template.runs.stopping import LISTENING
 from haiku_template.training import Experiment
 
 POLL_SECONDS = 0.05
@@ -41,21 +41,21 @@ def with_eval_batches(experiment: Experiment, count: int) -> Experiment:
 def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `train`: after so many minutes of this start it ends, saved, as by SIGUSR1.
 
-    The signal is noted by the handler of a run that listens, and sent to no other.
+    The run notes it once it listens, whoever else handles signals, or ignores them.
     """
     passed, over = threading.Event(), threading.Event()
 
-    def end() -> None:
+    def end(thread: int) -> None:
         over.wait(60 * minutes)
         while not over.wait(POLL_SECONDS):
-            handler = signal.getsignal(signal.SIGUSR1)
-            if isinstance(getattr(handler, "__self__", None), StopSignals):
+            if thread in LISTENING:
                 passed.set()
-                return handler(signal.SIGUSR1, None)
+                return LISTENING[thread].note(signal.SIGUSR1)
 
     @functools.wraps(train)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        threading.Thread(target=end, daemon=True).start()
+        caller = threading.get_ident()
+        threading.Thread(target=end, args=(caller,), daemon=True).start()
         try:
             return train(*args, **kwargs)
         except Interrupted as error:

@@ -110,7 +110,8 @@ def train(
       Interrupted: a signal came; the state is saved.
     """
     check_some(locals())  # Options have the names of a config's keys.
-    directory, devices = brought_back(trainer, workdir, mirror), trainer.devices
+    directory = brought_back(trainer, workdir, mirror, config)
+    devices = trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
@@ -122,7 +123,7 @@ def train(
     with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
         fingerprint.keep(directory, trainer, config, num_steps)
-        facts = open_workdir(trainer, directory, config)
+        facts = open_workdir(trainer, directory, config, num_steps)
         report = stack.enter_context(_report(trainer, directory, num_steps, budget))
         checkpoints = open_checkpoints(
             trainer,
@@ -303,6 +304,7 @@ class _Run(NamedTuple):
         self.guards.evaluated(step, metrics, state)
         self.checkpoints.check_metric(metrics)
         self.report.evaluation(step, metrics)
+        self.signals.evaluated = step, metrics
         self._tell("evaluation", step, state, metrics)
         return metrics
 
@@ -336,7 +338,9 @@ class _Run(NamedTuple):
             if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
                 return None  # Donated to a call that failed.
             self.checkpoints.without_batches()
-            self._save(steps, state, scalars, None, waits=True)
+            step, metrics = self.signals.evaluated
+            metrics = metrics if step == steps[-1] else None
+            self._save(steps, state, scalars, metrics, waits=True)
             unlogged.close()
             return steps[-1]
 

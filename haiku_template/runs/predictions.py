@@ -63,13 +63,20 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
     count, batches = 0, _batches(run, examples)
     with new_file(output) as file, run.devices.explicit_transfers():
         if output.suffix == ".npz":
+            batches = [*batches]
+            shapes = {str(jax.tree.map(lambda x: x.shape[1:], x)) for x in batches}
+            if len(shapes) > 1:
+                raise ConfigError(
+                    "batches have outputs of several lengths, which are no arrays; "
+                    f"--output={output.with_suffix('.jsonl')} has a line for each"
+                )
             joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
             np.savez(file, **flatten(joined))
             return num_rows(joined)
         with file.open("w") as lines:
             for batch in batches:
                 for example in _rows(batch):
-                    lines.write(_line(example))
+                    lines.write(json_line(example))
                 count += num_rows(batch)
     return count
 
@@ -86,7 +93,7 @@ def print_predictions(run: Run, examples: Any = None) -> None:
             if "class" in batch and is_softmax:
                 batch["probability"] = _probability(batch.pop("outputs"))
             for example in _rows(batch):
-                sys.stdout.write(_line(example))
+                sys.stdout.write(json_line(example))
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
@@ -96,13 +103,13 @@ def _probability(logits: np.ndarray) -> np.ndarray:
     return (shares.max(axis=1) / shares.sum(axis=1)).round(4)
 
 
-def _line(example: Any) -> str:
+def json_line(example: Any) -> str:
     """JSON, which has no NaN and no infinity: they are null, as pandas writes them."""
     try:
-        return json.dumps(example, allow_nan=False) + "\n"
+        return json.dumps(example, allow_nan=False, default=str) + "\n"
     except ValueError:
         finite = lambda x: None if isinstance(x, float) and not np.isfinite(x) else x  # noqa: E731
-        return json.dumps(jax.tree.map(finite, example)) + "\n"
+        return json.dumps(jax.tree.map(finite, example), default=str) + "\n"
 
 
 def _rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -25,12 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def open_workdir(
-    trainer: Trainer, workdir: Path, config: dict[str, Any]
+    trainer: Trainer, workdir: Path, config: dict[str, Any], num_steps: int
 ) -> Callable[[int], dict[str, Any]]:
     """Opens a run's workdir; makes the function of a step that gives facts to save."""
     # Why: docs/decisions/storage.md#facts
-    number = trainer.feed.steps_per_call
-    environment = workdirs.open_workdir(workdir, config, trainer.devices, number)
+    environment = workdirs.open_workdir(
+        workdir, config, trainer.devices, trainer.feed.steps_per_call, num_steps
+    )
     dataset = whole_batches(trainer.experiment.data.train)
     is_function = dataclasses.is_dataclass(dataset)  # Of the step, without a state.
     digest = _digest_of_config(config)
@@ -96,14 +97,19 @@ def open_checkpoints(
     return checkpoints
 
 
-def brought_back(trainer: Trainer, workdir: str | Path, mirror: str | None) -> Path:
-    """Workdir of this process; a run that it has not, or no more, is its mirror's."""
+def brought_back(
+    trainer: Trainer, workdir: str | Path, mirror: str | None, config: Any
+) -> Path:
+    """Workdir of this process; a run that it has not, or no more, is its mirror's.
+
+    Raises `ConfigError` for another's mirror, if the `config` is not None.
+    """
     if mirror is not None:
         from haiku_template.storage.mirror import bring_back
 
         processes = trainer.devices.processes
         if processes.index == 0:
-            bring_back(Path(workdir), Path(mirror))
+            bring_back(Path(workdir), Path(mirror), config)
         processes.first(None)  # All wait for it.
     return workdirs.own(workdir)
 

@@ -8,6 +8,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.runs import start
 from haiku_template.runs.comparison import summarize_run
+from haiku_template.runs.early_stop import early_stop
 
 
 def objective(
@@ -30,7 +31,9 @@ def objective(
                 f"config.best_mode={config.best_mode!r}, of {config.best_metric}; "
                 f"optuna.create_study(direction={direction.lower()!r})"
             )
-        reported = set()
+        reported, stops = set(), lambda rows: False
+        if config.early_stop.patience is not None:
+            stops = early_stop(**config.early_stop)
 
         def prunes(rows: list[dict[str, Any]]) -> bool:
             for row in rows:
@@ -38,6 +41,9 @@ def objective(
                 if value is not None and step not in reported:
                     reported.add(step)
                     trial.report(value, step)
+            if stops(rows):
+                prunes.reason = stops.reason
+                return True
             prunes.reason = "as Optuna's pruner says"
             return trial.should_prune()
 

@@ -1,5 +1,6 @@
 """Run of a config: what `python -m haiku_template.train` does."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 from haiku_template import preflight
-from haiku_template.config import LOOP_KEYS, flatten, load, to_dict
+from haiku_template.config import LOOP_KEYS, flatten, interval, load, to_dict
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
@@ -23,6 +24,8 @@ from haiku_template.training import Experiment
 from haiku_template.training.experiment import make_data
 from haiku_template.training.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 def run(
     config: config_dict.ConfigDict,
@@ -33,16 +36,19 @@ def run(
     dry_run: bool = False,
     rewind: str | None = None,
     fit: str | None = None,
+    profile: str | None = None,
     **options: Any,
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
     `dry_run` prints the memory budget and writes nothing. `rewind` names steps to leave
-    out, as `runs/rewind.py` reads them; `fit` is as in `fitted`; others are options of
-    `runs/loop.py`.
+    out, as `runs/rewind.py` reads them; `fit` is as in `fitted`, `profile` START:STOP;
+    others are options of `runs/loop.py`.
     """
     if config.num_epochs is not None:
         config = in_steps(config, devices)
+    if profile is not None:
+        options["profile"] = interval(profile, config.num_steps)
     if fit is not None:
         config = fitted(config, devices, Path(workdir), memory_limit, fit, dry_run)
         if dry_run and fit != "apply":
@@ -65,6 +71,13 @@ def run(
     how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
+        saves, evaluates = config.save_every, config.eval_every
+        if config.keep_best and evaluates and (not saves or evaluates % saves):
+            logger.warning(
+                "config.save_every=%s: the step whose %s is best may not be saved; "
+                "config.save_every=%d saves each that is evaluated",
+                *(saves, config.early_stop.metric, evaluates),
+            )
     train = loop.train
     if config.loop is not None:
         train = users_module("loop", config.loop, "train").train

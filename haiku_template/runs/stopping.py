@@ -38,6 +38,7 @@ LATE = (
     "command resumes the last checkpoint"
 )
 SAVED = "step {} is saved, and the same command resumes it"
+LISTENING: dict[int, "StopSignals"] = {}  # By the thread that trains.
 NOTHING_NEW = "and nothing new was saved; the same command resumes what was"
 
 
@@ -79,6 +80,7 @@ class StopSignals:
         self.save: Callable[[], int | None] | None = lambda: None
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
+        self.evaluated: tuple[int, Any] = 0, None  # Step and metrics of the last.
         self._timers, self._is_open = [], False
         # Seconds: of the first signal, the last call, and the longest one.
         self._first, self._called, self._longest = 0.0, math.inf, 0.0
@@ -88,18 +90,20 @@ class StopSignals:
 
     def listen(self) -> None:
         """Takes the signals; before, and after the context, they end a command."""
+        LISTENING[threading.get_ident()] = self
         if threading.current_thread() is not threading.main_thread():
             return
         if self._several:  # They stop after the same step, as JAX's runtime says.
             self._runtime = RuntimeHandler(self)
         for number in signals.EXIT_CODES:
             if number in OBEYED or signals.is_free(number):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self.note)
         signals.watch()
         self._is_open = True
         signals.HEARERS.append(self._hear)
 
     def __exit__(self, *_: object) -> None:
+        LISTENING.pop(threading.get_ident(), None)
         if self._is_open:
             signals.HEARERS.remove(self._hear)
         with self.lock:  # A thread that saves ends the process.
@@ -195,7 +199,8 @@ class StopSignals:
         if self._is_open:
             signals.end_late(sentence, code)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Notes a signal, or what is to end the run as if by one."""
         if self._noted is not None and number == signal.SIGINT:
             return _hand_on(self._previous[number], number, frame)
         self._noted = signal.Signals(number)

@@ -166,13 +166,18 @@ def check(workdir: Path, folder: Path) -> None:
         )
 
 
-def bring_back(workdir: Path, folder: Path) -> None:
-    """Copies a mirror's run into a workdir that has lost its checkpoints, or is new."""
+def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
+    """Copies a mirror's run into a workdir that has lost its checkpoints, or is new.
+
+    Raises `ConfigError`, and copies nothing, for a run with another `config`.
+    """
     check(workdir, folder)
     if workdirs.has_checkpoints(workdir) or not workdirs.has_checkpoints(folder):
         return
     if (workdir / workdirs.CHECKPOINTS).is_symlink():
         return  # Which a run refuses.
+    if config is not None:
+        workdirs.check_same_run(folder, config)
     with workdirs.locked(workdir), workdirs.usable(workdir):
         steps = workdirs.saved_steps(folder / workdirs.CHECKPOINTS)
         logger.warning(

@@ -100,7 +100,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
             "exported parameters, config.finetuning.adapters from adapters)"
         )
     if (workdir / CONFIG).exists():
-        return _check_same_run(workdir, config)
+        return check_same_run(workdir, config)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
     names = [name for name in names if (workdir / name).exists()]
     if names:
@@ -110,7 +110,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_same_run(workdir: Path, config: dict[str, Any]) -> None:
+def check_same_run(workdir: Path, config: dict[str, Any]) -> None:
     """Raises `ConfigError` for another run's workdir, or one with missing files."""
     run = read_json(workdir / RUN)
     if not has_checkpoints(workdir):
@@ -205,11 +205,16 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 
 def open_workdir(
-    workdir: Path, config: dict[str, Any], devices: DeviceManager, number: int = 1
+    workdir: Path,
+    config: dict[str, Any],
+    devices: DeviceManager,
+    number: int = 1,
+    num_steps: int | None = None,
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. The `number` of steps in a call holds when the run resumes.
+    Call it under the lock. The `number` of steps in a call holds when the run resumes;
+    `num_steps` are those of this start.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
@@ -223,6 +228,7 @@ def open_workdir(
     env = environment(devices)
     with dispensable(workdir / ENV):
         started = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        started["num_steps"] = num_steps
         write_json(workdir / ENV, started | env)
     return env
 

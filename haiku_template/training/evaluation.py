@@ -150,7 +150,8 @@ def make_eval_step(
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         facts["mask"] = mask = places >= 0
         values, weights = example_values(recipe.task, **facts)
-        weights = jnp.where(mask, 1.0 if weights is None else weights, 0.0)
+        weights = jnp.float32(1) if weights is None else weights
+        weights = jnp.where(mask, weights, 0)
         sums = {
             "values": {k: weighted_sum(v, weights) for k, v in values.items()},
             "weight": jnp.sum(weights),

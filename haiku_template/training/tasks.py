@@ -26,6 +26,7 @@ LABELS = ("classes", "numbers", "tokens", "any")
 # What the function of a task gets by name.
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
+OF_THE_STEP = ("grad_norm", "loss_scale", "skipped_steps")  # Scalars beside a task's.
 
 
 class Task(NamedTuple):
@@ -122,6 +123,8 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         )
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
+    if taken := [name for name in OF_THE_STEP if name in values]:
+        raise ConfigError(f"the task returns {taken[0]!r}, which a step has; rename it")
     for name, value in values.items():
         shape = jnp.shape(value)
         if shape != (rows,):

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ lib-dynload lib2to3 pydoc_data site-packages test tests turtledemo
 """
 PIECE = 2**14  # Characters, about, that one thread works on.
 LONGEST_PIECE = 2**20  # Characters, where no good place to cut is found.
+NEAR = 64  # Characters before and behind a cut, whose tokens tell if it is one.
 T = TypeVar("T")
 D = TypeVar("D", "Document", "TextFile")
 
@@ -59,7 +60,8 @@ def _stream(documents: list["Document"]) -> TokenStream:
 def prompt_file(path: str) -> list[str]:
     """Reads a prompt a line, or raises `ConfigError` if it cannot."""
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
+        return lines.split("\n") if lines else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
 
@@ -193,11 +195,13 @@ def split_text(
     return [Document(name, content[:cut])], [Document(name, content[cut:])]
 
 
-def pieces(file: TextFile) -> Iterator[str]:
+def pieces(
+    file: TextFile, splits: Callable[[str, str], bool] = lambda a, b: True
+) -> Iterator[str]:
     """Reads a text of any length in pieces, which give the tokens of the whole.
 
-    It is cut before a space between two letters, where tokenizers split, too; anywhere
-    only if it has no such place for `LONGEST_PIECE` characters.
+    It is cut before a space between two letters, if `splits(before, behind)` says that
+    a tokenizer splits there, too; anywhere if no such place comes for `LONGEST_PIECE`.
     """
     buffer = ""
     try:
@@ -205,6 +209,8 @@ def pieces(file: TextFile) -> Iterator[str]:
             while chunk := f.read(PIECE):
                 buffer += chunk
                 cut = _last_cut(buffer)
+                if not splits(buffer[max(0, cut - NEAR) : cut], buffer[cut:][:NEAR]):
+                    cut = 0  # As Llama's, which puts a mark before each text.
                 if len(buffer) > PIECE and (cut or len(buffer) >= LONGEST_PIECE):
                     yield buffer[: cut or None]
                     buffer = buffer[cut:] if cut else ""

@@ -72,6 +72,11 @@ class Tokenizer:
             return [list(t.encode(errors="surrogatepass")[:most]) for t in texts]
         return [x.ids for x in self._encodings(texts, special, most)]
 
+    def splits(self, before: str, behind: str) -> bool:
+        """Tests if two texts have the tokens that they have as one."""
+        whole, *parts = self.encode([before + behind, before, behind])
+        return whole == sum(parts, [])
+
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, most: int | None = None
     ) -> tuple[list[list[int]], list[list[int]]]:

@@ -68,7 +68,8 @@ def _count_held_out(stream: TokenStream, fraction: float, count: int | None) -> 
     amount = f"tokens={count}"
     if count is None:
         amount = f"fraction={fraction}"
-        count = math.floor(len(stream) * fraction) or int(fraction > 0)
+        count = math.floor(len(stream) * fraction) if 0 <= fraction < 1 else -1
+        count = count or int(fraction > 0)
     if 0 <= count < len(stream):
         return count
     raise ConfigError(

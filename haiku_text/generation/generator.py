@@ -167,6 +167,8 @@ def _check(sampling: Sampling, vocabulary: int) -> None:
             f"the tokenizer has {most} tokens and the model {vocabulary}; it is the "
             "tokenizer of another model"
         )
+    if not 0 <= sampling.seed < 2**32:
+        raise ConfigError(f"--seed={sampling.seed}; possible is 0 to 2**32 - 1")
     if not 0 <= sampling.temperature < float("inf"):
         raise ConfigError(
             f"--temperature={sampling.temperature}; possible is 0 or more"

@@ -452,3 +452,34 @@ def test_a_token_that_does_not_fit_is_not_written(tmp_path):
         pytest.raises(OverflowError),
     ):
         writer.write([65536])
+
+
+@pytest.mark.parametrize("kind", ["prepend", "strip", "split", "words"])
+def test_pieces_of_a_long_text_have_its_tokens(tmp_path, kind):
+    """Llama's normalizer puts a mark before each text, and a piece is none."""
+    words = [f"{'abcdefgh'[i % 8]}{'xyz'[i % 3] * (i % 4)}" for i in range(50)]
+    content = " ".join(words[i * 7 % 50] for i in range(12_000))
+    library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    norms = tokenizers.normalizers
+    if kind == "prepend":
+        marks = [norms.Prepend("\u2581"), norms.Replace(" ", "\u2581")]
+        library.normalizer = norms.Sequence(marks)
+    elif kind == "split":
+        library.normalizer = norms.Replace(" ", "\u2581")
+        split = pre_tokenizers.Split(" ", "merged_with_previous")
+        library.pre_tokenizer = split
+    else:
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.normalizer = norms.Strip() if kind == "strip" else None
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>"], show_progress=False
+    )
+    library.train_from_iterator([content[:5000]], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(content)
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", literal=True)
+    file = text.TextFile("a.txt", tmp_path / "a.txt")
+    parts = list(text.pieces(file, tokenizer.splits))
+    assert "".join(parts) == content and (len(parts) > 1) == (kind == "words")
+    (whole,) = tokenizer.encode([content])
+    assert whole == sum(tokenizer.encode(parts), [])

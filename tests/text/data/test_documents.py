@@ -252,3 +252,11 @@ def test_a_context_longer_than_the_text_is_refused(tmp_path):
     path = str(write_files(tmp_path, 4))
     with refuses("context=5000", "tokens, and there are", "to train on"):
         load(path, context=5000)
+
+
+def test_a_file_of_prompts_has_one_in_each_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffa\u2028b\r\nc\x0cd\n\ne\n".encode())
+    assert text.prompt_file(str(path)) == ["a\u2028b", "c\x0cd", "", "e"]
+    path.write_text("")
+    assert text.prompt_file(str(path)) == []

@@ -307,6 +307,7 @@ def test_a_context_longer_than_the_validation_part_is_refused(tmp_path):
     [
         {"validation_fraction": 1.0},
         {"validation_fraction": -0.1},
+        {"validation_fraction": float("nan")},
         {"validation_tokens": 997},
         {"validation_tokens": -1},
     ],

@@ -140,6 +140,8 @@ def test_a_prompt_longer_than_the_context_is_said_to_be_cut(model, caplog):
     [
         (Sampling(temperature=-1.0), r"--temperature=-1\.0; possible is 0 or more"),
         (Sampling(temperature=float("nan")), "--temperature=nan"),
+        (Sampling(seed=-1), r"--seed=-1; possible is 0 to 2\*\*32 - 1"),
+        (Sampling(seed=2**32 + 1), "--seed=4294967297; possible is"),
         (Sampling(top_k=0), "--top_k=0; possible is 1 to 256"),
         (Sampling(top_k=257), "--top_k=257; possible is 1 to 256"),
         (Sampling(top_k=100, vocabulary=99), "--top_k=100; possible is 1 to 99"),
