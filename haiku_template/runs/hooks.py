@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.devices import detached
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
@@ -72,7 +73,7 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     that are not [B, height, width, 1 or 3], or [B, height, width].
     """
     data, board = trainer.experiment.data, tensorboard.Board(workdir, "images")
-    batch = {} if data.evaluation is None else data.evaluation.batch(0)
+    batch = {} if data.evaluation is None else detached(data.evaluation.batch(0))
     pixels = np.asarray(batch.get("inputs", 0.0))
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
     if pixels.ndim != 4 or pixels.shape[-1] not in (1, 3):

@@ -3,6 +3,7 @@
 Shapes: B examples in one device's share of a batch.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,9 +53,13 @@ def add_up(
     eval_step: Callable[[Any], dict[str, Any]],
     dataset: Any,
     size: int,
+    alone: Callable[[], Any] = contextlib.nullcontext,
 ) -> dict[str, Any]:
-    """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
-    padded, sums = _padded(dataset, size), None
+    """Sums `eval_step` over an evaluation set in float64, within a batch in float32.
+
+    `alone` makes a context to read in.
+    """
+    padded, sums = _padded(dataset, size, alone), None
     cut = own_rows(devices.processes)
     make = lambda _: devices.shard(cut(next(padded)))  # noqa: E731
     with Prefetcher(make, range(dataset.num_batches)) as batches:
@@ -64,24 +69,29 @@ def add_up(
     return sums
 
 
-def _padded(dataset: Any, size: int) -> Iterator[tuple[Any, np.ndarray]]:
+def _padded(
+    dataset: Any, size: int, alone: Callable[[], Any]
+) -> Iterator[tuple[Any, np.ndarray]]:
     first = 0
     with ahead(dataset, 0, dataset.num_batches):
         for index in range(dataset.num_batches):
-            batch = detached(dataset.batch(index))
+            with alone():
+                batch = detached(dataset.batch(index))
             rows = check_host_batch(batch, f"evaluation batch {index}")
             yield pad(batch, size, first)
             first += rows
 
 
 def placed_inputs(
-    dataset: Any, whole_batch: bool = False
+    dataset: Any,
+    whole_batch: bool = False,
+    alone: Callable[[], Any] = contextlib.nullcontext,
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
-    `whole_batch` is a task's.
+    `whole_batch` is a task's; `alone` makes a context to read in.
     """
-    for batch, places in _padded(dataset, 0):
+    for batch, places in _padded(dataset, 0, alone):
         yield inputs_of(batch, whole_batch), places
 
 

@@ -183,9 +183,15 @@ class Feed:
 
     def read(self, step: int) -> Any:
         """Reads a step's batch again, for the loop's thread; steps count from 0."""
+        with self.alone():
+            return detached(without_workers(self._experiment.data.train).batch(step))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context in which no other thread reads data, unless one hangs there."""
         is_alone = self.reading.acquire(timeout=BUSY_SECONDS)
         try:
-            return detached(without_workers(self._experiment.data.train).batch(step))
+            yield
         finally:
             if is_alone:
                 self.reading.release()

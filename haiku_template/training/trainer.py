@@ -282,7 +282,7 @@ class Trainer:
                 if shapes not in self._evaluated:
                     # Compiling may read arrays that a task or a model closes over.
                     stack.enter_context(self.devices.implicit_transfers())
-                sums = add_up(self.devices, eval_step, dataset, size)
+                sums = add_up(self.devices, eval_step, dataset, size, self.feed.alone)
             self._evaluated.add(shapes)
             values, of_set = summarize(sums, self.recipe.task.derive)
             metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
@@ -314,13 +314,14 @@ class Trainer:
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, frozen, batch),
             None,
-            placed_inputs(dataset, self.recipe.task.whole_batch),
+            placed_inputs(dataset, self.recipe.task.whole_batch, self.feed.alone),
         )
 
     def padded_size(self, dataset: Any) -> int:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
-        return padded_size(shares, dataset, self.pads)
+        with self.feed.alone():
+            return padded_size(shares, dataset, self.pads)
 
     @functools.cached_property
     def pads(self) -> bool:

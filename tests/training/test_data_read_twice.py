@@ -93,6 +93,29 @@ def test_one_thread_at_a_time_is_in_a_data_set(
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Evaluation set of the buffer that the training set fills."""
+
+    data: Refilled
+    num_batches: int = 3
+
+    def batch(self, index):
+        return self.data.batch(index)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_one_thread_at_a_time_is_in_what_both_sets_read(tmp_path, one_device, count):
+    data, alone = Refilled(pauses=0.01), Refilled(pauses=0.0)
+    trainer = made(one_device, data, count)
+    both = Data(data, Evaluation(data), 2)
+    trainer = dataclasses.replace(trainer.experiment, data=both).trainer(one_device)
+    result = train(trainer, num_steps=30, workdir=tmp_path, eval_every=5)
+    assert data.clashes == []
+    expected = trainer.evaluate(result.state, Evaluation(alone))
+    assert result.metrics["eval/loss"] == expected["eval/loss"]
+
+
+@dataclasses.dataclass(frozen=True)
 class Hanging:
     """Hangs as the batch of step 12 is made, until a save has begun."""
 
