@@ -100,10 +100,8 @@ def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
 
     `arguments` made the model; those left out have the family's defaults.
     """
-    kinds = {
-        "model_type": family.model_type,
-        "architectures": [family.architectures[0]],
-    }
+    first = family.architectures[0]
+    kinds = {"model_type": family.model_type, "architectures": [first]}
     sizes = {key: arguments.get(name, value) for name, key, value in family.keywords}
     fixed = {key: possible[0] for key, possible in family.fixed(sizes).items()}
     return kinds | fixed | sizes
@@ -133,12 +131,10 @@ def restore(
     skeleton = devices.abstract(init)
     paths, fresh_paths = flatten(skeleton), set()
     for pattern in fresh:
-        if not matching(pattern, paths):
-            guess = near(pattern, paths)
-            raise ConfigError(
-                f"fresh={pattern!r} fits no parameter of the model{guess}"
-            )
-        fresh_paths |= matching(pattern, paths)
+        if not (fits := matching(pattern, paths)):
+            fault = f"fresh={pattern!r} fits no parameter of the model"
+            raise ConfigError(fault + near(pattern, paths))
+        fresh_paths |= fits
     leaves = read(source, skeleton, rules, devices, skip=fresh_paths)
 
     def init_fresh() -> dict[str, jax.Array]:

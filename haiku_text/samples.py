@@ -29,7 +29,7 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     Raises `ConfigError` for a model that writes no text, or data that does not say what
     its tokens stand for.
     """
-    experiment = trainer.experiment
+    experiment, devices = trainer.experiment, trainer.devices
     family, data = experiment.family, experiment.data
     if family is None or family.tables is None or data.evaluation is None:
         raise ConfigError(
@@ -40,7 +40,9 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
             "config.hooks=samples needs to know what tokens stand for, which the data "
             f"set {experiment.config.get('data', {}).get('name', '')} does not say"
         )
-    tokenizer, one = Tokenizer(data.text), _first(trainer.devices)
+    tokenizer = Tokenizer(data.text)
+    # The first, alone: text is generated on one device.
+    one = DeviceManager(devices.devices[:1], devices.reason, devices.ledger)
     rows = np.asarray(data.evaluation.batch(0)["inputs"])[:PROMPTS, :BEGINNING]
     prompts = [[int(token) for token in row] for row in rows]
     precision = Precision.create(experiment.precision)
@@ -48,7 +50,6 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     generators: list[Callable[..., Any]] = []  # Compiled at the first evaluation.
 
     def look(step: int, state: Any) -> Callable[[], None]:
-        devices = trainer.devices
         params = jax.tree.map(devices.fetch, trainer.merged(state)[0])
         params = one.replicate(precision.policy.cast_to_compute(params))
         if not generators:
@@ -78,8 +79,3 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
         board.write(step, tensorboard.text("samples", "\n\n---\n\n".join(blocks)))
 
     return at_evaluations("samples", trainer, look)
-
-
-def _first(devices: DeviceManager) -> DeviceManager:
-    """First of the devices, alone: text is generated on one."""
-    return DeviceManager(devices.devices[:1], devices.reason, devices.ledger)

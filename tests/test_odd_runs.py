@@ -106,7 +106,7 @@ def test_early_stopping_waits_for_the_first_metrics_of_training():
     stop = early_stop("train/loss", 3)
     assert not stop([{"step": 50, "eval/loss": 1.0}])
     with pytest.raises(ConfigError, match="train/los is not measured.*train/loss"):
-        early_stop("train/los", 3)([{"step": 50, "train/loss": 1.0}])
+        early_stop("train/los", 3)([{"step": 50, "train/loss": 1.0, "eval/loss": 1.0}])
 
 
 def test_a_step_that_may_be_the_best_and_is_not_saved_is_said(

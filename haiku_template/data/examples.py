@@ -72,7 +72,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
         return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
     if suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
-    like = _first(data)
+    like = each_shape(data.train)[0]
     if path.is_dir():
         arrays, files = _read_pictures(path, _shape_of(like, path), class_numbers(data))
         return Examples(as_dataset(arrays, data, batch_size, name), files)
@@ -134,7 +134,8 @@ def as_labelled(
     Raises `ConfigError`, too, if it has none, or some outside the classes, for a task
     that takes labels of the `kind` `classes`.
     """
-    dataset, like = as_dataset(arrays, data, batch_size, where), _first(data)
+    dataset = as_dataset(arrays, data, batch_size, where)
+    like = each_shape(data.train)[0]
     if not isinstance(like, Mapping) or "labels" not in like:
         return dataset
     batch = dataset.batch(0)
@@ -148,10 +149,6 @@ def as_labelled(
     if isinstance(dataset, Rows) and kind == "classes" and data.num_outputs:
         check_classes(dataset.arrays["labels"], data.num_outputs, where)
     return dataset
-
-
-def _first(data: Data) -> Batch:
-    return each_shape(data.train)[0]
 
 
 def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
@@ -237,8 +234,7 @@ def _read_pictures(
         )
     paths = [x.relative_to(folder) for x in sorted(folder.rglob("*"))]
     shown = [x for x in paths if not any(part.startswith(".") for part in x.parts)]
-    files = [folder / x for x in shown if x.suffix.lower() in PICTURES]
-    if not files:
+    if not (files := [folder / x for x in shown if x.suffix.lower() in PICTURES]):
         raise ConfigError(f"{folder} holds no pictures: {', '.join(sorted(PICTURES))}")
     shape = like.shape[1:]
     if len(shape) != 3 or shape[2] not in MODES:

@@ -71,10 +71,6 @@ def _parse(where: str, text: str) -> Row:
     return Row(where, values)
 
 
-def _read_csv(path: Path, columns: Collection[str] | None) -> list[Row]:
-    return read_csv(path, lambda first: first)
-
-
 def read_csv(path: Path, name: Callable[[list[str]], list[str]]) -> list[Row]:
     """Reads a table of text; `name` maps its first line to the names of its columns.
 
@@ -136,6 +132,6 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
 
 
 FORMATS: dict[str, Callable[[Path, Collection[str]], list[Row]]] = {
-    ".csv": _read_csv,
+    ".csv": lambda path, columns: read_csv(path, lambda first: first),
     ".parquet": _read_parquet,
 }

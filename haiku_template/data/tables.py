@@ -58,8 +58,7 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
         names = [free.pop(0) for _ in range(unnamed.get(name, 0))] or [name]
         arrays[leaf_path] = _read_numbers(rows, names, leaf)
     if labels:
-        cells = [_label(row, labels[0]) for row in rows]
-        arrays["labels"] = _labels(cells, like, data)
+        arrays["labels"] = _labels([_label(row, labels[0]) for row in rows], like, data)
     return nested(arrays)
 
 

@@ -57,10 +57,7 @@ def in_workers(
             "its own, as torch's DataLoader(num_workers=...), and 0 here"
         )
     workers = Workers(count, (function, args, kwargs))
-    sets = {
-        name: WorkersDataset(dataset, name, workers)
-        for name, dataset in sets_of(data).items()
-    }
+    sets = {k: WorkersDataset(x, k, workers) for k, x in sets_of(data).items()}
     return data._replace(
         train=sets.pop(TRAIN),
         evaluation=sets.pop(EVALUATION, None),
@@ -243,7 +240,6 @@ class Worker:
             self._socket.sendall(json.dumps(key).encode() + b"\n")
 
     def _receive(self) -> None:
-        """Receives the next answer."""
         header, files = b"", []
         with contextlib.suppress(OSError, ValueError):  # Of a closed socket.
             self._wait()
@@ -288,8 +284,7 @@ class Worker:
 
     def _check(self, actual: dict[str, str]) -> None:
         expected = self._expected
-        paths = [k for k in expected | actual if expected.get(k) != actual.get(k)]
-        if paths:
+        if paths := [k for k in expected | actual if expected.get(k) != actual.get(k)]:
             raise ConfigError(
                 f"{paths[0] or 'the array'} of {_described(self._first_key)} differs "
                 f"in data worker {self._number} from that of the run itself; a batch "
@@ -348,11 +343,9 @@ def _blocked_signals() -> Iterator[None]:
 
 def _described(key: Key) -> str:
     name, index = key
-    return (
-        f"the {name} batch of step {index + 1}"
-        if name == TRAIN
-        else (f"batch {index} of {name}")
-    )
+    if name == TRAIN:
+        return f"the {name} batch of step {index + 1}"
+    return f"batch {index} of {name}"
 
 
 def _end(code: int) -> str:

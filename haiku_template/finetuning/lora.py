@@ -113,10 +113,8 @@ def adapt(
 
 def _order(axes: str) -> tuple[tuple[int, ...], ...]:
     """Axes of each of `KINDS`, by number."""
-    return tuple(
-        tuple(i for i, axis in enumerate(axes.split()) if axis == kind)
-        for kind in KINDS
-    )
+    words = axes.split()
+    return tuple(tuple(i for i, x in enumerate(words) if x == kind) for kind in KINDS)
 
 
 def convolutions(trace: Callable[[], Any]) -> dict[str, str]:

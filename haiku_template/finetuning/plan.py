@@ -193,8 +193,7 @@ def make_plan(
     # Patterns with the mark name leaves of the network state.
     of_params = [p for p in finetuning.fresh if not p.startswith(MARK)]
     fresh = _select("fresh", of_params, leaves)
-    stuck = sorted(fresh & frozen)
-    if stuck:
+    if stuck := sorted(fresh & frozen):
         raise ConfigError(
             f"{', '.join(stuck[:4])}: fresh parameters that are frozen would never "
             "learn anything; let train name them too, as in "
@@ -259,8 +258,7 @@ def _select(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[st
     """Selects paths by the patterns of a key, each of which must fit something."""
     selected = set()
     for pattern in patterns:
-        fits = matching(pattern, paths)
-        if not fits:
+        if not (fits := matching(pattern, paths)):
             some = sorted({"/".join(path.split("/")[-2:]) for path in paths})[:SHOWN]
             raise ConfigError(
                 f"{key}: the pattern {pattern!r} fits none of the {len(paths)} that "

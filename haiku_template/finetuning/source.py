@@ -70,15 +70,11 @@ def open_source(
             "source of their frozen parameters there, and the adapters as "
             "config.finetuning.adapters"
         )
-    if _is_workdir(path):
+    if (path / CHECKPOINTS).is_dir():
         marked = [pattern for pattern in finetuning.fresh if pattern.startswith(MARK)]
-        of_files = (
-            ("rename", finetuning.rename),
-            ("ignore", finetuning.ignore),
-            ("fresh", marked),
-        )
-        for key, value in of_files:
-            if value:
+        of_files = finetuning._asdict() | {"fresh": marked}
+        for key in ("rename", "ignore", "fresh"):
+            if value := of_files[key]:
                 raise ConfigError(
                     f"config.finetuning.{key}={value} is for the names in files, and "
                     f"config.init_from={init_from} is a workdir"
@@ -110,8 +106,7 @@ def trains_a_part(finetuning: Any) -> bool:
 
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
     """Opens a run's best checkpoint, or its latest: the averages if there are any."""
-    saved = load(workdir / CONFIG)
-    if not saved:
+    if not (saved := load(workdir / CONFIG)):
         raise ConfigError(
             f"the run in {workdir} was made by a script, without a config"
         )
@@ -180,9 +175,8 @@ def with_sizes(
     """
     if not is_folder(init_from):
         return values
-    sizes = dict(_describe(init_from, family).arguments)
-    for key in ("num_outputs", "dropout"):
-        sizes.pop(key, None)
+    sizes = _describe(init_from, family).arguments.items()
+    sizes = {k: x for k, x in sizes if k not in ("num_outputs", "dropout")}
     for key, value in sizes.items():
         if values.get(key) not in (None, value):
             raise ConfigError(
@@ -215,10 +209,6 @@ def is_folder(init_from: str | None) -> bool:
     return not _has_config(Path(init_from)) and not trees.is_tree(Path(init_from))
 
 
-def _is_workdir(path: Path) -> bool:
-    return (path / CHECKPOINTS).is_dir()
-
-
 def _has_config(path: Path) -> bool:
     """Tests for a run's config: in a workdir, or exported in Haiku's names."""
     try:
@@ -226,4 +216,4 @@ def _has_config(path: Path) -> bool:
     except (OSError, ValueError):
         config = None
     is_run = isinstance(config, dict) and "model_type" not in config
-    return _is_workdir(path) or (is_run and "model" in config)
+    return (path / CHECKPOINTS).is_dir() or (is_run and "model" in config)

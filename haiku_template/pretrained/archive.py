@@ -85,11 +85,8 @@ def _name(path: str, form: str) -> str:
 def _copy_others(source: Path, archive: zipfile.ZipFile, names: set[str]) -> None:
     """Copies an archive's entries that are no parameter or state, such as a config."""
     plain = [x.name for x in npz.read_headers(source) if x.dtype != "object"]
+    members = [f"{name}.npy" for name in plain if name not in names]
     with zipfile.ZipFile(source) as old:
-        for name in plain:
-            if name not in names:
-                with (
-                    old.open(f"{name}.npy") as member,
-                    archive.open(f"{name}.npy", "w", force_zip64=True) as new,
-                ):
-                    shutil.copyfileobj(member, new)
+        for x in members:
+            with old.open(x) as member, archive.open(x, "w", force_zip64=True) as new:
+                shutil.copyfileobj(member, new)

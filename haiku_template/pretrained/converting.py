@@ -53,8 +53,7 @@ def convert(
         try:
             facts = parse(output_text)
         except ValueError:
-            last = errors.strip().split("\n")[-1]
-            last = last or f"exit status {child.returncode}"
+            last = errors.strip().split("\n")[-1] or f"exit status {child.returncode}"
             facts = {"refused": f"the process that read it ended: {last}"}
         if "failed" in facts:
             raise StorageError(f"{output} cannot be written: {facts['failed']}")

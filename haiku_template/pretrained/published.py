@@ -115,9 +115,8 @@ def read_published(
         return devices.replicate(array) if as_state else place(path, array)
 
     leaves = load(matches, expected, put)
-    read_state = {k: leaves.pop(k) for k in [*leaves] if _is_state(k)}
-    read_state = unflatten({k.removeprefix(MARK): x for k, x in read_state.items()})
-    return leaves, None if state is None else read_state
+    of_state = {k.removeprefix(MARK): leaves.pop(k) for k in [*leaves] if _is_state(k)}
+    return leaves, None if state is None else unflatten(of_state)
 
 
 def names_of_file(
@@ -151,8 +150,7 @@ def _by_path(
             )
         tensors[path] = tensor
     tensors = _without_sections(source, tensors, shapes)
-    pickled = [tensor.name for tensor in tensors.values() if tensor.dtype == "object"]
-    if pickled:
+    if pickled := [x.name for x in tensors.values() if x.dtype == "object"]:
         raise ConfigError(
             f"{source} holds {pickled[0]} as a pickle, which can run any code and is "
             f"not read here; this runs none:\n    {convert_command(source)}"
@@ -173,8 +171,7 @@ def _without_sections(
     if params is None:
         return tensors
     state = next((key for key in SECTIONS[params] if key in tops), None)
-    other_keys = [key for key in tops if key not in (params, state)]
-    if other_keys:
+    if other_keys := [key for key in tops if key not in (params, state)]:
         text = "%s holds more than parameters and network state, which is not read: %s"
         _say_once(text, source, ", ".join(other_keys))
     split_paths = [(path.partition("/"), x) for path, x in tensors.items()]
@@ -234,7 +231,6 @@ def _parse(old: str, new: str) -> tuple[re.Pattern, str]:
             "new name; each is carried over, in order, such as ('old/*', 'new/*')"
         )
     pieces[::2] = map(re.escape, pieces[::2])
-    groups = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in pieces[1::2]]
-    pieces[1::2] = groups
+    pieces[1::2] = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in pieces[1::2]]
     plain = [text.replace("{", "{{").replace("}", "}}") for text in targets[::2]]
     return re.compile("".join(pieces)), "{}".join(plain)

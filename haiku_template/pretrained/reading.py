@@ -77,11 +77,9 @@ def _read(tensor_match: Match, leaf: Any) -> np.ndarray:
 
 def _check_tied(other: Match, first: Match) -> None:
     """Asserts that two tensors of one parameter hold the same bytes."""
-    same = [(m.transform, m.tensor.dtype) for m in (other, first)]
+    kinds = {(m.transform, m.tensor.dtype) for m in (other, first)}
     pairs = zip(pieces(other.tensor), pieces(first.tensor), strict=True)
-    if same[0] != same[1] or any(
-        a.tobytes() != b.tobytes() for (_, a), (_, b) in pairs
-    ):
+    if len(kinds) > 1 or any(a.tobytes() != b.tobytes() for (_, a), (_, b) in pairs):
         raise ConfigError(
             f"{other.tensor} and {first.tensor} differ, and in this model both are "
             f"{other.path}: tied tensors must be equal"

@@ -61,8 +61,7 @@ def tensor_name(
             return path, rule
         fits = rule.target and _expression(rule.target).fullmatch(path)
         if fits:
-            optional = r"\1" if with_brackets else ""
-            pattern = re.sub(r"\[(.*?)\]", optional, rule.pattern)
+            pattern = re.sub(r"\[(.*?)\]", r"\1" if with_brackets else "", rule.pattern)
             return pattern.format(*fits.groups()), rule
     return None, None
 
@@ -104,8 +103,7 @@ def match(
             not rule or not (path is None or path in skip or rule.optional)
         ):
             extra.append(name)
-    faults = list(_faults(matches, extra, tensors, skeleton, rules))
-    if faults:
+    if faults := list(_faults(matches, extra, tensors, skeleton, rules)):
         count = Counter(fault.split()[0] for fault in faults)
         raise ConfigError(
             f"the files do not fit the model, and nothing was read: {count['missing']} "

@@ -96,16 +96,14 @@ def read_headers(source: Path) -> dict[str, Tensor]:
         return {tensor.name: tensor for tensor in _read_header(located)}
     places = read_index(located)["weight_map"]
     files = [located.parent / name for name in dict.fromkeys(places.values())]
-    missing = [file.name for file in files if not os.path.isfile(file)]
-    if missing:
+    if missing := [file.name for file in files if not os.path.isfile(file)]:
         raise ConfigError(
             f"{located} names {len(files)} files, and of these {', '.join(missing)} "
             "cannot be found beside it"
         )
     tensors = [tensor for file in files for tensor in _read_header(file)]
     pairs = {(tensor.name, tensor.file.name) for tensor in tensors}
-    wrong = sorted({name for name, _ in pairs ^ set(places.items())})
-    if wrong:
+    if wrong := sorted({name for name, _ in pairs ^ set(places.items())}):
         raise ConfigError(
             f"{located} and its files disagree on the place of {', '.join(wrong)}"
         )
@@ -216,8 +214,6 @@ def _check_published(file: Path) -> None:
 
 def convert_command(file: Path) -> str:
     """Words the command that makes safetensors of a pickle."""
-    source, target = map(str, (file, file.with_suffix(".safetensors")))
-    return (
-        f"python -m haiku_template.convert --input={shlex.quote(source)} "
-        f"--output={shlex.quote(target)}"
-    )
+    paths = map(str, (file, file.with_suffix(".safetensors")))
+    source, target = map(shlex.quote, paths)
+    return f"python -m haiku_template.convert --input={source} --output={target}"

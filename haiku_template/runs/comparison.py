@@ -47,10 +47,10 @@ def summarize_run(
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
     started = workdirs.read_json(workdir / workdirs.ENV).get("num_steps")
-    try:  # A script trains as many steps as it says, whatever its config does.
-        state = state_of(
-            workdir, values | ({"num_steps": started} if started else {}), rows
-        )
+    # A script trains as many steps as it says, whatever its config does.
+    steps = {"num_steps": started} if started else {}
+    try:
+        state = state_of(workdir, values | steps, rows)
     except TypeError as error:  # Keys that are not as `config.check` wants them.
         sentence = f"{workdir / workdirs.CONFIG} cannot be read: {error}"
         raise ConfigError(sentence) from error
@@ -61,8 +61,7 @@ def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) 
     """State of a run in words, by its config and metrics."""
     if workdirs.is_locked(workdir):
         return "running"
-    saved = workdirs.saved_steps(workdir / workdirs.CHECKPOINTS)
-    if not saved:
+    if not (saved := workdirs.saved_steps(workdir / workdirs.CHECKPOINTS)):
         return "not saved"
     last = saved[-1]
     if last >= values.get("num_steps", last):
@@ -81,16 +80,14 @@ def summarize_runs(
     Raises `ConfigError` if there are none.
     """
     files = sorted(folder.rglob(workdirs.RUN)) if folder.is_dir() else []
-    files = [x for x in files if workdirs.PROCESSES not in x.relative_to(folder).parts]
-    if not files:
+    names = [str(x.parent.relative_to(folder)) for x in files]
+    names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]
+    if not names:
         raise ConfigError(
             f"{folder} holds no runs: workdirs, each with its {workdirs.RUN}; name the "
             "folder that they are in"
         )
-    runs = []
-    for file in files:
-        name = str(file.parent.relative_to(folder))
-        runs.append(summarize_run(file.parent, name, metric, mode))
+    runs = [summarize_run(folder / name, name, metric, mode) for name in names]
     lowest = mode or runs[0].keys.get("best_mode", "min")
     sign = -1 if lowest == "max" else 1
     return sorted(
@@ -136,11 +133,10 @@ def as_csv(runs: Sequence[Summary]) -> str:
 
 def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
     """Draws the curves of all runs over each other; None without matplotlib."""
-    keys = [key.rpartition(".")[2] for key in differing(runs)]
-    values = [[run.keys.get(key) for key in differing(runs)] for run in runs]
+    keys = {key: key.rpartition(".")[2] for key in differing(runs)}
     labels = [
-        ", ".join(f"{k}={x}" for k, x in zip(keys, items, strict=True))
-        for items in values
+        ", ".join(f"{last}={run.keys.get(key)}" for key, last in keys.items())
+        for run in runs
     ]
     if len(set(labels)) < len(runs):  # As of scripts' runs, which have no config.
         labels = [run.name for run in runs]

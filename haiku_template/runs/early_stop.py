@@ -22,7 +22,7 @@ def early_stop(
         names = dict.fromkeys(name for row in rows for name in row)
         kinds = (x for x in ("train/", "perf/") if metric.startswith(x))
         kind = next(kinds, "eval/")
-        if any(name.startswith(kind) for name in names):
+        if all(any(name.startswith(x) for name in names) for x in ("eval/", kind)):
             check_measured("early_stop.metric", metric, names)
         sign, best = -1 if mode == "max" else 1, 0
         rows = [x for x in rows if metric in x]  # None is no number, and no better.

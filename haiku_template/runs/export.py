@@ -103,13 +103,7 @@ def export_adapters(run: Run, output: Path) -> int:
             "them; --format=safetensors writes all of the model"
         )
     with pretrained.new_folder(output) as folder:
-        save_adapters(
-            folder / ADAPTERS,
-            state.averaged(),
-            state.frozen,
-            plan.lora,
-            run.devices,
-            step=run.step,
-        )
+        file, params = folder / ADAPTERS, state.averaged()
+        save_adapters(file, params, state.frozen, plan.lora, run.devices, step=run.step)
         (folder / CONFIG).write_bytes(pretrained.to_json(to_dict(run.config)))
     return run.step

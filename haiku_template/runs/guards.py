@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.devices import (
-    DeviceManager,
-    check_processes,
-    check_replicas,
-    device_name,
-)
+from haiku_template.devices import DeviceManager, check_processes, check_replicas
 from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.layout import in_device_memory
 from haiku_template.errors import NonFiniteError, some
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
-from haiku_template.runs.outliers import GradientNorms, blame
+from haiku_template.runs.outliers import GradientNorms, blame, located
 from haiku_template.runs.scalars import LOSS, NORM, SCALE, StepScalars
 from haiku_template.storage import Checkpoints
 from haiku_template.training.state import SKIPPED
@@ -69,12 +64,11 @@ def below_zero(trainer: Trainer, step: int) -> str:
         counts = mask if is_label and mask.shape == leaf.shape else True
         bad = np.argwhere((leaf < 0) & counts)
         if len(bad):
-            row, advice = int(bad[0][0]), IGNORED if is_label else ": it is 0 or more"
-            devices = trainer.devices.devices
-            device = devices[row * len(devices) // len(leaf)]
+            row = located(trainer, int(bad[0][0]), len(leaf))
+            advice = IGNORED if is_label else ": it is 0 or more"
             return (
                 f"the batch of step {step} has {leaf[tuple(bad[0])]} in its {path}, "
-                f"row {row}, which is on {device_name(device)}{advice}"
+                f"{row}{advice}"
             )
     return ""
 

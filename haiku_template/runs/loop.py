@@ -139,8 +139,7 @@ def train(
         )
         stack.enter_context(checkpoints)
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
-        if start:
-            trainer = resumed(trainer, directory, config)
+        trainer = resumed(trainer, directory, config) if start else trainer
         checkpoints.check_room(state.saved(), num_steps - start, save_every)
         report.print(*first_lines(trainer, state, report, start), budget.summary())
         trainer.compile()

@@ -47,9 +47,8 @@ def export_onnx(run: Run, output: Path, batch_size: int | None = None) -> int:
     with run.devices.on_host():
         model = convert_onnx(program, inputs, batch_size)
         names = list(run.trainer.experiment.data.class_names)
-        facts = {"step": str(run.step), "class_names": json.dumps(names)}
-        for key, value in facts.items():
-            model.metadata_props.add(key=key, value=value)
+        model.metadata_props.add(key="step", value=str(run.step))
+        model.metadata_props.add(key="class_names", value=json.dumps(names))
         serialized = model.SerializeToString()
         for size in [1, None] if batch_size is None else [batch_size]:
             _check(serialized, program, inputs, size)

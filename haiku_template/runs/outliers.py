@@ -35,13 +35,18 @@ def blame(
         if len(rows):
             row = int(rows[0])
             value = sizes[row][~(sizes[row] <= limit)][0]
-            devices = trainer.devices.devices
-            device = devices[row * len(devices) // len(sizes)]
             return (
                 f"the batch of step {step} has a value of magnitude {value:.3g} in its "
-                f"{path}, row {row}, which is on {device_name(device)}"
+                f"{path}, {located(trainer, row, len(sizes))}"
             )
     return ""
+
+
+def located(trainer: Trainer, row: int, rows: int) -> str:
+    """Describes a row of a batch of so many, and the device that has it."""
+    devices = trainer.devices.devices
+    device = devices[row * len(devices) // rows]
+    return f"row {row}, which is on {device_name(device)}"
 
 
 def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:

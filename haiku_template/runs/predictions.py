@@ -25,10 +25,8 @@ def read_examples(run: Run, name: str) -> Any:
     """Reads new examples for a run: `data.examples.read_examples`."""
     from haiku_template.data import examples
 
-    trainer = run.trainer
-    return examples.read_examples(
-        name, trainer.experiment.data, trainer.feed.batch_size
-    )
+    data, size = run.trainer.experiment.data, run.trainer.feed.batch_size
+    return examples.read_examples(name, data, size)
 
 
 def read_labelled(run: Run, name: str) -> Any:

@@ -158,12 +158,10 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
     )
     if processes.index == 0:
         for (damaged, i), sentence in damages.items():
-            is_mirrored = places[i] is not checkpoints
-            name = "" if is_mirrored else checkpoints.set_aside(damaged)
-            called = f"; it is called {name} now" if name else ""
-            logger.warning(
-                "%s%s, and the run goes on from step %d", sentence, called, step
-            )
+            name = checkpoints.set_aside(damaged) if places[i] is checkpoints else ""
+            called = f"; it is called {name} now" * bool(name)
+            text = "%s%s, and the run goes on from step %d"
+            logger.warning(text, sentence, called, step)
         if places[place] is not checkpoints:
             logger.warning("step %d is that of %s", step, places[place].directory)
         facts = places[place].saved_facts(step)

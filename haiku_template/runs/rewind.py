@@ -114,9 +114,7 @@ def _scalars(trainer: Trainer) -> Any:
     if trainer.experiment.exact_elastic is None:
         return trainer.trace(trainer.feed.host_shapes()[0]).out_info[1]
     state, step = trainer.abstract, trainer.functions().step
-    _, scalars = jax.eval_shape(
-        step, state.without_frozen(), state.frozen, trainer.feed.example
-    )
+    _, scalars = jax.eval_shape(step, *state.arguments(), trainer.feed.example)
     return jax.eval_shape(pack, scalars)
 
 

@@ -183,8 +183,7 @@ class Run:  # Why: docs/decisions/house.md#run
 
     def evaluation_set(self) -> Any:
         """The data to evaluate on; raises `ConfigError` if there are none."""
-        dataset = self.trainer.experiment.data.evaluation
-        if dataset is None:
+        if (dataset := self.trainer.experiment.data.evaluation) is None:
             raise ConfigError(
                 f"the data set of the run in {self.workdir} has nothing to evaluate on "
                 "or to predict"

@@ -53,8 +53,7 @@ def objective(
             raise optuna.TrialPruned(str(error)) from error
         if trial.should_prune():
             raise optuna.TrialPruned
-        best = summarize_run(workdir).best
-        if best is None:
+        if (best := summarize_run(workdir).best) is None:
             raise ConfigError(f"{workdir} has no values of {config.best_metric}")
         return best[0]
 

@@ -62,8 +62,7 @@ def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
     """
     model, variables = run.model()
     variables = run.devices.fetch(variables)
-    size = hk.data_structures.tree_bytes(variables[:2])
-    if size >= MOST_BYTES:
+    if (size := hk.data_structures.tree_bytes(variables[:2])) >= MOST_BYTES:
         raise ConfigError(
             f"the parameters take {size:,} bytes, and a program's file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"

@@ -1,7 +1,7 @@
 """Run of a config: what `python -m haiku_template.train` does."""
 
+import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,12 @@ def run(
     try:
         train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
-        _explain(error, trainer, config, workdir, memory_limit)
-        raise
+        if not is_exhausted(error):
+            raise
+        from haiku_template.runs.exhausted import explained
+
+        build = functools.partial(_changed_trainer, config, devices)
+        raise explained(error, trainer, build, Path(workdir), memory_limit) from None
 
 
 def fitted(
@@ -106,7 +110,7 @@ def fitted(
     if fit == "apply" and has_checkpoints(workdir):
         saved = flatten(load(workdir / CONFIG).to_dict())
         return with_changes(config, {k: saved[k] for k in FIT_KEYS if k in saved})
-    build = _builder(config, devices)
+    build = functools.partial(_changed_trainer, config, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
     if fit == "apply":
@@ -119,31 +123,11 @@ def fitted(
     return config
 
 
-def _explain(
-    error: Exception,
-    trainer: Trainer,
-    config: config_dict.ConfigDict,
-    workdir: str,
-    limit: int | None,
-) -> None:
-    """Raises `MemoryFullError` for an error of XLA's that means it."""
-    from haiku_template.runs import exhausted
-
-    if is_exhausted(error):
-        build = _builder(config, trainer.devices)
-        raise exhausted.explained(error, trainer, build, Path(workdir), limit) from None
-
-
-def _builder(
-    config: config_dict.ConfigDict, devices: DeviceManager
-) -> Callable[[dict[str, Any]], Trainer]:
-    """Makes the function that makes the trainer of a changed config."""
-
-    def build(changes: dict[str, Any]) -> Trainer:
-        changed = with_changes(config, changes)
-        return Experiment.from_config(changed, devices).trainer(devices)
-
-    return build
+def _changed_trainer(
+    config: config_dict.ConfigDict, devices: DeviceManager, changes: dict[str, Any]
+) -> Trainer:
+    changed = with_changes(config, changes)
+    return Experiment.from_config(changed, devices).trainer(devices)
 
 
 def fit_targets(

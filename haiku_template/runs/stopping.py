@@ -130,8 +130,10 @@ class StopSignals:
         except (*UNSAVED, StorageError, Interrupted):
             raise
         except Exception:
-            with _warned():
+            try:
                 (runtime or self).save()
+            except StorageError as error:  # Beside the one on its way.
+                logger.warning("%s", error)
             raise
         finally:
             with self.lock:
@@ -235,15 +237,6 @@ def sentence(reason: str, step: int | None, why: str = "") -> str:
     if step is not None:
         return f"{reason}: {SAVED.format(step)}"
     return f"{reason}, {NOTHING_NEW}" + f" ({why})" * bool(why)
-
-
-@contextlib.contextmanager
-def _warned() -> Iterator[None]:
-    """Context whose storage error is a warning, beside the error on its way."""
-    try:
-        yield
-    except StorageError as error:
-        logger.warning("%s", error)
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:

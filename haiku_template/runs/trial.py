@@ -65,11 +65,5 @@ def _train(trainer: Trainer, folder: str, num_steps: int) -> str:
     """Trains without a word; returns what a run would have shown."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        train(
-            trainer,
-            num_steps=num_steps,
-            workdir=Path(folder) / "run",
-            log_every=1,
-            writers=(),
-        )
+        train(trainer, num_steps=num_steps, workdir=Path(folder) / "run", log_every=1)
     return text.getvalue()

@@ -26,14 +26,8 @@ from haiku_template.trust import check_definition
 
 PLACEMENTS = ("host", "device", "auto")
 # Fields that do not change what an experiment computes.
-PLACED = {
-    "placement",
-    "why_on_host",
-    "described",
-    "sharding",
-    "steps_per_call",
-    "skips",
-}
+PLACED = {"placement", "why_on_host", "described", "sharding"}
+PLACED |= {"steps_per_call", "skips"}
 STEP = ("forward", "make_gradients", "make_update")  # Of a module of `config.step`.
 # Keys of a config that are fields of an experiment.
 SAME = ("precision", "reduce_dtype", "accumulate_steps", "ema_decay", "seed")
@@ -116,8 +110,7 @@ class Experiment:
         needs |= {"model"} if self.init is None else set()
         sets = self.data.evaluation is not None or self.data.evaluations
         needs |= {"task"} if sets else set()
-        lacks = sorted(name for name in needs if getattr(self, name) is None)
-        if lacks:
+        if lacks := sorted(name for name in needs if getattr(self, name) is None):
             raise ConfigError(
                 f"the experiment has no {', no '.join(lacks)}; with a custom init and "
                 "step it needs neither model nor optimizer, and without an evaluation "

@@ -197,7 +197,6 @@ class Feed:
                 self.reading.release()
 
     def _put(self, step: int) -> Any:
-        """Puts a step's batch on the devices."""
         return self._devices.shard(self._rows(step))
 
     def _put_stack(self, first: int, steps: range, errors: dict[int, Exception]) -> Any:

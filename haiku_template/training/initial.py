@@ -154,12 +154,10 @@ class Initializer:
             inputs = self._first_inputs() if self.from_batch else None
             return self._devices.init(make, inputs, layout=layout)["frozen"]
         plan = self.recipe.plan
-        shapes = hk.data_structures.merge(
-            self._params,
-            hk.data_structures.filter(
-                lambda module, name, x: not is_form(x), self.abstract.frozen
-            ),
+        arrays = hk.data_structures.filter(
+            lambda module, name, x: not is_form(x), self.abstract.frozen
         )
+        shapes = hk.data_structures.merge(self._params, arrays)
 
         def place(path: str, array: Any) -> Any:
             return self._place("frozen", path, plan.store(path, array), layout)

@@ -99,18 +99,15 @@ def _share_gradients(recipe: Recipe, share: jax.Array) -> Callable[..., Any]:
 def _averages(recipe: Recipe, state: TrainState, results: list[Any]) -> Any:
     """Averages the results of the shares, as those of `step.make_gradients`."""
     first, count = results[0][1], len(results)
-    means, net_state, weight = in_order(results)
+    sums, net_state, weight = in_order(results)
     if weight is None:
-        means = jax.tree.map(lambda x: x / count, means)
+        grads, scalars = jax.tree.map(lambda x: x / count, sums)
     else:
-        means = divide(means, weight)
-    grads, scalars = means
+        grads, scalars = divide(sums, weight)
     grads = recipe.precision.loss_scale(state.loss_scale).unscale(grads)
-    net_state = jax.tree.map(
-        lambda total, x: (
-            total / count if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
-        ),
-        net_state,
-        first,
-    )
+
+    def mean(total: jax.Array, x: jax.Array) -> jax.Array:
+        return total / count if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+    net_state = jax.tree.map(mean, net_state, first)
     return grads, scalars | {"grad_norm": norm_over(None, grads)}, net_state

@@ -178,8 +178,7 @@ def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:
     """PRNG key of the seed, the step and the device."""
     # Why: docs/decisions/training.md#rng
     rng = jax.random.fold_in(split_seed(recipe.seed).steps, step)
-    axis_name = recipe.axis_name
-    device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+    device = 0 if recipe.axis_name is None else jax.lax.axis_index(recipe.axis_name)
     return jax.random.fold_in(rng, device)
 
 

@@ -88,10 +88,8 @@ class Trainer:
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
-        if experiment.data.evaluation is not None:
-            check_host_batch(
-                experiment.data.evaluation.batch(0), "the evaluation batch"
-            )
+        if (evaluation := experiment.data.evaluation) is not None:
+            check_host_batch(evaluation.batch(0), "the evaluation batch")
         self.feed = Feed(experiment, devices)
         recipe = _recipe(experiment, devices)
         self.initializer = Initializer(experiment, devices, recipe, self.feed.example)
@@ -190,12 +188,8 @@ class Trainer:
         else:
             # What it returns is the new state and the scalars.
             gradients, update = make_custom_step(recipe, own_step), lambda _, x: x
-        return Functions(
-            self.initializer.function(axis_name),
-            gradients,
-            update,
-            make_eval_step(recipe, steps.forward),
-        )
+        init = self.initializer.function(axis_name)
+        return Functions(init, gradients, update, make_eval_step(recipe, steps.forward))
 
     @property
     def work(self) -> Work:
@@ -235,7 +229,7 @@ class Trainer:
             return new, scalars.first()
         # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
-        new, scalars = self._step(state.without_frozen(), state.frozen, *last)
+        new, scalars = self._step(*state.arguments(), *last)
         return new._replace(frozen=state.frozen), scalars
 
     def calls(
@@ -251,9 +245,7 @@ class Trainer:
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
         if (n := len(steps)) not in self._counts:
             self._counts[n] = self.devices.replicate(np.int32(n))
-        new, scalars = self._call(
-            state.without_frozen(), state.frozen, *staged, self._counts[n], batch
-        )
+        new, scalars = self._call(*state.arguments(), *staged, self._counts[n], batch)
         return new._replace(frozen=state.frozen), scalars
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
@@ -269,11 +261,9 @@ class Trainer:
         """Evaluates as `evaluate`; returns the metrics, and the first set's counts."""
         data, sets = self.experiment.data, {"eval/": dataset}
         if dataset is None:
-            sets = {
-                f"eval/{name}/": further for name, further in data.evaluations.items()
-            }
-            sets = {"eval/": data.evaluation} | sets
-        eval_step = functools.partial(self._eval_step, state.variables(), state.frozen)
+            further = {f"eval/{k}/": x for k, x in data.evaluations.items()}
+            sets = {"eval/": data.evaluation} | further
+        eval_step = functools.partial(self._eval_step, *state.of_model())
         metrics, counts = {}, []
         for prefix, dataset in sets.items():
             size = self.padded_size(dataset)
@@ -310,7 +300,7 @@ class Trainer:
                 "examples; let it return a loss for each, [B]"
             )
         # Gathered once: for its batches a process waits for no other.
-        variables, frozen = self.devices.gather((state.variables(), state.frozen))
+        variables, frozen = self.devices.gather(state.of_model())
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, frozen, batch),
             None,
@@ -334,9 +324,8 @@ class Trainer:
         """Traces the model, and tests if all that it returns is of examples."""
         rows = jax.ShapeDtypeStruct((self.feed.batch_size,), np.int32)
         batch = inputs_of(self.feed.example, self.recipe.task.whole_batch), rows
-        variables, frozen = self.abstract.variables(), self.abstract.frozen
-        predict_step = self._predict_function()
-        outputs = self.devices.abstract(predict_step, variables, frozen, batch)
+        step, state = self._predict_function(), self.abstract
+        outputs = self.devices.abstract(step, *state.of_model(), batch)
         return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
@@ -353,19 +342,18 @@ class Trainer:
 
     def trace(self, arrays: Any) -> Any:
         """Traces a call of the run for host arrays as of `feed.host_shapes`."""
-        state, frozen = self.abstract.without_frozen(), self.abstract.frozen
         *staged, batch = self.feed.abstract(arrays)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
-        return self._call.trace(state, frozen, *staged, count, batch)
+        return self._call.trace(*self.abstract.arguments(), *staged, count, batch)
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
-        dataset, state = self.experiment.data.evaluation, self.abstract
+        dataset = self.experiment.data.evaluation
         if dataset is None:
             return None
         batch = pad(each_shape(dataset)[0], self.padded_size(dataset))
         shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
-        return self._eval_step.trace(state.variables(), state.frozen, shapes).lower()
+        return self._eval_step.trace(*self.abstract.of_model(), shapes).lower()
 
     def compile(self) -> None:  # Why: docs/decisions/training.md#memory-budget
         """Compiles a call of the run for each shape of batches, ahead of the steps."""

@@ -96,7 +96,7 @@ def is_text(content: bytes) -> bool:
 
 
 def check_any(items: list[T], where: str | tuple[str, ...]) -> list[T]:
-    """Returns `found`, or raises `ConfigError` when it is empty."""
+    """Returns the items, or raises `ConfigError` when there are none."""
     if not items:
         hint = "a text is a file with something in it, and without zero bytes"
         raise ConfigError(f"{where} holds no text; {hint}")

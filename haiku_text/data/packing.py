@@ -71,33 +71,23 @@ class PackedDataset:
         1, and what is left at its end has 0. `labels` and `loss_mask` as unpacked.
         """
         order, starts = self._windows
-        window_ids = epochs(len(starts) - 1, self.spec, step)[self.spec.share()]
-        examples = np.concatenate(
-            [order[starts[i] : starts[i + 1]] for i in window_ids]
-        )
-        counts = np.diff(starts)[window_ids]
+        windows = epochs(len(starts) - 1, self.spec, step)[self.spec.share()]
+        examples = np.concatenate([order[starts[i] : starts[i + 1]] for i in windows])
+        counts = np.diff(starts)[windows]
         (flat, first), prompts = self.examples.tokens, self.examples.prompts[examples]
         sizes = self.examples.sizes[examples]
-        example_ids = np.repeat(
-            np.arange(len(examples)), sizes
-        )  # The example of a token.
+        example_ids = np.repeat(np.arange(len(examples)), sizes)  # Of each token.
         before = np.cumsum(sizes) - sizes
         within = np.arange(len(example_ids)) - before[example_ids]
-        row = np.repeat(np.arange(len(window_ids)), counts)
+        row = np.repeat(np.arange(len(windows)), counts)
         number = np.arange(len(examples)) - (np.cumsum(counts) - counts)[row]
         begin = before - before[np.cumsum(counts) - counts][row]
-        at, source = (
-            (row[example_ids], begin[example_ids] + within),
-            first[examples][example_ids] + within,
-        )
-        tokens, segments, labels = np.zeros(
-            (3, len(window_ids), self.context), np.int32
-        )
+        at = row[example_ids], begin[example_ids] + within
+        source = first[examples][example_ids] + within
+        tokens, segments, labels = np.zeros((3, len(windows), self.context), np.int32)
         loss_mask = np.zeros(tokens.shape, bool)
         tokens[at], labels[at] = flat[source], flat[source + 1]
-        segments[at], loss_mask[at] = (
-            number[example_ids] + 1,
-            within + 1 >= prompts[example_ids],
-        )
+        segments[at] = number[example_ids] + 1
+        loss_mask[at] = within + 1 >= prompts[example_ids]
         inputs = {"tokens": tokens, "segments": segments}
         return {"inputs": inputs, "labels": labels, "loss_mask": loss_mask}

@@ -67,8 +67,7 @@ def load(run: Run) -> LanguageModel:
         shapes = devices.abstract(lambda: init(jax.random.key(0), tokens, False))
         return checkpoints.restore(step, devices.host_shapes(shapes), field)
 
-    tuned = config and trains_a_part(config.finetuning)
-    if config is None or tuned:
+    if config is None or trains_a_part(config.finetuning):
         step, params = run.step, run.parameters()[0]
     else:
         step, params = restore(run.workdir, run.which, read)

@@ -29,7 +29,7 @@ def test_a_save_has_the_facts_of_its_run_and_its_files(tmp_path):
     manifest = manifest_of(step)
     facts = manifest["facts"]
     environment = json.loads((tmp_path / "env.json").read_text())
-    environment.pop("started")
+    assert environment.pop("started") and environment.pop("num_steps") == 4
     assert facts["environment"] == environment
     packages = {"jax", "jaxlib", "dm-haiku", "optax", "numpy"}
     assert packages <= environment["packages"].keys() and environment["python"]

@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
     with pytest.raises(ConfigError, match="5 missing, 0 extra, 1 mismatched"):
         trainer.init()
     wider = {"init_from": str(pretrained), "model.width": 9}
-    with pytest.raises(RuntimeError, match="does not fit this model, and nothing was"):
+    with pytest.raises(ConfigError, match="init_from=.*does not fit this model, and n"):
         Experiment.from_config(config(**wider), cpu).trainer(cpu).init()
 
 
