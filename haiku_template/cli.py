@@ -325,9 +325,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     try:
         file = _config_file(argv)
         if file and not file.is_file():
-            if (words := shipped.with_shipped(argv, file)) is None:
-                raise ValueError(_missing(file))
-            argv, file = words, _config_file(words)
+            argv, file = _shipped(argv, file)
         if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
             argv = _print_keys(argv)
         literals = {word: LITERAL.fullmatch(word) for word in argv}
@@ -370,6 +368,14 @@ def _meant(name: str, text: str) -> str:
     if not similar:
         return "".join(guess[1:])
     return MEANT.format(f"--{' or --'.join(similar)}")
+
+
+def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
+    """Names a config that is shipped; raises `ValueError` if none has this name."""
+    words = shipped.with_shipped(argv, file)
+    if words is None:
+        raise ValueError(_missing(file))
+    return words, _config_file(words)
 
 
 def _missing(file: Path) -> str:

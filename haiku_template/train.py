@@ -73,11 +73,8 @@ def main() -> None:
     if FLAGS.target == "list" or "," in (FLAGS.target or ""):
         return _several_targets()
     cli.need("config", *["workdir"] * (not (FLAGS.check or FLAGS.dry_run)))
-    beside = {"check": ("dry_run", "fit", "profile"), "dry_run": ("profile",)}
-    for flag in (name for name in beside if FLAGS[name].value):
-        for other in (*beside[flag], "rewind"):
-            if FLAGS[other].value not in (None, False, "false"):
-                raise ConfigError(f"--{other} does nothing beside --{flag}")
+    if FLAGS.check or FLAGS.dry_run:
+        _check_flags()
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
     profile, limit = FLAGS.profile, FLAGS.device_memory_limit
@@ -104,6 +101,14 @@ def main() -> None:
         rewind=FLAGS.rewind,
         fit=None if FLAGS.fit == "false" else FLAGS.fit,
     )
+
+
+def _check_flags() -> None:
+    beside = {"check": ("dry_run", "fit", "profile"), "dry_run": ("profile",)}
+    for flag in (name for name in beside if FLAGS[name].value):
+        for other in (*beside[flag], "rewind"):
+            if FLAGS[other].value not in (None, False, "false"):
+                raise ConfigError(f"--{other} does nothing beside --{flag}")
 
 
 def _several_targets() -> None:

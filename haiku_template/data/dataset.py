@@ -163,11 +163,14 @@ def arrays_by_name(inputs: Any, labels: Any) -> Batch:
     return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
 
 
+PLAIN = {np.ndarray, np.memmap}
+
+
 def check_arrays(arrays: Batch, where: str = "the data set") -> dict[str, Any]:
     """Leaves [N, ...] by path; `ConfigError` for an empty set, or a missing label."""
     leaves = leaves_by_path(arrays)
     counts = {getattr(array, "shape", ())[:1] for array in leaves.values()}
-    if not all(map(_is_array, leaves.values())):
+    if not all(type(x) in PLAIN or _is_array(x) for x in leaves.values()):
         raise _fault(leaves, where)
     if len(counts) != 1 or counts & {(), (0,)} or not leaves_by_path(arrays["inputs"]):
         raise _fault(leaves, where)

@@ -28,13 +28,17 @@ def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats and accuracy: logits [B, K], `labels` int [B] in [0, K)."""
     labels = batch["labels"]
     if labels.shape != logits.shape[:1] or labels.dtype.kind not in "iu":
-        raise ConfigError(
-            f"labels are {labels.dtype}{list(labels.shape)} and the outputs "
-            f"{list(logits.shape)}; classification takes one whole number an example"
-        )
+        raise _unfit(labels, logits, "classification takes one whole number an example")
     loss = cross_entropy(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
     return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
+
+
+def _unfit(labels: jax.Array, outputs: jax.Array, advice: str) -> ConfigError:
+    return ConfigError(
+        f"labels are {labels.dtype}{list(labels.shape)} and the outputs "
+        f"{list(outputs.shape)}; {advice}"
+    )
 
 
 def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
@@ -44,10 +48,7 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     """
     labels = batch["labels"]
     if labels.size != outputs.size:
-        raise ConfigError(
-            f"labels are {list(labels.shape)} and the outputs {list(outputs.shape)}; "
-            "regression takes as many of both"
-        )
+        raise _unfit(labels, outputs, "regression takes as many of both")
     labels = labels.reshape(outputs.shape).astype(outputs.dtype)
     errors = (outputs - labels).reshape(len(outputs), -1)
     return {

@@ -165,11 +165,7 @@ def memory_budget(
     devices, state = trainer.devices, trainer.abstract
     limit = devices.memory_limit() if limit is None else limit
     if device_bytes(state) > (memory := limit or host_memory()):
-        raise ConfigError(
-            f"the state of a run is {in_units(device_bytes(state))} on each device and "
-            f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; "
-            "no accumulate_steps is enough for a model of this size"
-        )
+        raise ConfigError(_too_large(state, memory))
     largest = trainer.feed.host_shapes()[0]
     compiled = trainer.trace(largest).lower().compile()
     # On several devices the program, and so its analysis, is one device's.
@@ -219,6 +215,14 @@ def _of_shares(trainer: Trainer, budget: Budget, analysis: Any) -> Budget:
     temporaries = budget.temporaries + results + device_bytes(trainer.abstract.params)
     step_peak = device_bytes(trainer.abstract) + budget.batch + temporaries
     return budget._replace(temporaries=temporaries, step_peak=step_peak)
+
+
+def _too_large(state: TrainState, memory: int) -> str:
+    return (
+        f"the state of a run is {in_units(device_bytes(state))} on each device and "
+        f"there are {in_units(memory)}; its largest arrays are {_largest(state)}; no "
+        "accumulate_steps is enough for a model of this size"
+    )
 
 
 def _largest(state: TrainState) -> str:
@@ -298,11 +302,12 @@ def _warn_of_no_sharding(trainer: Trainer) -> None:
         reason = "there is one device" if one else f"{NO_SHARDING} over the devices"
         logger.warning("config.sharding changes nothing: %s", reason)
     elif unsplit := trainer.layout.unsplit(trainer.abstract):
-        count = trainer.devices.num_devices
-        ending = f"; and {len(unsplit) - 1} more" * (len(unsplit) > 1)
         logger.warning(
-            f"config.sharding leaves {unsplit[0]} whole on each device: none of its "
-            f"dimensions is a multiple of the {count} devices{ending}"
+            "config.sharding leaves %s whole on each device: none of its dimensions is "
+            "a multiple of the %d devices%s",
+            unsplit[0],
+            trainer.devices.num_devices,
+            f"; and {len(unsplit) - 1} more" * (len(unsplit) > 1),
         )
 
 
@@ -320,13 +325,17 @@ def check_budget(
     if budget.closed_over >= LARGE:
         _warn_of_closed_over(trainer)
     if budget.limit is not None and budget.peak > budget.limit:
-        raise ConfigError(
-            f"the run needs {in_units(budget.peak)} on each device "
-            f"({in_units(budget.temporaries)} of them temporary) and there are "
-            f"{in_units(budget.limit)}; the largest arrays of the state are "
-            f"{_largest(trainer.abstract)}; {_suggestion(trainer, budget)}"
-        )
+        raise ConfigError(_refusal(trainer, budget))
     return budget
+
+
+def _refusal(trainer: Trainer, budget: Budget) -> str:
+    return (
+        f"the run needs {in_units(budget.peak)} on each device "
+        f"({in_units(budget.temporaries)} of them temporary) and there are "
+        f"{in_units(budget.limit)}; the largest arrays of the state are "
+        f"{_largest(trainer.abstract)}; {_suggestion(trainer, budget)}"
+    )
 
 
 def print_budget(trainer: Trainer, limit: int | None = None) -> None:

@@ -54,9 +54,8 @@ def needed(config: dict[str, Any]) -> bool:
     """Tests if a config names code of the user's, which it does not contain."""
     names = [(config.get(key) or {}).get("name") for key in ("model", "data", "task")]
     optimizer = config.get("optimizer") or {}
-    own = [str(optimizer.get(key)) for key in ("name", "schedule")]
-    has_own = any(x is None or ":" in x for x in (*names, *own))
-    return bool(config.get("step")) or has_own
+    names += [str(optimizer.get(key)) for key in ("name", "schedule")]
+    return bool(config.get("step")) or any(x is None or ":" in x for x in names)
 
 
 def of(trainer: Trainer) -> dict[str, str]:

@@ -124,11 +124,14 @@ class Display:
         try:
             draw(*args, **kwargs)
         except OSError as error:
-            self._screen.quiet = True
-            self._log.print(f"standard output is lost, and the run continues: {error}")
-            with contextlib.suppress(OSError, ValueError):
-                # Python would try to write the rest at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._lose_screen(error)
+
+    def _lose_screen(self, error: OSError) -> None:
+        self._screen.quiet = True
+        self._log.print(f"standard output is lost, and the run continues: {error}")
+        with contextlib.suppress(OSError, ValueError):
+            # Python would try to write the rest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, step: int) -> None:
         """Moves the bar, a few times a second at most; cheap enough for every step."""
@@ -179,8 +182,13 @@ def first_lines(trainer: Any, state: Any, report: Any, start: int) -> list[Any]:
         f"batch     {feed.batch_size} examples, {share} on each device{calls}",
         f"data      {feed.placement}",
         f"workdir   {report.workdir}{resumed}",
-        *[f"init      {some(from_batch, 6)}, from the first batch"] * bool(from_batch),
+        *([from_batch_line(from_batch)] if from_batch else []),
     ]
+
+
+def from_batch_line(paths: Sequence[str]) -> str:
+    """Names the leaves of a first state that are made of the first batch."""
+    return f"init      {some(paths, 6)}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:

@@ -110,8 +110,7 @@ def train(
       Interrupted: a signal came; the state is saved.
     """
     check_some(locals())  # Options have the names of a config's keys.
-    directory = brought_back(trainer, workdir, mirror, config)
-    devices = trainer.devices
+    directory, devices = brought_back(trainer, workdir, mirror, config), trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)

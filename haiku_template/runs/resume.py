@@ -97,13 +97,8 @@ def open_checkpoints(
     return checkpoints
 
 
-def brought_back(
-    trainer: Trainer, workdir: str | Path, mirror: str | None, config: Any
-) -> Path:
-    """Workdir of this process; a run that it has not, or no more, is its mirror's.
-
-    Raises `ConfigError` for another's mirror, if the `config` is not None.
-    """
+def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Path:
+    """Workdir of this process; a run that it has not, or no more, is its mirror's."""
     if mirror is not None:
         from haiku_template.storage.mirror import bring_back
 

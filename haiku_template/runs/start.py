@@ -47,8 +47,7 @@ def run(
     """
     if config.num_epochs is not None:
         config = in_steps(config, devices)
-    if profile is not None:
-        options["profile"] = interval(profile, config.num_steps)
+    options |= {"profile": interval(profile, config.num_steps)} if profile else {}
     if fit is not None:
         config = fitted(config, devices, Path(workdir), memory_limit, fit, dry_run)
         if dry_run and fit != "apply":
@@ -71,13 +70,7 @@ def run(
     how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
-        saves, evaluates = config.save_every, config.eval_every
-        if config.keep_best and evaluates and (not saves or evaluates % saves):
-            logger.warning(
-                "config.save_every=%s: the step whose %s is best may not be saved; "
-                "config.save_every=%d saves each that is evaluated",
-                *(saves, config.early_stop.metric, evaluates),
-            )
+        _warn_of_unsaved(config)
     train = loop.train
     if config.loop is not None:
         train = users_module("loop", config.loop, "train").train
@@ -86,12 +79,8 @@ def run(
     try:
         train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
-        if not is_exhausted(error):
-            raise
-        from haiku_template.runs.exhausted import explained
-
-        build = functools.partial(_changed_trainer, config, devices)
-        raise explained(error, trainer, build, Path(workdir), memory_limit) from None
+        _explain(error, trainer, config, Path(workdir), memory_limit)
+        raise
 
 
 def fitted(
@@ -121,6 +110,27 @@ def fitted(
             "--fit=apply takes"
         )
     return config
+
+
+def _warn_of_unsaved(config: config_dict.ConfigDict) -> None:
+    saves, evaluates = config.save_every, config.eval_every
+    if config.keep_best and evaluates and (not saves or evaluates % saves):
+        logger.warning(
+            f"config.save_every={saves}: the step whose {config.early_stop.metric} is "
+            f"best may not be saved; config.save_every={evaluates} saves each that is "
+            "evaluated"
+        )
+
+
+def _explain(
+    error: Exception, trainer: Trainer, config: Any, workdir: Path, limit: int | None
+) -> None:
+    """Raises `MemoryFullError` for an error of XLA's that means it."""
+    from haiku_template.runs.exhausted import explained
+
+    if is_exhausted(error):
+        build = functools.partial(_changed_trainer, config, trainer.devices)
+        raise explained(error, trainer, build, workdir, limit) from None
 
 
 def _changed_trainer(

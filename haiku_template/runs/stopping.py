@@ -130,10 +130,7 @@ class StopSignals:
         except (*UNSAVED, StorageError, Interrupted):
             raise
         except Exception:
-            try:
-                (runtime or self).save()
-            except StorageError as error:  # Beside the one on its way.
-                logger.warning("%s", error)
+            _save_or_warn(runtime or self)
             raise
         finally:
             with self.lock:
@@ -237,6 +234,14 @@ def sentence(reason: str, step: int | None, why: str = "") -> str:
     if step is not None:
         return f"{reason}: {SAVED.format(step)}"
     return f"{reason}, {NOTHING_NEW}" + f" ({why})" * bool(why)
+
+
+def _save_or_warn(saves: Any) -> None:
+    """Saves beside an error that is on its way."""
+    try:
+        saves.save()
+    except StorageError as error:
+        logger.warning("%s", error)
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:

@@ -308,10 +308,7 @@ class Checkpoints:
                 for step in metrics.keys() - self.preserved(metrics):
                     remove(self.directory / str(step))
             except OSError as error:
-                logger.warning(
-                    f"an older checkpoint in {self.directory} is not removed, which "
-                    f"the next save tries again: {error}"
-                )
+                failures.warn_of_removal(self.directory, error)
             if self.mirror is not None:
                 self.mirror.update()
 

@@ -96,6 +96,15 @@ def _is_foreign(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
+def warn_of_removal(folder: Path, error: OSError) -> None:
+    """Warns of older checkpoints, or of what failed saves left, that stay for now."""
+    logger.warning(
+        "an older checkpoint in %s is not removed, which the next save tries again: %s",
+        folder,
+        error,
+    )
+
+
 def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
     """Reports an exception, but not of reads and writes that Orbax abandoned."""
     code = getattr(unraisable.object, "cr_code", None)  # Of a coroutine.

@@ -205,30 +205,25 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 
 def open_workdir(
-    workdir: Path,
-    config: dict[str, Any],
-    devices: DeviceManager,
-    number: int = 1,
-    num_steps: int | None = None,
+    workdir: Path, config: dict[str, Any], devices: DeviceManager, *steps: int
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. The `number` of steps in a call holds when the run resumes;
-    `num_steps` are those of this start.
+    Call it under the lock. `steps` are of a call, for all starts, and those of this.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            run = {"id": uuid.uuid4().hex, "steps_per_call": number}
+            run = {"id": uuid.uuid4().hex, "steps_per_call": (*steps, 1)[0]}
             write_json(workdir / RUN, run)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
     env = environment(devices)
     with dispensable(workdir / ENV):
         started = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        started["num_steps"] = num_steps
+        started |= {"num_steps": steps[-1]} if steps else {}
         write_json(workdir / ENV, started | env)
     return env
 

@@ -55,10 +55,7 @@ def add_up(
     size: int,
     alone: Callable[[], Any] = contextlib.nullcontext,
 ) -> dict[str, Any]:
-    """Sums `eval_step` over an evaluation set in float64, within a batch in float32.
-
-    `alone` makes a context to read in.
-    """
+    """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
     padded, sums = _padded(dataset, size, alone), None
     cut = own_rows(devices.processes)
     make = lambda _: devices.shard(cut(next(padded)))  # noqa: E731
@@ -69,9 +66,7 @@ def add_up(
     return sums
 
 
-def _padded(
-    dataset: Any, size: int, alone: Callable[[], Any]
-) -> Iterator[tuple[Any, np.ndarray]]:
+def _padded(dataset: Any, size: int, alone: Any) -> Iterator[tuple[Any, np.ndarray]]:
     first = 0
     with ahead(dataset, 0, dataset.num_batches):
         for index in range(dataset.num_batches):
@@ -160,8 +155,7 @@ def make_eval_step(
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         facts["mask"] = mask = places >= 0
         values, weights = example_values(recipe.task, **facts)
-        weights = jnp.float32(1) if weights is None else weights
-        weights = jnp.where(mask, weights, 0)
+        weights = jnp.where(mask, jnp.float32(1) if weights is None else weights, 0)
         sums = {
             "values": {k: weighted_sum(v, weights) for k, v in values.items()},
             "weight": jnp.sum(weights),

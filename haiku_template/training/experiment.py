@@ -120,12 +120,8 @@ class Experiment:
             raise ConfigError(
                 "data.evaluations come after data.evaluation, which is None"
             )
-        names, count = self.data.class_names, self.data.num_outputs
-        if names and count and len(names) != count:
-            raise ConfigError(
-                f"data.class_names has {len(names)} names, {some(names, 8)}, and "
-                f"data.num_outputs is {count}"
-            )
+        if self.data.class_names:
+            _check_classes(self.data.class_names, self.data.num_outputs)
         if self.init and (self.init_from or self.finetuning != tuning.Finetuning()):
             raise ConfigError(
                 "init makes the whole first state; init_from and finetuning are for "
@@ -204,6 +200,14 @@ class Experiment:
     def trainer(self, devices: DeviceManager) -> Trainer:
         """Makes the trainer, which compiles the experiment for these devices."""
         return Trainer(self, devices)
+
+
+def _check_classes(names: Sequence[str], count: int) -> None:
+    if count and len(names) != count:
+        raise ConfigError(
+            f"data.class_names has {len(names)} names, {some(names, 8)}, and "
+            f"data.num_outputs is {count}"
+        )
 
 
 def _refuse_parts(data: Any, optimizer: Any) -> None:

@@ -186,15 +186,12 @@ class Feed:
         with self.alone():
             return detached(without_workers(self._experiment.data.train).batch(step))
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> contextlib.ExitStack:
         """Context in which no other thread reads data, unless one hangs there."""
-        is_alone = self.reading.acquire(timeout=BUSY_SECONDS)
-        try:
-            yield
-        finally:
-            if is_alone:
-                self.reading.release()
+        context = contextlib.ExitStack()
+        if self.reading.acquire(timeout=BUSY_SECONDS):
+            context.callback(self.reading.release)
+        return context
 
     def _put(self, step: int) -> Any:
         return self._devices.shard(self._rows(step))

@@ -67,9 +67,8 @@ class Initializer:
         # Why: docs/decisions/finetuning.md#no-finetuning
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
         if experiment.finetuning != tuning.Finetuning():
-            _check_names(self._params)
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
-            plan = tuning.make_plan(experiment.finetuning, self._params, axes)
+            plan = tuning.make_plan(experiment.finetuning, _named(self._params), axes)
         if experiment.init_from is not None:  # These do not depend on the batch.
             read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
@@ -283,8 +282,8 @@ def _check_no_averages(averages: Any) -> None:
         )
 
 
-def _check_names(params: hk.Params) -> None:
-    """Raises `ConfigError` for a name that is no path's last part."""
+def _named(params: hk.Params) -> hk.Params:
+    """Parameters; `ConfigError` for a name that is no path's last part."""
     for module, names in params.items():
         if slashed := [name for name in names if "/" in name]:
             raise ConfigError(
@@ -292,6 +291,7 @@ def _check_names(params: hk.Params) -> None:
                 "its name, and config.finetuning knows parameters by MODULE/NAME; "
                 "possible is another name, or a module of its own"
             )
+    return params
 
 
 def _of_bytes(inputs: Any) -> str:

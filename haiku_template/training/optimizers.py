@@ -94,9 +94,8 @@ def make_optimizer(
     Args:
       name: an optimizer of optax or optax.contrib that takes a learning rate, or
         `module:function`.
-      weight_decay: times the learning rate, for the leaves of `matrices`, or for all
-        where optax's takes no mask; with `sgd` it is L2 regularization, added to the
-        gradient.
+      weight_decay: times the learning rate, for `matrices`, or all where optax's has no
+        mask; with `sgd` it is L2 regularization, added to the gradient.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises `ConfigError` for another name, or a key that this optimizer does not take.
@@ -127,9 +126,7 @@ def make_optimizer(
         keys |= {"weight_decay": weight_decay, mask: matrices}
         optimizer = function(schedule, **keys)
     elif "weight_decay" in parameters and weight_decay and name in _optimizers():
-        # Behind it, a decay would be by another rate, or of other parameters than its.
-        logger.warning("%s takes no mask: it decays biases and norms, too", name)
-        optimizer = function(schedule, weight_decay=weight_decay, **keys)
+        optimizer = function(schedule, **_all_decay(name, weight_decay), **keys)
     else:
         optimizer = function(schedule, **keys)
         if weight_decay:
@@ -139,6 +136,12 @@ def make_optimizer(
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def _all_decay(name: str, weight_decay: float) -> dict[str, float]:
+    # Behind it, a decay would be by another rate, or of other parameters than its.
+    logger.warning("%s takes no mask: it decays biases and norms, too", name)
+    return {"weight_decay": weight_decay}
 
 
 @functools.cache
