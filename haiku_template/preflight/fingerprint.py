@@ -53,8 +53,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def needed(config: dict[str, Any]) -> bool:
     """Tests if a config names code of the user's, which it does not contain."""
     names = [(config.get(key) or {}).get("name") for key in ("model", "data", "task")]
-    optimizer = config.get("optimizer") or {}
-    names += [str(optimizer.get(key)) for key in ("name", "schedule")]
+    names += map(str, (config.get("optimizer") or {}).values())
     return bool(config.get("step")) or any(x is None or ":" in x for x in names)
 
 
