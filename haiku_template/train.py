@@ -104,7 +104,8 @@ def main() -> None:
 
 
 def _check_flags() -> None:
-    beside = {"check": ("dry_run", "fit", "profile"), "dry_run": ("profile",)}
+    beside = {"dry_run": ("profile",)}
+    beside["check"] = ("dry_run", "fit", "profile", "device_memory_limit")
     for flag in (name for name in beside if FLAGS[name].value):
         for other in (*beside[flag], "rewind"):
             if FLAGS[other].value not in (None, False, "false"):

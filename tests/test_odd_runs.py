@@ -21,7 +21,7 @@ from haiku_template.data import (
     Split,
     from_split,
 )
-from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.errors import ConfigError, NonFiniteError, StorageError
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.comparison import summarize_run
@@ -311,3 +311,35 @@ def test_a_folder_in_a_word_of_its_own_is_no_name(monkeypatch):
     monkeypatch.setattr(new.runpy, "run_path", lambda path: run)
     new.main(["--dest", "there", "mine", "--vendor"])
     assert sorted(flags) == ["--dest=there", "--name=mine", "--vendor"]
+
+
+def test_a_workdir_that_moves_ends_its_run_and_nobody_elses(tmp_path, one_device):
+    """Saves of a run go nowhere but into its own workdir, which no other run has."""
+    place, away, kept = tmp_path / "run", tmp_path / "away", []
+
+    def moves(event):
+        if event.what == "save" and event.step == 5:
+            place.rename(away)
+            train(made(one_device), workdir=place, save_every=10, **OPTIONS)
+            kept.extend(sorted(x.name for x in (place / "checkpoints").iterdir()))
+
+    options = {"save_every": 5, "max_failed_saves": 2, **OPTIONS}
+    with pytest.raises(StorageError, match="run was moved or removed, or is another"):
+        train(made(one_device), workdir=place, hooks=(moves,), **options)
+    assert kept == sorted(x.name for x in (place / "checkpoints").iterdir())
+    assert summarize_run(place).state == "done"
+    assert train(made(one_device), workdir=away, **OPTIONS).metrics
+
+
+def test_a_link_to_the_workdir_is_no_mirror(tmp_path, one_device):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match="link is --workdir; use another disk"):
+        mirror = str(tmp_path / "link")
+        train(made(one_device), workdir=tmp_path / "run", mirror=mirror, **OPTIONS)
+
+
+def test_a_step_that_is_evaluated_twice_counts_once():
+    rows = [{"step": i, "eval/x": 1.0 + i} for i in (1, 2, 2, 2)]
+    assert not early_stop("eval/x", 2)(rows)
+    assert early_stop("eval/x", 2)([*rows, {"step": 3, "eval/x": 4.0}])

@@ -16,6 +16,7 @@ CPU = DeviceManager.create("cpu", num_devices=1)
 def suggest(tmp_path):
     base = config_of(tmp_path)
     base.num_steps, base.eval_every = 6, 2
+    base.mirror = str(tmp_path / "mirror")
 
     def suggest(trial):
         config = base.copy_and_resolve_references()
@@ -41,6 +42,7 @@ def test_a_study_trains_runs_and_finds_the_best_of_them(suggest, tmp_path):
         rows = [json.loads(line) for line in lines]
         losses = {x["step"]: x["eval/loss"] for x in rows if "eval/loss" in x}
         assert list(losses) == [2, 4, 6]
+        assert (tmp_path / "mirror" / str(trial.number) / "run.json").is_file()
         assert trial.value == min(losses.values())
         assert trial.intermediate_values.items() <= losses.items()
     assert study.best_params["rate"] == 1e-2

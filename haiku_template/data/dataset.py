@@ -17,6 +17,7 @@ import numpy as np
 from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
 
+PLAIN = {np.ndarray, np.memmap}  # Arrays with rows by number, none masked.
 Batch = Any  # A dict with `inputs`, or another tree of arrays.
 
 
@@ -161,9 +162,6 @@ def epochs(
 def arrays_by_name(inputs: Any, labels: Any) -> Batch:
     """Names the arrays of a set, which may have no labels (None)."""
     return {"inputs": inputs} | ({} if labels is None else {"labels": labels})
-
-
-PLAIN = {np.ndarray, np.memmap}
 
 
 def check_arrays(arrays: Batch, where: str = "the data set") -> dict[str, Any]:

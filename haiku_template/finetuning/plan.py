@@ -263,8 +263,7 @@ def _select(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[st
             raise ConfigError(
                 f"{key}: the pattern {pattern!r} fits none of the {len(paths)} that "
                 f"there are{near(pattern, paths)}"
-                + f"; they end in {', '.join(some)}"
-                * bool(some)
+                + (f"; they end in {', '.join(some)}" if some else "")
             )
         selected |= fits
     return selected

@@ -25,9 +25,9 @@ def early_stop(
         if all(any(name.startswith(x) for name in names) for x in ("eval/", kind)):
             check_measured("early_stop.metric", metric, names)
         sign, best = -1 if mode == "max" else 1, 0
-        rows = [x for x in rows if metric in x]  # None is no number, and no better.
-        values = (sign * math.inf if x[metric] is None else x[metric] for x in rows)
-        points = [*zip(values, (x["step"] for x in rows), strict=True)]
+        # A step counts once; None, which is no number, is no better than any.
+        values = {row["step"]: row[metric] for row in rows if metric in row}
+        points = [(sign * math.inf if x is None else x, i) for i, x in values.items()]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:
                 best = i

@@ -48,9 +48,9 @@ def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
     def end(thread: int) -> None:
         over.wait(60 * minutes)
         while not over.wait(POLL_SECONDS):
-            if thread in LISTENING:
+            if run := LISTENING.get(thread):
                 passed.set()
-                return LISTENING[thread].note(signal.SIGUSR1)
+                return run.note(signal.SIGUSR1)
 
     @functools.wraps(train)
     def limited(*args: Any, **kwargs: Any) -> Any:

@@ -259,6 +259,11 @@ class Checkpoints:
     ) -> None:
         """Starts a save, unless there is one; reads back the first."""
         with failures.faults(f"{self.directory} cannot be listed"):
+            if not self._is_ours():
+                raise StorageError(
+                    f"step {step} is not saved: {self.directory.parent} was moved or "
+                    "removed, or is another run's by now"
+                )
             if step in self.steps:
                 return
         self._saving, self.began = step, time.monotonic()
@@ -270,6 +275,10 @@ class Checkpoints:
             self._read_back(step, state)
         self._is_trusted = True
         self._finish()
+
+    def _is_ours(self) -> bool:
+        """Tests that the workdir was not moved, removed, or taken by another run."""
+        return self._run in (None, workdirs.run_id(self.directory.parent))
 
     def wait(self) -> None:
         """Waits until the last save is on disk; `StorageError` if it failed.
@@ -301,7 +310,7 @@ class Checkpoints:
                 sync(self.directory / str(self._saving))
         self._saving = self._last = None
         self._failures.clear()
-        if self._is_first:
+        if self._is_first and self._is_ours():
             try:
                 remove_unfinished(self.directory)
                 metrics = self.metrics

@@ -150,7 +150,7 @@ def _manifest(step: Path) -> bytes | None:
 
 def check(workdir: Path, folder: Path) -> None:
     """Raises `ConfigError` for a mirror that is the workdir, or of another run."""
-    if folder.absolute() == workdir.absolute():
+    if folder.resolve() == workdir.resolve():
         raise ConfigError(f"config.mirror={folder} is --workdir; use another disk")
     run = workdirs.run_id(workdir)
     if run is None or not workdirs.has_checkpoints(folder):

@@ -212,18 +212,19 @@ def open_workdir(
     Call it under the lock. `steps` are of a call, for all starts, and those of this.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
+    number, num_steps = steps or (1, None)
     with usable(workdir):
         _check_contents(workdir, config)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            run = {"id": uuid.uuid4().hex, "steps_per_call": (*steps, 1)[0]}
+            run = {"id": uuid.uuid4().hex, "steps_per_call": number}
             write_json(workdir / RUN, run)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
     env = environment(devices)
     with dispensable(workdir / ENV):
         started = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        started |= {"num_steps": steps[-1]} if steps else {}
+        started["num_steps"] = num_steps
         write_json(workdir / ENV, started | env)
     return env
 

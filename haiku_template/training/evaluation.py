@@ -103,8 +103,12 @@ def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
             "examples, or train without: Data(evaluation=None)"
         )
     rows = num_rows(dataset.batch(0))
-    if pads or n == 1:
-        return -(-rows // n) * n * pads
+    if not pads and n > 1:
+        _check_even(dataset, rows, n)
+    return -(-rows // n) * n * pads
+
+
+def _check_even(dataset: Any, rows: int, n: int) -> None:
     last = num_rows(dataset.batch(dataset.num_batches - 1))
     if rows % n or last % n:
         size = (dataset.num_batches - 1) * rows + last
@@ -115,7 +119,6 @@ def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
             f"size and a number of examples that {n} divides, or a loss for each "
             "example, [B]"
         )
-    return 0
 
 
 def summarize(
