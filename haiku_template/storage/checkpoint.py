@@ -84,12 +84,12 @@ class Checkpoints:
         self.began = time.monotonic()  # The last save, or this run.
         # Step, state and metrics of the last save, until it is on disk.
         self._last: tuple[int, Any, dict[str, float] | None] | None = None
-        self.timer: Any = None  # `runs/save_timer.py`.
-        self.mirror: Any = None  # `storage/mirror.py`.
+        self.timer = self.mirror = None  # `runs/save_timer.py`, `storage/mirror.py`.
         self._is_trusted = False  # Until a save was read back.
         self._failures = failures.FailedSaves(max_failed_saves)
         self._stack, self._errors = contextlib.ExitStack(), []
         with failures.faults(f"{self.directory} cannot be used"):
+            self._found = workdirs.run_id(self.directory.parent)
             if cleanup and self._is_first:
                 remove_unfinished(self.directory)
             if self._is_first:
@@ -260,10 +260,7 @@ class Checkpoints:
         """Starts a save, unless there is one; reads back the first."""
         with failures.faults(f"{self.directory} cannot be listed"):
             if not self._is_ours():
-                raise StorageError(
-                    f"step {step} is not saved: {self.directory.parent} was moved or "
-                    "removed, or is another run's by now"
-                )
+                raise self._gone(step)
             if step in self.steps:
                 return
         self._saving, self.began = step, time.monotonic()
@@ -278,7 +275,15 @@ class Checkpoints:
 
     def _is_ours(self) -> bool:
         """Tests that the workdir was not moved, removed, or taken by another run."""
-        return self._run in (None, workdirs.run_id(self.directory.parent))
+        with contextlib.suppress(ConfigError):  # One that cannot be read stays.
+            return self._found in (None, workdirs.run_id(self.directory.parent))
+        return True
+
+    def _gone(self, step: int) -> StorageError:
+        return StorageError(
+            f"step {step} is not saved: {self.directory.parent} was moved or removed, "
+            "or is another run's by now"
+        )
 
     def wait(self) -> None:
         """Waits until the last save is on disk; `StorageError` if it failed.
