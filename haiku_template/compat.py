@@ -85,7 +85,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "jax.numpy.NINF": lambda jax: -jax.numpy.inf,
     "jax.numpy.NZERO": lambda jax: -0.0,
     "jax.numpy.PZERO": lambda jax: 0.0,
-    "jax.numpy.in1d": lambda jax: lambda *a, **k: jax.numpy.isin(*a, **k).ravel(),
+    "jax.numpy.in1d": lambda jax: (
+        lambda ar1, ar2, *a, **k: jax.numpy.isin(ar1, ar2, *a, **k).ravel()
+    ),
     "jax.numpy.msort": lambda jax: lambda a: jax.numpy.sort(a, axis=0),
     "jax.ops.index_add": lambda jax: _at("add"),
     "jax.ops.index_max": lambda jax: _at("max"),

@@ -308,6 +308,8 @@ def check_some(values: dict[str, Any]) -> None:
                 if value in (None, defaults[key]) or possible(value):
                     continue
             raise ConfigError(f"config.{key}={value}; possible is {none}{text}")
+    if values.get("profile") is not None:
+        _check_interval(values["profile"], values["num_steps"])
 
 
 def _check_keys(
@@ -364,6 +366,16 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
         f"--profile={text} is no interval; possible is START:STOP with 0 <= START < "
         f"STOP <= {num_steps}, such as 10:20 for the ten steps after the tenth"
     )
+
+
+def _check_interval(interval: Any, num_steps: int) -> None:
+    """Raises `ConfigError` unless a pair of steps is an interval of the run."""
+    with contextlib.suppress(TypeError, ValueError):
+        start, stop = interval
+        if 0 <= start < stop <= num_steps:
+            return
+    possible = f"(START, STOP) with 0 <= START < STOP <= {num_steps}"
+    raise ConfigError(f"profile={interval}; possible is {possible}")
 
 
 def replayed_steps(text: str) -> Callable[[int], bool]:

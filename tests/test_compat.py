@@ -35,7 +35,7 @@ YESTERDAY = {
     "core": "from jax.core import Primitive\nPrimitive('p').name == 'p'",
     "types": "jnp.DeviceArray is jax.random.KeyArray is jax.Array",
     "numbers": "(jnp.NINF, jnp.PZERO) == (-np.inf, 0)",
-    "numpy": "jnp.in1d(np.ones((2, 2)), np.ones(1)).shape == (4,)",
+    "numpy": "jnp.in1d(ar1=np.ones((2, 2)), ar2=np.ones(1)).shape == (4,)",
     "sorting": "jnp.msort(np.array([[2, 1], [1, 2]])).tolist() == [[1, 1], [2, 2]]",
     "updates": "x = jax.ops.index_add(np.ones(3), jax.ops.index[1:], 2.0, True)\n"
     "x.tolist() == [1, 3, 3]",

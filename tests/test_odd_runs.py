@@ -27,6 +27,7 @@ from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.comparison import summarize_run
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage import read
+from haiku_template.storage.checkpoint import metrics_of
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer
 from tests.runs import run_steps
@@ -90,6 +91,42 @@ def test_a_hook_that_fails_at_the_best_evaluation_does_not_lose_it(
         train(made(one_device), hooks=(fails_at_evaluation,), **options)
     train(made(one_device), **options)
     assert (tmp_path / "checkpoints" / "5").is_dir()
+
+
+class Away:
+    """An evaluation set that cannot be read, once, at its evaluation of `number`."""
+
+    def __init__(self, number):
+        self.data, self.left = from_split(SPLIT, BatchSpec(16)).evaluation, number
+        self.num_batches = self.data.num_batches
+
+    def batch(self, index):
+        self.left -= index == 0
+        if self.left == 0:
+            raise OSError("the disk is away for a moment")
+        return self.data.batch(index)
+
+
+def test_a_step_that_is_evaluated_once_its_run_resumes_may_be_the_best(
+    tmp_path, one_device
+):
+    """It was saved as its evaluation failed, without metrics."""
+    mirror = tmp_path / "mirror"
+    options = {
+        "workdir": tmp_path / "run",
+        "mirror": mirror,
+        "save_every": 5,
+        **OPTIONS,
+    }
+    data = from_split(SPLIT, BatchSpec(16))._replace(evaluation=Away(number=2))
+    with pytest.raises(OSError, match="the disk is away"):
+        train(made(one_device, data=data), keep_last=9, **options)
+    folders = [x / "checkpoints/10" for x in (tmp_path / "run", mirror)]
+    assert [metrics_of(x) for x in folders] == [{}, {}]
+    train(made(one_device), keep_last=9, **options)
+    rows = {x["step"]: x for x in read(tmp_path / "run/metrics.jsonl")}
+    saved = {"eval/loss": rows[10]["eval/loss"]}
+    assert [metrics_of(x) for x in folders] == [saved, saved]
 
 
 def test_early_stopping_counts_what_is_no_number(tmp_path, one_device):

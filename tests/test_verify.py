@@ -107,6 +107,7 @@ def test_where_neither_is_a_number_they_are_alike(one_device):
         ({"logits": np.zeros((8, 3))}, r"hidden/first \[8, 8\], .*function logits \[8"),
         (np.zeros((8, 3)), r"the function outputs \[8, 3\]; possible are the same"),
         ({}, "the function "),
+        ("0.7", "the function returns array.'0.7'.* and no numbers"),
     ],
 )
 def test_other_names_or_shapes_are_a_sentence(one_device, there, words):

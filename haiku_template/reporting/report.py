@@ -68,7 +68,7 @@ class Report:
             self._profiler = Profiler(profile, self.workdir / PROFILE, self._devices)
             self._clocks.append(self._profiler.clock)
             self._stack.callback(self._profiler.close)
-            self.print(*self._profiler.begin(step, self.num_steps))
+            self.print(*self._profiler.begin(step))
         self._start = step
         for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"

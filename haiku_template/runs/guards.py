@@ -147,8 +147,19 @@ class Guards:
             values[SKIPPED] = float(self._skipped)
         return values
 
+    def _read(self, steps: list[int], columns: dict[str, np.ndarray]) -> None:
+        """Takes the scalars of the next steps, [steps] of each name."""
+        is_finite = all(np.isfinite(column).all() for column in columns.values())
+        if is_finite and SKIPPED not in columns and not self._trainer.left_out:
+            self._streak, norms = [], columns.get(NORM, np.zeros(len(steps)))
+            for step, norm in zip(steps, norms.tolist(), strict=True):
+                self._norms.read(step, norm)
+        else:
+            for i, step in enumerate(steps):
+                self._take(step, {k: float(x[i]) for k, x in columns.items()})
+
     # Why: docs/decisions/training.md#skipped-steps
-    def _read(self, step: int, values: dict[str, float]) -> None:
+    def _take(self, step: int, values: dict[str, float]) -> None:
         """Takes the scalars of the next step."""
         norm, is_scaled = values.get(NORM, 0.0), values.keys() >= SCALED
         if step in self._trainer.left_out:  # Its scalars are of no step.

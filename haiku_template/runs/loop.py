@@ -208,7 +208,7 @@ class _Run(NamedTuple):
     ) -> tuple[TrainState, int]:
         every, timer = self.every, self.checkpoints.timer
         if start and start not in self.checkpoints.evaluated:
-            self._evaluate(start, state, stop)  # It was saved and not yet evaluated.
+            self.checkpoints.add_metrics(start, self._evaluate(start, state, stop))
         if 0 < start < stop and self._stops_early():
             return state, start
 

@@ -77,6 +77,8 @@ class GradientNorms:
         if self._warned:
             return
         self._group.append((step, norm))
+        if norm <= FACTOR * self._usual and len(self._group) < GROUP:
+            return
         new, full = self._group[-1:], len(self._group) == GROUP
         finite = [x for _, x in self._group if math.isfinite(x)] if full else []
         median = statistics.median(finite) if finite else 0.0

@@ -158,7 +158,9 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
             text = "%s%s, and the run goes on from step %d"
             logger.warning(text, sentence, called, step)
         if places[place] is not checkpoints:
-            logger.warning("step %d is that of %s", step, places[place].directory)
+            text = "step %d is that of %s, and copied from there"
+            logger.warning(text, step, places[place].directory)
+            mirror.give_back(step)
         facts = places[place].saved_facts(step)
         _warn_of_changes(step, facts, checkpoints.facts(step))
     return step, saved

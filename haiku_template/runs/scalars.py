@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.compiled import Scalars
@@ -25,13 +27,15 @@ def _stacked(calls: list[Scalars], names: tuple[str, ...]) -> jax.Array:
 
 
 class StepScalars:
-    """Hands the scalars of `NAMES` that there are to `read(step, values)`, in order.
+    """Hands columns of the scalars of `NAMES` that there are to `read(steps, columns)`.
 
     They stay on their devices until `look`, or `PENDING` steps later: no step waits.
     """
 
     def __init__(
-        self, devices: DeviceManager, read: Callable[[int, dict[str, float]], None]
+        self,
+        devices: DeviceManager,
+        read: Callable[[list[int], dict[str, np.ndarray]], None],
     ) -> None:
         self._devices, self._hand = devices, read
         self.pending: list[tuple[range, Scalars]] = []
@@ -70,7 +74,6 @@ class StepScalars:
     def _read(
         self, calls: list[range], names: tuple[str, ...], stack: jax.Array
     ) -> None:
-        tables = self._devices.fetch(stack).tolist()
-        for steps, rows in zip(calls, tables, strict=False):
-            for step, row in zip(steps, rows, strict=False):
-                self._hand(step, dict(zip(names, row, strict=True)))
+        tables = zip(calls, self._devices.fetch(stack), strict=False)
+        table = np.concatenate([rows[: len(steps)] for steps, rows in tables])
+        self._hand([*chain(*calls)], dict(zip(names, table.T, strict=True)))

@@ -53,6 +53,8 @@ def verify(  # Why: docs/decisions/models.md#verify
     batch = trainer.experiment.data.train.batch(0)
     params, net_state = jax.tree.map(trainer.devices.fetch, trainer.merged(state))
     there = jax.tree.map(np.asarray, function(params, net_state, batch))
+    if texts := [x for x in jax.tree.leaves(there) if x.dtype.kind in "OSUMm"]:
+        raise ConfigError(f"the function returns {texts[0]!r:.60}, and no numbers")
     one = SimpleNamespace(num_batches=1, batch=lambda index: batch)
     if isinstance(there, np.ndarray) and there.shape == ():
         there = {"loss": there}

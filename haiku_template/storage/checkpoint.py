@@ -28,6 +28,7 @@ from haiku_template.params import flatten
 from haiku_template.storage import failures
 from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir as workdirs
+from haiku_template.storage.files import dispensable
 
 logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
@@ -138,7 +139,7 @@ class Checkpoints:
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         """Metrics of each step on disk; {} for one that was not evaluated."""
-        return {step: _metrics(self.directory / str(step)) for step in self.steps}
+        return {step: metrics_of(self.directory / str(step)) for step in self.steps}
 
     @property
     def evaluated(self) -> list[int]:
@@ -197,6 +198,15 @@ class Checkpoints:
             if any(x.sharding.memory_kind == HOST for x in joint):
                 self._finish()  # Orbax has views of them, and the next step donates.
         return self._failures.error is None
+
+    def add_metrics(self, step: int, metrics: dict[str, float] | None) -> None:
+        """Adds the metrics of a step that was saved before it was evaluated."""
+        file = self.directory / str(step) / METRICS / METRICS
+        if metrics and self._is_first and self._is_ours():
+            with dispensable(file):
+                workdirs.write_atomically(file, json.dumps(_checked(metrics)))
+            if self.mirror is not None:
+                self.mirror.update()
 
     def _join(self) -> None:
         """Saves with all processes from now on."""
@@ -747,7 +757,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder.rename(away))
 
 
-def _metrics(folder: Path) -> dict[str, float]:
+def metrics_of(folder: Path) -> dict[str, float]:
     """Reads the metrics of a checkpoint; {} if there are none, or damaged ones."""
     file = folder / METRICS / METRICS
     try:

@@ -19,10 +19,12 @@ from haiku_template.storage.checkpoint import (
     UNFINISHED,
     Checkpoints,
     check_files,
+    metrics_of,
     remove,
     remove_unfinished,
     sync,
 )
+from haiku_template.storage.files import dispensable
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,12 @@ class Mirror:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._copy, daemon=True)
             self._thread.start()
+
+    def give_back(self, step: int) -> None:
+        """Copies a checkpoint into the workdir, which has none of it that is whole."""
+        target = self._workdir / workdirs.CHECKPOINTS
+        with dispensable(target / str(step)):
+            _copy_or_warn(self.folder / workdirs.CHECKPOINTS, target, step)
 
     def close(self) -> None:
         """Waits for the copies; warns after `CLOSING_SECONDS`."""
@@ -125,7 +133,8 @@ def _copy_step(source: Path, target: Path) -> None:
     if not source.exists():  # A newer one took its place.
         return
     if target.exists():
-        if _manifest(source) == _manifest(target):
+        is_same = _manifest(source) == _manifest(target)
+        if is_same and metrics_of(source) in ({}, metrics_of(target)):  # {}: damaged.
             return
         remove(target)
     copy = target.with_name(f"{target.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
@@ -188,10 +197,19 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
             if (folder / name).is_file() and not (workdir / name).exists():
                 data = bounded.contents(folder / name, MOST_BYTES)
                 workdirs.write_atomically(workdir / name, data)
-        (workdir / workdirs.CHECKPOINTS).mkdir(exist_ok=True)
-        for step in sorted(steps):
-            source = folder / workdirs.CHECKPOINTS / str(step)
-            try:
-                _copy_step(source, workdir / workdirs.CHECKPOINTS / str(step))
-            except ValueError as error:
-                logger.warning("step %d in %s is damaged: %s", step, folder, error)
+        copies = workdir / f"{workdirs.CHECKPOINTS}.copied"  # Half of them are no run.
+        shutil.rmtree(copies, ignore_errors=True)
+        copies.mkdir()
+        for step in steps:
+            _copy_or_warn(folder / workdirs.CHECKPOINTS, copies, step)
+        if (checkpoints := workdir / workdirs.CHECKPOINTS).exists():
+            checkpoints.rename(workdirs.unused(workdir / f"{checkpoints.name}.before"))
+        copies.rename(checkpoints)
+
+
+def _copy_or_warn(source: Path, target: Path, step: int) -> None:
+    """Copies a checkpoint of a mirror; warns of one that is damaged."""
+    try:
+        _copy_step(source / str(step), target / str(step))
+    except ValueError as error:
+        logger.warning("step %d in %s is damaged: %s", step, source.parent, error)

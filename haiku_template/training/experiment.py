@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -116,10 +116,8 @@ class Experiment:
                 "step it needs neither model nor optimizer, and without an evaluation "
                 "set no task"
             )
-        if self.data.evaluations and self.data.evaluation is None:
-            raise ConfigError(
-                "data.evaluations come after data.evaluation, which is None"
-            )
+        if self.data.evaluations:
+            _check_evaluations(self.data)
         if self.data.class_names:
             _check_classes(self.data.class_names, self.data.num_outputs)
         if self.init and (self.init_from or self.finetuning != tuning.Finetuning()):
@@ -224,6 +222,18 @@ def _refuse_parts(data: Any, optimizer: Any) -> None:
         f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
         f"haiku_template.data it is {advice}"
     )
+
+
+def _check_evaluations(data: Data) -> None:
+    """Raises `ConfigError` unless further evaluation sets have names, and a first."""
+    if data.evaluation is None:
+        raise ConfigError("data.evaluations come after data.evaluation, which is None")
+    names = data.evaluations if isinstance(data.evaluations, Mapping) else [None]
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f"data.evaluations={data.evaluations!r:.80}; possible is a dictionary of "
+            "evaluation sets by name, such as {'unseen': a set}"
+        )
 
 
 def make_task(config: config_dict.ConfigDict) -> Task:

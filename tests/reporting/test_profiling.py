@@ -137,9 +137,10 @@ def test_an_interval_may_reach_the_end():
     assert interval("0:100", 100) == (0, 100)
 
 
-@pytest.mark.parametrize("steps", [(5, 2), (3, 3), (-1, 2), (2, 9)])
+@pytest.mark.parametrize("steps", [(5, 2), (3, 3), (-1, 2), (2, 9), (2,), "ab", 3])
 def test_a_call_with_what_is_no_interval_of_the_run_is_refused(
     tmp_path, trainer, steps
 ):
     with pytest.raises(ConfigError, match=re.escape(f"profile={steps}; possible is")):
         train(trainer, num_steps=6, workdir=tmp_path, profile=steps)
+    assert not [*tmp_path.iterdir()]  # Before anything is compiled or opened.

@@ -71,15 +71,49 @@ def test_a_damaged_step_is_read_from_the_mirror(copy, caplog, damaged):
         flip_payload(workdir / "checkpoints" / step)
     assert run(workdir, 6) == expected and lines(workdir) == losses
     assert "4.damaged now, and the run goes on from step 4" in caplog.text
-    assert f"step 4 is that of {workdir.with_name('m')}/checkpoints" in caplog.text
-    assert steps(workdir) == [2, 6]
+    assert f"is that of {workdir.with_name('m')}/checkpoints, and copied" in caplog.text
+    assert steps(workdir) == [4, 6]
 
 
 def test_a_newer_step_of_the_mirror_is_used(copy):
     workdir, (expected, _) = copy
     shutil.rmtree(workdir / "checkpoints/4")
     assert run(workdir, 6) == expected
-    assert steps(workdir) == [2, 6] == steps(workdir.with_name("m"))
+    assert steps(workdir) == [4, 6] == steps(workdir.with_name("m"))
+
+
+def test_a_run_that_had_ended_has_its_damaged_step_again(copy, caplog):
+    workdir, _ = copy
+    flip_payload(workdir / "checkpoints/4")
+    run(workdir)
+    assert steps(workdir) == [2, 4]
+    with Checkpoints(workdir / "checkpoints", run=run_id(workdir)) as checkpoints:
+        assert checkpoints.verify(4) and checkpoints.latest == 4
+    caplog.clear()
+    run(workdir)
+    assert "damaged" not in caplog.text
+
+
+def test_a_mirror_that_is_brought_back_by_halves_is_brought_back(copy, monkeypatch):
+    """What a killed copy left is no run, by which the mirror would lose the rest."""
+    workdir, (expected, _) = copy
+    mirror, copied = workdir.with_name("m"), mirrors._copy_step
+    shutil.rmtree(workdir)
+
+    def killed(source, target):
+        if source.name == "4":
+            raise KeyboardInterrupt
+        copied(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mirrors, "_copy_step", killed)
+        mirrors.bring_back(workdir, mirror)
+    assert steps(workdir) == []
+    with pytest.raises(ConfigError, match="saved checkpoints, .* now there is none"):
+        run(workdir, 6, mirror=None)
+    assert run(workdir, 6) == expected
+    assert steps(workdir) == [4, 6]
+    assert not [*workdir.glob("*copied*")]
 
 
 def test_damage_on_both_ends_the_run_and_moves_nothing(copy):

@@ -160,6 +160,13 @@ def test_a_batch_that_may_not_be_padded_and_does_not_split_is_refused_before_ste
     assert metrics["eval/loss"] == pytest.approx(loss.mean(), rel=1e-6)
 
 
+@pytest.mark.parametrize("sets", [[1], {"": 1}, {2: 1}])
+def test_evaluation_sets_have_names(sets):
+    data = experiment(whole).data._replace(evaluations=sets)
+    with pytest.raises(ConfigError, match=r"data\.evaluations=.*; possible is a dict"):
+        experiment(whole, data=data)
+
+
 @pytest.mark.parametrize("forward", [whole, each])
 def test_a_run_says_if_its_evaluation_is_exact_for_a_mean_alone(
     one_device, caplog, forward
