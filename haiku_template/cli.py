@@ -220,7 +220,7 @@ def run_flags(required: bool = True) -> None:
 def need(*names: str) -> None:
     """Raises `ConfigError` for a flag that was not given."""
     for name in names:
-        if FLAGS[name].value is None:
+        if FLAGS[name].value in (None, ""):
             raise ConfigError(f"--{name} is needed; --help shows all flags")
 
 
@@ -328,6 +328,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
             argv, file = _shipped(argv, file)
         if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
             argv = _print_keys(argv)
+        argv = _without_overridden(argv)
         literals = {word: LITERAL.fullmatch(word) for word in argv}
         arguments = FLAGS([word for word in argv if not literals[word]])
         if len(arguments) > 1 and not has_arguments:
@@ -336,11 +337,23 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
             )
         if file is not None:
             _set_literals(file, filter(None, literals.values()))
+        if "workdir" in FLAGS and FLAGS.workdir:
+            FLAGS.workdir = os.path.expanduser(FLAGS.workdir)
         return arguments
     except BrokenPipeError:  # Of `--help | head`.
         raise
     except Exception as error:
         raise _unseen(error) or ConfigError(_sentence(error, argv)) from error
+
+
+def _without_overridden(argv: list[str]) -> list[str]:
+    """Leaves out words such as `--config.KEY=None` that a later word overrides."""
+    return [
+        word
+        for i, word in enumerate(argv)
+        if not (match := LITERAL.fullmatch(word))
+        or not any(x.startswith(f"--config.{match[1]}=") for x in argv[i + 1 :])
+    ]
 
 
 def _print_keys(argv: list[str]) -> list[str]:

@@ -40,5 +40,6 @@ def with_shipped(argv: list[str], file: Path) -> list[str] | None:
     if (found := config_file(str(file))) is None:
         return None
     sys.path.append(str(found.parents[1]))
-    pattern = re.compile(rf"(--?config=|^){re.escape(str(file))}(?=:|$)")
-    return [pattern.sub(lambda match: f"{match[1]}{found}", word) for word in argv]
+    pattern = re.compile(rf"(\0--?config[=\0]){re.escape(str(file))}(?=[:\0]|$)")
+    words = "\0".join(["", *argv])
+    return pattern.sub(lambda match: f"{match[1]}{found}", words).split("\0")[1:]

@@ -120,10 +120,12 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
             for process in [x for x in running if x.poll() is not None]:
                 name, place, errors = running.pop(process)
                 places.append(place)
-                codes[name] = process.returncode
+                code = process.returncode
+                codes[name] = code if code >= 0 else 128 - code  # As a shell does.
                 errors.seek(0)
                 lines = errors.read().strip().splitlines()
-                word = "done" if not process.returncode else (lines or ["ended"])[-1]
+                word = "killed" if code < 0 else "ended"
+                word = (lines or [word])[-1] if code else "done"
                 print(f"          {name}: {word}", flush=True)
     return codes
 

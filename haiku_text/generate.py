@@ -41,7 +41,9 @@ def main() -> None:
     from haiku_text.data import Tokenizer
 
     tokenizer = Tokenizer(FLAGS.tokenizer or tokenizer_of(run))
-    tokens = tokenizer.encode(prompts)
+    # As prompts of training were.
+    special = bool(run.config) and run.config.data.name == "jsonl"
+    tokens = tokenizer.encode(prompts, special=special)
     model = generation.load(run)
     sampling = generation.Sampling(
         FLAGS.temperature, FLAGS.top_k, tokenizer.size, FLAGS.seed

@@ -2,8 +2,9 @@
 
 import functools
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from haiku_template.errors import ConfigError, near
 from haiku_template.models import Rule
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import new_folder, read, save_tensors, to_json
-from haiku_template.pretrained.rules import TRANSFORMS, find, tensor_name
+from haiku_template.pretrained.rules import SAME_NAMES, TRANSFORMS, find, tensor_name
 from haiku_template.pretrained.tensors import (
     INDEX,
     SINGLE,
@@ -178,7 +179,8 @@ def export_like(
 ) -> None:
     """Writes parameters as the files that they were read from, changed or not.
 
-    Each tensor keeps its name, dtype and file; half precision is warned of. Tensors
+    Each tensor keeps its name, but for `bert.` that a new head needs before it, dtype
+    and file; half precision is warned of. Tensors
     that the model does not use are copied, and so are config.json and the tokenizer.
     New parameters, such as a head's, follow in the last file. Memory holds one file at
     a time.
@@ -196,6 +198,14 @@ def export_like(
     located, headers = locate(source), read_headers(source)
     shards: dict[Path, Makers] = {tensor.file: {} for tensor in headers.values()}
     new_leaves, num_rounded = dict(leaves), Counter()
+
+    def num_common(with_brackets: bool) -> int:
+        names = (tensor_name(rules, path, with_brackets)[0] for path in leaves)
+        return sum(name in headers for name in names)
+
+    # New names have the prefix that may be missing, in brackets, if the others have.
+    with_brackets = max((True, False), key=num_common)
+    prefix = "" if with_brackets else _missing_prefix(headers, leaves, rules)
     for name, tensor in headers.items():
         rule, path = find(rules, name)
         make = functools.partial(read_tensor, tensor)
@@ -204,20 +214,13 @@ def export_like(
             make = functools.partial(_tensor, path, leaf, rule, dtype, devices)
             num_rounded[str(dtype)] += dtype.itemsize < leaf.dtype.itemsize
             new_leaves.pop(path, None)
-        shards[tensor.file][name] = make
+        shards[tensor.file][prefix + name] = make
     for dtype, number in (+num_rounded).items():
         logger.warning(
             "%d tensors are written as %s, as they are in %s: what was trained in "
             "float32 is rounded to it",
             *(number, dtype, source),
         )
-
-    def num_common(with_brackets: bool) -> int:
-        names = (tensor_name(rules, path, with_brackets)[0] for path in leaves)
-        return sum(name in headers for name in names)
-
-    # New names have the prefix that may be missing, in brackets, if the others have.
-    with_brackets = max((True, False), key=num_common)
     makers = _new_tensors(new_leaves, rules, devices, with_brackets)
     [*shards.values()][-1].update(makers)
     files = {
@@ -271,6 +274,22 @@ def export_new(
         names, located = [SINGLE], SINGLE
     shards, files = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
     _write(Path(folder), shards, files, located, dict.fromkeys(names, FORMAT))
+
+
+def _missing_prefix(
+    names: Iterable[str], leaves: dict[str, Any], rules: Sequence[Rule]
+) -> str:
+    """Prefix that names without it need beside a new head: `bert.`; else nothing.
+
+    transformers takes a file for a task's model by a head, or for a model alone.
+    """
+    old = {find(rules, name)[1] for name in names}
+    for path in leaves.keys() - old:
+        rule = tensor_name(rules, path)[1]
+        if rule is not None and rule != SAME_NAMES and "[" not in rule.pattern:
+            first = (re.match(r"\[(.*?)\]", x.pattern) for x in rules)
+            return next((match[1] for match in first if match), "")
+    return ""
 
 
 def _new_tensors(

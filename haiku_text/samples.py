@@ -43,8 +43,7 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     tokenizer = Tokenizer(data.text)
     # The first, alone: text is generated on one device.
     one = DeviceManager(devices.devices[:1], devices.reason, devices.ledger)
-    rows = np.asarray(data.evaluation.batch(0)["inputs"])[:PROMPTS, :BEGINNING]
-    prompts = [[int(token) for token in row] for row in rows]
+    prompts = _beginnings(data.evaluation.batch(0))
     precision = Precision.create(experiment.precision)
     board = tensorboard.Board(workdir, "samples")
     generators: list[Callable[..., Any]] = []  # Compiled at the first evaluation.
@@ -79,3 +78,12 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
         board.write(step, tensorboard.text("samples", "\n\n---\n\n".join(blocks)))
 
     return at_evaluations("samples", trainer, look)
+
+
+def _beginnings(batch: dict[str, np.ndarray]) -> list[list[int]]:
+    """First tokens of the first texts: prompts, where completions alone are learned."""
+    rows = np.asarray(batch["inputs"])[:PROMPTS]
+    masks = batch.get("loss_mask", np.ones(rows.shape))[: len(rows)]
+    ends = [int(mask.argmax()) + 1 for mask in masks]
+    ends = [n if n > 1 else BEGINNING for n in ends]
+    return [row[:n].tolist() for row, n in zip(rows, ends, strict=True)]

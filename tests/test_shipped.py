@@ -143,11 +143,12 @@ def test_configs_are_found_by_name_in_a_clone(tmp_path):
     for name in ("nothing", "../digits", "/configs/digits.py", "configs/digits.txt"):
         assert shipped.config_file(name) is None
     words = ["train", "--config=digits:a", "--workdir=digits", "--config", "digits"]
+    words += ["--workdir", "digits"]
     named = shipped.with_shipped(words, Path("digits"))
     file = ROOT / "configs" / "digits.py"
     assert named == [
         *("train", f"--config={file}:a", "--workdir=digits", "--config"),
-        str(file),
+        *(str(file), "--workdir", "digits"),
     ]
 
 

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from ml_collections import config_dict
@@ -196,3 +198,25 @@ def test_processes_train_beside_each_other_and_a_later_sweep_finds_them(tmp_path
     assert a == b
     failed = sweep_in(tmp_path / "c", *words, "--parallel=2")
     assert failed.returncode != 0 and "Traceback" not in failed.stderr
+
+
+KILLED = """
+import subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+from haiku_template import sweep
+
+class Member:
+    workdir = Path("seed=0")
+
+code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+sweep._start = lambda *_: subprocess.Popen([sys.executable, "-c", code])
+sweep.FLAGS = SimpleNamespace(device="cpu", parallel=2)
+print(sweep._train_in_processes([Member]))
+"""
+
+
+def test_a_process_of_a_sweep_that_is_killed_is_said_as_a_shell_does():
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "seed=0: killed\n{'seed=0': 137}" in done.stdout, done.stderr

@@ -148,8 +148,7 @@ def own_keys(keys: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"config.model.{key}={count}; possible is up to {MOST_LAYERS:,}"
             )
-    # A remat that is no tuple is of the model itself.
-    reserved = FORMS if isinstance(keys.get("remat"), tuple) else {"per_example"}
+    reserved = FORMS if _patterns(keys) is not None else {"per_example"}
     return {name: value for name, value in keys.items() if name not in reserved}
 
 
@@ -159,8 +158,8 @@ def in_form(model: Any, keys: dict[str, Any]) -> Any:
     `remat`, a tuple of patterns of modules, is for `models.remat`; `per_example=True`
     maps the model over the batch.
     """
-    patterns, mapped = keys.get("remat"), keys.get("per_example", False)
-    for pattern in patterns if isinstance(patterns, tuple) else ():
+    patterns, mapped = _patterns(keys), keys.get("per_example", False)
+    for pattern in patterns or ():
         if not isinstance(pattern, str):
             raise ConfigError(
                 f"config.model.remat={patterns!r}; possible are a tuple of patterns of "
@@ -170,8 +169,15 @@ def in_form(model: Any, keys: dict[str, Any]) -> Any:
         raise ConfigError(
             f"config.model.per_example={mapped!r}; possible are True and False"
         )
-    model = remat(model, patterns) if isinstance(patterns, tuple) else model
+    model = model if patterns is None else remat(model, patterns)
     return per_example(model) if mapped else model
+
+
+def _patterns(keys: dict[str, Any]) -> tuple | None:
+    """Patterns in `remat`, or one that has a `*`; None if it is the model's own."""
+    value = keys.get("remat")
+    value = (value,) if isinstance(value, str) and "*" in value else value
+    return value if isinstance(value, tuple) else None
 
 
 def _forward_arguments(

@@ -93,7 +93,7 @@ def open_checkpoints(
     if mirror is not None:
         from haiku_template.storage.mirror import Mirror
 
-        checkpoints.mirror = Mirror(Path(workdir), Path(mirror), run)
+        checkpoints.mirror = Mirror(Path(workdir), Path(mirror).expanduser(), run)
     return checkpoints
 
 
@@ -104,7 +104,7 @@ def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Pa
 
         processes = trainer.devices.processes
         if processes.index == 0:
-            bring_back(Path(workdir), Path(mirror), config)
+            bring_back(Path(workdir), Path(mirror).expanduser(), config)
         processes.first(None)  # All wait for it.
     return workdirs.own(workdir)
 

@@ -55,9 +55,14 @@ class PackedDataset:
         return np.argsort(windows, kind="stable"), starts
 
     @property
+    def num_examples(self) -> int:
+        """Windows in an epoch."""
+        return len(self._windows[1]) - 1
+
+    @property
     def note(self) -> str:
         """Describes how full the windows are."""
-        count, windows = len(self.examples.sizes), len(self._windows[1]) - 1
+        count, windows = len(self.examples.sizes), self.num_examples
         filled = self.examples.sizes.sum() / (windows * self.context)
         return (
             f"{count:,} examples packed into {windows:,} windows of {self.context} "
@@ -71,7 +76,7 @@ class PackedDataset:
         1, and what is left at its end has 0. `labels` and `loss_mask` as unpacked.
         """
         order, starts = self._windows
-        windows = epochs(len(starts) - 1, self.spec, step)[self.spec.share()]
+        windows = epochs(self.num_examples, self.spec, step)[self.spec.share()]
         examples = np.concatenate([order[starts[i] : starts[i + 1]] for i in windows])
         counts = np.diff(starts)[windows]
         (flat, first), prompts = self.examples.tokens, self.examples.prompts[examples]

@@ -251,7 +251,7 @@ def _depth(path: str, num_layers: int) -> int:
 def complete_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Completes keyword arguments of `gpt`: None or absent ones from the preset."""
     size = _size(*map(arguments.get, ("preset", *Size._fields)))
-    return arguments | size._asdict()
+    return {"dropout": 0.0} | arguments | size._asdict()
 
 
 def _size(preset: str | None, *sizes: int | None) -> Size:

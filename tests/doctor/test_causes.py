@@ -252,6 +252,15 @@ def test_each_warning_is_alone(request, id_, fixture, change, facts):
     assert [(finding.id, finding.severity) for finding in found] == [(id_, "warning")]
 
 
+def test_flags_may_be_in_a_file_of_this_folder(gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flags.txt").write_text("--xla_cpu_enable_fast_math=false")
+    gpu.environ["XLA_FLAGS"] = "flags.txt"
+    assert not diagnose(gpu.machine(), Facts())
+    (tmp_path / "flags.txt").unlink()
+    assert [finding.id for finding in diagnose(gpu.machine(), Facts())] == ["A51"]
+
+
 def test_the_matrix_covers_the_table():
     table = {cause.id for causes in STEPS.values() for cause in causes}
     assert table == {row[0] for row in ERRORS + WARNINGS}

@@ -12,7 +12,7 @@ import pytest
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
-from haiku_template.models.forms import in_form
+from haiku_template.models.forms import in_form, own_keys
 from haiku_template.preflight import fingerprint
 from haiku_template.training import Experiment, regression
 from tests.runs import run_steps
@@ -249,3 +249,10 @@ def test_a_key_that_notes_its_use_is_an_argument_like_others():
 def test_what_is_no_pattern_is_refused(keys):
     with pytest.raises(ConfigError, match="possible are a tuple of patterns"):
         in_form(model(), keys)
+
+
+def test_one_pattern_is_a_tuple_of_one_and_another_text_is_the_models_own():
+    assert own_keys({"remat": "*/block_*", "width": 8}) == {"width": 8}
+    assert own_keys({"remat": "dots"}) == {"remat": "dots"}
+    with pytest.raises(ConfigError, match=r"'\*/nothing' fits"):
+        in_form(model(), {"remat": "*/nothing"}).init(jax.random.key(0), X, True)

@@ -155,7 +155,11 @@ def test_a_new_head_follows_and_the_tokenizer_comes_along(
     assert config == json.loads((folder / "config.json").read_text()) | labels
     names = load_file(out / "model.safetensors").keys()
     before = load_file(folder / "model.safetensors").keys()
-    assert names == before | {"classifier.weight", "classifier.bias"}
+    # transformers loads the head's names beside `bert.` alone.
+    assert names == {f"bert.{x}" for x in before} | {
+        "classifier.weight",
+        "classifier.bias",
+    }
     again = load(out, one_device, 5)
     for path, leaf in flatten(params).items():
         np.testing.assert_array_equal(flatten(again)[path], leaf)
@@ -279,3 +283,8 @@ def test_others_may_read_what_is_written(references, tmp_path, one_device):
 def test_a_name_that_is_too_long_is_one_sentence(tmp_path):
     with pytest.raises(StorageError, match="cannot be written: File name too long"):
         check_new(tmp_path / ("x" * 300))
+
+
+def test_a_model_without_dropout_is_exported_without_it():
+    arguments = gpt.family.sizes({"width": 16, "num_heads": 2})
+    assert to_config(gpt.family, arguments)["resid_pdrop"] == 0.0

@@ -122,6 +122,7 @@ def test_of_json_lines_what_is_trained_on_is_packed_and_told(tmp_path):
     assert len(each_shape(packed.train)) == 1
     sizes = packed.train.examples.sizes
     windows = max(pack(sizes, 32)) + 1
+    assert packed.train.num_examples == windows  # So that an epoch is known.
     assert packed.train.note == (
         f"{len(sizes)} examples packed into {windows} windows of 32 tokens, "
         f"{100 * sizes.sum() / (32 * windows):.1f}% full"

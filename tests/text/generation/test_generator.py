@@ -157,7 +157,7 @@ def test_settings_that_do_not_fit_are_refused(model, sampling, words):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([], "the prompt is empty"),
+        ([], "a prompt has no tokens"),
         ([3, 256], "token 1 of the prompt is 256, and the model has 256 tokens"),
     ],
 )
