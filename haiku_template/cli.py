@@ -144,8 +144,7 @@ def target_devices(target: str) -> "DeviceManager":
             f"--target={target} only compiles, for GPUs that are not here; "
             "give --dry_run, too"
         )
-    conflicts = [f"--{name}" for name in WHERE if FLAGS[name].present]
-    if conflicts:
+    if conflicts := [f"--{name}" for name in WHERE if FLAGS[name].present]:
         raise ConfigError(
             f"--target={target} says which GPUs, and how many, as in h100x8;"
             f" leave out {', '.join(conflicts)}"
@@ -371,31 +370,24 @@ def _meant(name: str, text: str) -> str:
     """Says the flag or key that an unknown flag may mean; by default absl's guess."""
     if (flag := OTHER_FLAGS.get(name)) is not None:
         return MEANT.format(flag)
-    guess = text.partition(". Did you mean")
-    if "config" not in FLAGS:
-        return "".join(guess[1:])
-    keys = config.flatten(config.default_config().to_dict(), "config.")
-    similar = [key for key in keys if key.endswith(f".{name}")]
-    if name in config.ALIASES:
-        similar = [f"config.{config.ALIASES[name]}"]
-    if not similar:
-        return "".join(guess[1:])
-    return MEANT.format(f"--{' or --'.join(similar)}")
+    if "config" in FLAGS:
+        keys = config.flatten(config.default_config().to_dict(), "config.")
+        similar = [key for key in keys if key.endswith(f".{name}")]
+        if name in config.ALIASES:
+            similar = [f"config.{config.ALIASES[name]}"]
+        if similar:
+            return MEANT.format(f"--{' or --'.join(similar)}")
+    return "".join(text.partition(". Did you mean")[1:])
 
 
 def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
     """Names a config that is shipped; raises `ValueError` if none has this name."""
-    words = shipped.with_shipped(argv, file)
-    if words is None:
-        raise ValueError(_missing(file))
-    return words, _config_file(words)
-
-
-def _missing(file: Path) -> str:
+    if (words := shipped.with_shipped(argv, file)) is not None:
+        return words, _config_file(words)
     near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
     home = shipped.folder("configs")
     names = sorted(x.stem for x in home.glob("*.py")) if home else []
-    return (
+    raise ValueError(
         f"the config file {file} does not exist; {file.parent} holds "
         f"{', '.join(near) or 'no .py files'}"
         + f"; by name there are {', '.join(names)}"

@@ -281,8 +281,7 @@ def _find(path: str) -> Any:
 
 def _say(module: str, name: str) -> None:
     """Logs a name once, with the file and line that used it."""
-    path = f"{module}.{name}"
-    if path in _used:
+    if (path := f"{module}.{name}") in _used:
         return
     _used.add(path)
     row = removed().get(path) or removed()[module]._replace(name=path)

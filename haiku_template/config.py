@@ -227,8 +227,7 @@ def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
     `trust` as in `trust.check_files`. Raises `ConfigError` without a config, or for
     code that is not trusted.
     """
-    saved = load(workdir / "config.json")
-    if not saved:
+    if not (saved := load(workdir / "config.json")):
         raise ConfigError(
             f"the run in {workdir} was made by a script, without a config; give "
             "--experiment=module:function, a function of the devices that makes its "

@@ -106,6 +106,11 @@ def some(names: Iterable[str], most: int = 3, separator: str = ", ") -> str:
     return separator.join(first) + f" and {others} more" * (others > 0)
 
 
+def printable(text: str) -> str:
+    """Text of others, such as a process, without a terminal's control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def download(path: str | Path, kind: str = "model") -> str:
     """Names the command that downloads a Hugging Face id; "" for what looks like none.
 

@@ -53,8 +53,7 @@ def main() -> None:
     """Restores the checkpoint and writes it."""
     values = flags.FLAGS
     formats = {"names": ("npz",), "batch_size": ("stablehlo", "onnx")}
-    options = {name: values[name].value for name in formats}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {k: values[k].value for k in formats if values[k].value is not None}
     for name in options:
         if values.format not in formats[name]:
             raise ConfigError(f"--{name} is not for --format={values.format}")

@@ -31,8 +31,7 @@ def main(words: list[str]) -> int:
     name = next((word for word in joined if not word.startswith("-")), None)
     flags = [word for word in joined if word != name]
     copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
-    home = shipped.folder("notebooks" if copies else "skeleton")
-    if home is None:
+    if (home := shipped.folder("notebooks" if copies else "skeleton")) is None:
         return _refuse("this installation has neither notebooks nor a skeleton")
     if copies:
         if Path(copies[0]).exists():

@@ -79,8 +79,7 @@ def watch() -> None:
         return
     source, target = os.pipe()
     os.set_blocking(target, False)
-    previous = signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-    if previous != -1:
+    if (previous := signal.set_wakeup_fd(target, warn_on_full_buffer=False)) != -1:
         signal.set_wakeup_fd(previous)
         return os.close(source) or os.close(target)
     HEARERS.append(_end_late)

@@ -53,8 +53,7 @@ def main(words: list[str]) -> None:
     codes = train(members)
     if FLAGS.only is None:
         _show(folder)
-    faults = {name: code for name, code in codes.items() if code}
-    if faults:
+    if faults := {name: code for name, code in codes.items() if code}:
         error = NonFiniteError(
             f"{len(faults)} of {len(members)} runs ended early: {' '.join(faults)}; "
             "the same command resumes them"
@@ -72,8 +71,7 @@ def _train_here(members: list[Member]) -> dict[str, int]:
 
     codes = {}
     for number, member in enumerate(members, 1):
-        name = member.workdir.name
-        state = _state(member)
+        name, state = member.workdir.name, _state(member)
         print(f"run       {number}/{len(members)} {name}{state and f', {state}'}")
         if not state:
             codes[name] = 0

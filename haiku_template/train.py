@@ -139,8 +139,7 @@ def _check_data_keys(values: dict[str, Any]) -> None:
     """Checks the keys of a data set of ours; models import JAX, and users' code may."""
     from haiku_template.data import DATASETS, arguments
 
-    name = values.pop("name")
-    if name in DATASETS:
+    if (name := values.pop("name")) in DATASETS:
         function = registry.resolve("data", name, DATASETS)
         registry.check_keys("data", name, function, arguments(values), None)
 

@@ -82,8 +82,7 @@ def check_definition(
         return
     is_code = inspect.isroutine(function) or inspect.isclass(function)
     home = getattr(function if is_code else type(function), "__module__", None)
-    file = _file(home)
-    if file is None:
+    if (file := _file(home)) is None:
         allowed = home == "__main__"  # An interactive session's.
     elif _is_ours(file):
         allowed = not is_code

@@ -16,18 +16,9 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, near
 from haiku_template.models import Rule
 from haiku_template.params import flatten, matching, unflatten
-from haiku_template.pretrained import new_folder, read, save_tensors, to_json
-from haiku_template.pretrained.rules import SAME_NAMES, TRANSFORMS, find, tensor_name
-from haiku_template.pretrained.tensors import (
-    INDEX,
-    SINGLE,
-    locate,
-    read_headers,
-    read_index,
-    read_json,
-    read_metadata,
-    read_tensor,
-)
+from haiku_template.pretrained import new_folder, read, save_tensors, tensors, to_json
+from haiku_template.pretrained.rules import TRANSFORMS, find, tensor_name
+from haiku_template.pretrained.tensors import read_json
 from haiku_text.models import bert, gpt
 from haiku_text.models.family import Family
 
@@ -195,7 +186,7 @@ def export_like(
       StorageError: the files cannot be written.
     """
     source, leaves = Path(source), flatten(params)
-    located, headers = locate(source), read_headers(source)
+    located, headers = tensors.locate(source), tensors.read_headers(source)
     shards: dict[Path, Makers] = {tensor.file: {} for tensor in headers.values()}
     new_leaves, num_rounded = dict(leaves), Counter()
 
@@ -208,7 +199,7 @@ def export_like(
     prefix = "" if with_brackets else _missing_prefix(headers, leaves, rules)
     for name, tensor in headers.items():
         rule, path = find(rules, name)
-        make = functools.partial(read_tensor, tensor)
+        make = functools.partial(tensors.read_tensor, tensor)
         if path in leaves:
             leaf, dtype = leaves[path], tensor.numpy_dtype
             make = functools.partial(_tensor, path, leaf, rule, dtype, devices)
@@ -227,14 +218,13 @@ def export_like(
         str(path.relative_to(source)): path.read_bytes()
         for pattern in BESIDE
         for path in source.glob(pattern)
-        if path.is_file() and path.name != INDEX
+        if path.is_file() and path.name != tensors.INDEX
     }
     if config:
-        content = read_json(source / CONFIG, "model_type", str)
-        files[CONFIG] = to_json(content | config)
-    metadata = {file.name: read_metadata(file) for file in shards}
+        files[CONFIG] = to_json(read_json(source / CONFIG, "model_type", str) | config)
+    metadata = {file.name: tensors.read_metadata(file) for file in shards}
     if located.suffix == ".json":
-        metadata[located.name] = read_index(located).get("metadata")
+        metadata[located.name] = tensors.read_index(located).get("metadata")
     shard_makers = {file.name: makers for file, makers in shards.items()}
     _write(Path(folder), shard_makers, files, located.name, metadata)
 
@@ -268,10 +258,10 @@ def export_new(
             room = shard_bytes
         groups[-1][name] = make
         room -= leaf.nbytes
-    total, located = len(groups), INDEX
+    total, located = len(groups), tensors.INDEX
     names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     if total == 1:
-        names, located = [SINGLE], SINGLE
+        names, located = [tensors.SINGLE], tensors.SINGLE
     shards, files = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
     _write(Path(folder), shards, files, located, dict.fromkeys(names, FORMAT))
 
@@ -284,12 +274,11 @@ def _missing_prefix(
     transformers takes a file for a task's model by a head, or for a model alone.
     """
     old = {find(rules, name)[1] for name in names}
-    for path in leaves.keys() - old:
-        rule = tensor_name(rules, path)[1]
-        if rule is not None and rule != SAME_NAMES and "[" not in rule.pattern:
-            first = (re.match(r"\[(.*?)\]", x.pattern) for x in rules)
-            return next((match[1] for match in first if match), "")
-    return ""
+    new_rules = filter(None, (tensor_name(rules, x)[1] for x in leaves.keys() - old))
+    if all("[" in rule.pattern for rule in new_rules):
+        return ""
+    prefixes = (re.match(r"\[(.*?)\]", rule.pattern) for rule in rules)
+    return next((prefix[1] for prefix in prefixes if prefix), "")
 
 
 def _new_tensors(

@@ -120,10 +120,8 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:
     """Lists files to train on and to hold out; `own`, the command's, are no input."""
-    input_files = documents.text_files(FLAGS.input)
-    files = [
-        f for f in input_files if f.path.resolve() not in own_paths and _is_text(f)
-    ]
+    files = documents.text_files(FLAGS.input)
+    files = [f for f in files if f.path.resolve() not in own_paths and _is_text(f)]
     documents.check_any(files, FLAGS.input)
     if not FLAGS.validation_output:
         return [files]
@@ -145,8 +143,7 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
     """Raises `ConfigError` if a file would be overwritten or cannot be written."""
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
-    training = FLAGS.train_vocab_size is not None
-    for path in [*outputs, *[tokenizer, beside] * training]:
+    for path in [*outputs, *[tokenizer, beside] * (FLAGS.train_vocab_size is not None)]:
         if path.exists():
             raise ConfigError(f"{path} exists; remove it, or name another file")
         if not path.parent.is_dir():

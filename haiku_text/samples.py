@@ -82,8 +82,7 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
 
 def _beginnings(batch: dict[str, np.ndarray]) -> list[list[int]]:
     """First tokens of the first texts: prompts, where completions alone are learned."""
-    rows = np.asarray(batch["inputs"])[:PROMPTS]
-    masks = batch.get("loss_mask", np.ones(rows.shape))[: len(rows)]
+    masks = batch.get("loss_mask", np.ones((PROMPTS, 1)))
     ends = [int(mask.argmax()) + 1 for mask in masks]
-    ends = [n if n > 1 else BEGINNING for n in ends]
-    return [row[:n].tolist() for row, n in zip(rows, ends, strict=True)]
+    pairs = zip(batch["inputs"][:PROMPTS], ends, strict=False)
+    return [row[: n if n > 1 else BEGINNING].tolist() for row, n in pairs]

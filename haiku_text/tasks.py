@@ -50,10 +50,9 @@ def token_values(
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}; possible are None and more than 0")
     losses = token_losses(outputs, labels, chunk)
-    mask = batch.get("loss_mask")
     loss = jnp.mean(losses, axis=1)
     values = {"loss": loss}
-    if mask is not None:
+    if (mask := batch.get("loss_mask")) is not None:
         count = jnp.sum(mask.astype(jnp.float32), axis=1)
         loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / jnp.maximum(count, 1)
         values = {"loss": loss, WEIGHT: count}

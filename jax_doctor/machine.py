@@ -124,9 +124,9 @@ class Machine:
             conda_meta=Path(sys.prefix, "conda-meta"),
         )
 
-    def path(self, absolute: str) -> Path:
-        """Path of the file of this absolute name under `root`."""
-        return self.root / absolute.lstrip("/")
+    def path(self, name: str) -> Path:
+        """Path of a file: an absolute name is under `root`."""
+        return self.root / name.lstrip("/") if name.startswith("/") else Path(name)
 
     def read(self, absolute: str) -> str:
         """Reads the text of a file; empty when it cannot be read."""

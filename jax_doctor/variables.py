@@ -3,7 +3,6 @@
 import difflib
 import re
 import shlex
-from pathlib import Path
 
 from jax_doctor.machine import GPU_NAMES, Machine
 from jax_doctor.table import Facts, Sign, Signs, step, warning
@@ -117,8 +116,7 @@ def _flags(machine: Machine, facts: Facts) -> Signs:
     value = machine.environ.get("XLA_FLAGS", "").strip()
     if value and not value.startswith("-"):
         # XLA reads it as the name of a file.
-        file = machine.path(value) if value.startswith("/") else Path(value)
-        if not file.is_file():
+        if not machine.path(value).is_file():
             yield f"XLA_FLAGS={value} does not begin with -- and is not a file"
         return
     try:

@@ -68,7 +68,7 @@ def first_host(nodes: str) -> str:
     head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
     if head is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodes} names no node")
-    return "".join(group or "" for group in head.groups())
+    return "".join(head.groups(""))
 
 
 def _tasks_per_node(text: str) -> list[int]:

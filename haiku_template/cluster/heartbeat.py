@@ -18,17 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from haiku_template import signals
+from haiku_template import errors, signals
 from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
 from haiku_template.cluster.rescue import Rescue
-from haiku_template.errors import (
-    ConfigError,
-    DeviceError,
-    MemoryFullError,
-    NonFiniteError,
-    StorageError,
-)
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0  # Why: docs/decisions/cluster.md#heartbeat
 LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
@@ -40,10 +33,8 @@ LONGEST_FAULT = 2_000  # Characters of what is said of another.
 STALL = "--stall_seconds={:g}"  # Why: docs/decisions/cluster.md#watchdog
 # Exit codes of errors that would come again, and of a preempted run: the others end
 # with them, too, since Slurm goes by the highest of all.
-LASTING = {
-    error.exit_code
-    for error in (ConfigError, NonFiniteError, StorageError, MemoryFullError)
-}
+LASTING = {errors.ConfigError.exit_code, errors.NonFiniteError.exit_code}
+LASTING |= {errors.StorageError.exit_code, errors.MemoryFullError.exit_code}
 LASTING |= {signals.PREEMPTED}  # Why: docs/decisions/cluster.md#preempted-start
 
 
@@ -62,7 +53,7 @@ class Heartbeat:
 
     def __init__(self, peers: Sequence[Peer], index: int) -> None:
         self.peers, self.index, self.fault, self.exit_code = peers, index, "", 0
-        self.fault_code = DeviceError.exit_code
+        self.fault_code = errors.DeviceError.exit_code
         self.waited: Callable[[], float] = lambda: 0.0
         self.stall_seconds, self.limit = 1800.0, STALL
         self.resumes: Callable[[], bool] = lambda: True

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.errors import ConfigError
+from haiku_template.errors import printable as printable
 
 # The key where no workdir is known, as in a script; launch/local.py sets it.
 VARIABLE = "HAIKU_TEMPLATE_RUN"
@@ -195,8 +196,7 @@ def read(link: socket.socket, seconds: float) -> dict[str, Any]:
     text, deadline = b"", time.monotonic() + seconds
     while not text.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))
-        there = link.recv(LONGEST, socket.MSG_PEEK)
-        if not there:
+        if not (there := link.recv(LONGEST, socket.MSG_PEEK)):
             raise ConnectionError("what answers there hung up")
         text += link.recv(there.find(b"\n") + 1 or len(there))
         if len(text) > LONGEST:
@@ -213,8 +213,3 @@ def read(link: socket.socket, seconds: float) -> dict[str, Any]:
 def run(work: Callable[..., Any], *args: Any) -> None:
     """Starts a thread that ends with its process."""
     threading.Thread(target=work, args=args, name="cluster", daemon=True).start()
-
-
-def printable(text: str) -> str:
-    """Text of another process, without a terminal's control characters."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -55,8 +55,7 @@ def asked(
     is_told = any(value is not None for value in flags.values())
     if mode == "auto" and launch.by in ("", "Kubernetes") and not is_told:
         return None
-    missing = [f"--{name}" for name in PARAMETERS[:3] if arguments[name] is None]
-    if missing:
+    if missing := [f"--{name}" for name in PARAMETERS[:3] if arguments[name] is None]:
         launcher = (
             f"{launch.by}, which started this one," if launch.by else "this environment"
         )
@@ -129,8 +128,7 @@ def join(
 
 def _leave_at_exit() -> None:
     """Leaves, if `cli.run` did not; without an error it then waits for the others."""
-    error = getattr(sys, "last_value", None)
-    if error is None:
+    if (error := getattr(sys, "last_value", None)) is None:
         leave()
         return _shut_down()
     leave(f"{type(error).__name__}: {error}")

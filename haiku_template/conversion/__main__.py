@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from haiku_template.conversion import files, trees
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, printable
 
 ROOM = 2**28  # Bytes beside the file that is read.
 # Why: docs/decisions/storage.md#pickle-seconds
@@ -56,8 +56,7 @@ def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
     arrays = dict(sorted(arrays.items(), key=lambda x: (-x[1].dtype.itemsize, x[0])))
     header, size = {}, 0
     for name, array in arrays.items():
-        dtype = DTYPES.get(array.dtype.name)
-        if dtype is None:
+        if (dtype := DTYPES.get(array.dtype.name)) is None:
             raise ConfigError(
                 f"{name} is of dtype {array.dtype.name}; possible are "
                 f"{', '.join(DTYPES)}"
@@ -75,11 +74,6 @@ def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
             native = array.dtype.newbyteorder("=")
             array.astype(native, copy=False).tofile(file)  # In C order.
     return size
-
-
-def printable(text: str) -> str:
-    """Replaces a terminal's control characters in a file's names."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def main(source: str, output: str, key: str) -> dict[str, object]:

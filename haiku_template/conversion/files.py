@@ -129,8 +129,7 @@ def _zlib_pieces(file: BinaryIO) -> Iterator[bytes]:
     """Decompresses a zlib stream, as joblib writes them."""
     stream = zlib.decompressobj()
     while not stream.eof:
-        packed = stream.unconsumed_tail or file.read(PIECE)
-        if not packed:
+        if not (packed := stream.unconsumed_tail or file.read(PIECE)):
             raise EOFError("the compressed stream has no end")
         yield stream.decompress(packed, PIECE)
 

@@ -4,6 +4,7 @@ A name is looked up in a table of stand-ins and never imported; an opcode that i
 another table is refused. Long values stay in the file: an array is a view of its map.
 """
 
+import functools
 import math
 import mmap
 
@@ -141,14 +142,8 @@ class Reader(pickle._Unpickler):
     def _skip_frame(self) -> None:
         self.read(8)  # A frame's length, not needed.
 
-    def _view_bytes(self) -> None:
-        self.append(self.file.view(int.from_bytes(self.read(8), "little")))
-
-    def _view_fewer_bytes(self) -> None:
-        self.append(self.file.view(int.from_bytes(self.read(4), "little")))
-
-    def _make_empty_dict(self) -> None:
-        self.append(Dict())
+    def _view_bytes(self, width: int = 8) -> None:
+        self.append(self.file.view(int.from_bytes(self.read(width), "little")))
 
     def _make_dict(self) -> None:
         items = self.pop_mark()
@@ -197,9 +192,9 @@ class Reader(pickle._Unpickler):
         _code = getattr(pickle, _name)[0]
         dispatch[_code] = pickle._Unpickler.dispatch[_code]
     dispatch[pickle.FRAME[0]] = _skip_frame
-    dispatch[pickle.BINBYTES[0]] = _view_fewer_bytes
+    dispatch[pickle.BINBYTES[0]] = functools.partial(_view_bytes, width=4)
     dispatch[pickle.BINBYTES8[0]] = dispatch[pickle.BYTEARRAY8[0]] = _view_bytes
-    dispatch[pickle.EMPTY_DICT[0]] = _make_empty_dict
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Dict())
     dispatch[pickle.DICT[0]] = _make_dict
     dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _call
     dispatch[pickle.BUILD[0]] = _build

@@ -91,8 +91,7 @@ def _count_outputs(
                 f"{where} has {reason}, and the task needs {kind}; for one that needs "
                 'none, or several, give BatchSpec(..., labels="any")'
             )
-        sizes = [math.prod(arrays[x].shape[1:]) for x in targets or several]
-        return sum(sizes), False
+        return sum(math.prod(arrays[x].shape[1:]) for x in targets or several), False
     # Of a task that takes any, numbers with a fraction are no classes.
     if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
         return check_classes(labels, num_classes, where), True
@@ -116,8 +115,7 @@ def check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> in
             f"{where} has labels up to {classes - 1}; if there are so many classes, "
             "say so with --config.data.num_classes"
         )
-    outside = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(outside):
+    if len(outside := np.flatnonzero((labels < 0) | (labels >= classes))):
         raise ConfigError(
             f"{where} has {len(outside)} labels outside the {classes} classes (0 to "
             f"{classes - 1}); the first is {labels[outside[0]]}, of example "

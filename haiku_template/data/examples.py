@@ -107,8 +107,7 @@ def as_dataset(
     leaves = leaves_by_path(arrays)
     if isinstance(like, dict) and not any(map(is_label, leaves)):
         like = {name: leaf for name, leaf in like.items() if name != "labels"}
-    expected = leaves_by_path(like)
-    if expected.keys() != leaves.keys():
+    if leaves_by_path(like).keys() != leaves.keys():
         raise ConfigError(
             f"{where} has {', '.join(x or 'one array' for x in leaves)}, and a batch "
             f"of the run {', '.join(leaves_by_path(shapes[0]))}; the names must agree"
@@ -179,11 +178,13 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
             f"{name} has the shape {list(array.shape)}, and the run was trained on "
             f"{['N', *expected]}; {advice}".replace("'N'", "N")
         )
-    kinds = {"u": "i"}
-    a, b = (kinds.get(x.dtype.kind, x.dtype.kind) for x in (array, like))
+    a, b = (x.dtype.kind.replace("u", "i") for x in (array, like))
     fits = a == b and np.can_cast(array.dtype, like.dtype, "same_kind")
     if a == b and a in "if" and not np.can_cast(array.dtype, like.dtype):
-        fits = _is_within(array, like.dtype)
+        limits = np.iinfo(like.dtype) if a == "i" else np.finfo(like.dtype)
+        finite = array[np.isfinite(array)]
+        low, high = finite.min(initial=0), finite.max(initial=0)
+        fits = limits.min <= low and high <= limits.max
     if (a, b) == ("i", "b"):
         fits = np.isin(array, (0, 1)).all()
     if not fits:
@@ -192,12 +193,6 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
             "which it would be other values; convert it as the training set was"
         )
     return array.astype(like.dtype, copy=False)
-
-
-def _is_within(array: np.ndarray, dtype: Any) -> bool:
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
-    finite = array[np.isfinite(array)]
-    return not finite.size or limits.min <= finite.min() and finite.max() <= limits.max
 
 
 def _shape_of(like: Batch, path: Path) -> Any:

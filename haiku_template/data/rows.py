@@ -31,8 +31,7 @@ def read_rows(path: Path, columns: Collection[str] | None) -> list[Row]:
     """
     if hint := download(path, "dataset"):
         raise ConfigError(f"the data file {path} does not exist{hint}")
-    rows = FORMATS.get(path.suffix.lower(), _read_lines)(path, columns)
-    if not rows:
+    if not (rows := FORMATS.get(path.suffix.lower(), _read_lines)(path, columns)):
         raise ConfigError(f"{path} is empty; at least one example is needed")
     return rows
 

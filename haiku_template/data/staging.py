@@ -13,8 +13,7 @@ BLOCK_BYTES, BLOCK_STEPS = 2**20, 1024  # Of row numbers that travel at once.
 
 def why_not_staged(dataset: Any) -> str:
     """Obstacle to staging a data set on devices; "" if there is none."""
-    size = getattr(dataset, "staged_size", None)
-    if size is None:
+    if (size := getattr(dataset, "staged_size", None)) is None:
         return "its batches are made on the host"
     if size[0] < 2**31:
         return ""

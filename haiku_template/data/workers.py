@@ -223,14 +223,19 @@ class Worker:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # JAX, if a user's module imports it, is not to take a device of the run.
         env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        with of_process, _blocked_signals():
-            files = of_process.fileno(), self._setup.fileno()
-            self._process = subprocess.Popen(
-                [*command, *map(str, files), str(self._sections)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=files,
-                env=env,
-            )
+        # The new process leaves the signals that end a run to the run.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
+        try:
+            with of_process:
+                files = of_process.fileno(), self._setup.fileno()
+                self._process = subprocess.Popen(
+                    [*command, *map(str, files), str(self._sections)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=files,
+                    env=env,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._is_ready = False
         for key in self._requests:
             self._send(key)
@@ -329,16 +334,6 @@ def _check_call(call: Any) -> None:
             "data workers cannot be had of a function or a class of a script or a "
             f"notebook, __main__; {advice}"
         )
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Context whose new processes leave the signals that end a run to the run."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _described(key: Key) -> str:

@@ -135,12 +135,9 @@ def _verdict(
         return f"in {kind} memory, where the layout has it in {HOST}: use devices.init"
     if kind not in (None, sharding.memory_kind, devices[0].default_memory().kind):
         return f"in {kind} memory, and not the devices' own: use devices.replicate"
-    sharded = not sharding.is_fully_replicated
-    return "" if leaf.is_fully_replicated != sharded else _layout_fault(leaf, sharded)
-
-
-def _layout_fault(leaf: jax.Array, sharded: bool) -> str:
-    if sharded:
+    if leaf.is_fully_replicated == sharding.is_fully_replicated:
+        return ""
+    if leaf.is_fully_replicated:
         return "replicated, where the layout shards it: use devices.init"
     if leaf.ndim and leaf.shape[0] == len(leaf.devices()):
         return (

@@ -23,7 +23,7 @@ from haiku_template.devices.layout import (
     in_device_memory,
     sharding_on,
 )
-from haiku_template.devices.transfer import check_host_batch, own_part, pad_rows
+from haiku_template.devices.transfer import own_part
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
 
@@ -186,9 +186,10 @@ class Scalars(Mapping[str, Any]):  # Why: docs/decisions/training.md#packed-scal
     def __contains__(self, name: object) -> bool:  # Without an index on the devices.
         return any(name in names for names in self.names)
 
+    @jax.jit
     def first(self) -> dict[str, jax.Array]:
         """Scalars of the call's first step, as arrays [] on the devices."""
-        return _first_row(self)
+        return {name: self[name][0] for name in self}
 
     def __iter__(self) -> Iterator[str]:
         return itertools.chain(*self.names)
@@ -207,11 +208,6 @@ def pack(scalars: Mapping[str, Any]) -> Scalars:
         for _, names in sorted(groups.items())
     )
     return Scalars(tuple(tables), tuple(tuple(x) for _, x in sorted(groups.items())))
-
-
-@jax.jit
-def _first_row(scalars: Scalars) -> dict[str, jax.Array]:
-    return {name: scalars[name][0] for name in scalars}
 
 
 class Specs(NamedTuple):
@@ -313,11 +309,10 @@ def _repeat(
 
     def body(i: Any, carry: Any) -> Any:
         state, scalars = step(carry[0], *args)
-        tables = (
+        return state, tuple(
             jax.lax.dynamic_update_slice(table, row, (i, 0))
             for table, row in zip(carry[1], scalars.tables, strict=True)
         )
-        return state, tuple(tables)
 
     state, tables = jax.lax.fori_loop(0, count, body, (state, tuple(tables)))
     return state, Scalars(tables, row.names)
@@ -349,8 +344,7 @@ def compile_per_example(
     sharded = sharding_on(devices.devices, AXIS_NAME)
     shardings = sharded, sharding_on(devices.devices)
     compiled = jax.jit(run, out_shardings=shardings if devices.axis_name else None)
-    several = devices.processes.count > 1
-    return CompiledStep(devices, compiled, takes_state=False, local=several)
+    return CompiledStep(devices, compiled, False, local=devices.processes.count > 1)
 
 
 def _token() -> jax.Array:
@@ -440,9 +434,9 @@ def map_batches(
     def dispatched() -> Iterator[Any]:
         size = 0
         for batch in batches:
-            rows.append(check_host_batch(batch))
+            rows.append(transfer.check_host_batch(batch))
             size = max(size, -(-rows[-1] // devices.num_devices) * devices.num_devices)
-            yield step(state, devices.shard(pad_rows(batch, size)))
+            yield step(state, devices.shard(transfer.pad_rows(batch, size)))
 
     for results in devices.fetch_each(dispatched()):
         yield jax.tree.map(itemgetter(slice(rows.popleft())), results)

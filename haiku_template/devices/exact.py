@@ -48,6 +48,7 @@ class Shares:
         self.count, self._devices = count, devices
         self._each = count // devices.num_devices
         self._first = devices.processes.index * len(devices.devices) * self._each
+        self._axes = 1 if devices.axis_name is None else 2  # Of a batch's rows.
         self._cut = jax.jit(self._cut_rows)
 
     @property
@@ -57,14 +58,12 @@ class Shares:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a share's rows, given that of an array of the whole batch."""
-        axes = 1 if self._devices.axis_name is None else 2
-        return (math.prod(shape[:axes]) // self.count, *shape[axes:])
+        return (math.prod(shape[: self._axes]) // self.count, *shape[self._axes :])
 
     def _cut_rows(self, batch: Any) -> list[Any]:
         """Cuts the rows of a device into those of its shares."""
         leaves, structure = jax.tree.flatten(batch)
-        axes = 1 if self._devices.axis_name is None else 2
-        leaves = [x.reshape(self._each, -1, *x.shape[axes:]) for x in leaves]
+        leaves = [x.reshape(self._each, -1, *x.shape[self._axes :]) for x in leaves]
         return [structure.unflatten([x[i] for x in leaves]) for i in range(self._each)]
 
     @functools.cached_property

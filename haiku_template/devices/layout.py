@@ -70,9 +70,7 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
 
         shardings = jax.tree.leaves(self.of(tree))
         specs = [*map(spec, *zip(*flatten(tree).items(), strict=True), shardings)]
-        return (
-            jax.tree.unflatten(jax.tree.structure(tree), specs) if any(specs) else None
-        )
+        return jax.tree.structure(tree).unflatten(specs) if any(specs) else None
 
     def place(self, shapes: Any) -> Any:
         """Adds its sharding to each shape of a tree."""

@@ -143,8 +143,7 @@ class DeviceManager(NamedTuple):
         """
         tree = transfer.fitting(tree)
         with transfer.COPYING, self.ledger.timed("to_devices"):
-            put = transfer.device_put_shares
-            arrays = jax.tree.map(put, tree, layout.of(tree))
+            arrays = jax.tree.map(transfer.device_put_shares, tree, layout.of(tree))
             jax.block_until_ready(arrays)
         shares = [s.data for x in jax.tree.leaves(arrays) for s in x.addressable_shards]
         self.ledger.add("bytes_to_devices", tree_bytes(shares))

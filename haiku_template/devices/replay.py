@@ -264,12 +264,11 @@ def _verdict(groups: list[list[Observation]], names: list[str], rounds: int) -> 
             "(transient): a gradient was wrong before it was summed over them, and "
             "whose cannot be told"
         )
-    faults = (
+    return ", ".join(
         f"{names[device]} computed wrongly {count} of {rounds} times "
         f"({'persistent' if count == rounds else 'transient'})"
         for device, count in sorted(times.items())
     )
-    return ", ".join(faults)
 
 
 def _undecided(groups: list[list[Observation]], names: list[str]) -> str:

@@ -147,16 +147,6 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
     Unmixed, a sum modulo 2^32 loses what only moves high bits: signs, powers of two.
     """
-    bits = _bits(x)
-    bits = bits + jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
-    # murmur3's finalizer: each bit of the result depends on each bit of the word.
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(bits ^ (bits >> 16), dtype=jnp.uint32)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Bits of an array: uint32 [n], one word an element and two for 64 bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -164,5 +154,11 @@ def _bits(x: jax.Array) -> jax.Array:
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    # One word an element, and two for 64 bits: uint32 [n].
     bits = jax.lax.bitcast_convert_type(x, f"uint{min(info(x.dtype).bits, 32)}")
-    return bits.astype(jnp.uint32).reshape(-1)
+    bits = bits.astype(jnp.uint32).reshape(-1)
+    bits = bits + jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
+    # murmur3's finalizer: each bit of the result depends on each bit of the word.
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(bits ^ (bits >> 16), dtype=jnp.uint32)

@@ -121,8 +121,7 @@ def parse(
     memory: str | None = None,
 ) -> Request:
     """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`; checks the options."""
-    match = SPEC.fullmatch(spec)
-    if not match:
+    if not (match := SPEC.fullmatch(spec)):
         raise DeviceError(
             f"--device={spec} is not understood{_meant(spec)}; possible are auto, cpu, "
             "gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
@@ -214,12 +213,16 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
         devices = jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:
         raise _unavailable(request, error) from error
-    if request.simulate_devices and len(devices) < request.simulate_devices:
+    if (simulated := request.simulate_devices) and len(devices) < simulated:
         raise DeviceError(
-            f"{request.simulate_devices} simulated devices were asked for after JAX "
-            f"had started with {len(devices)}; {TOO_LATE}"
+            f"{simulated} simulated devices were asked for after JAX had started with "
+            f"{len(devices)}; {TOO_LATE}"
         )
-    picks, simulated = _pick(request, devices), request.simulate_devices
+    by_index = {device_index(device): device for device in devices}
+    count = request.num_devices or simulated or len(devices)
+    if not by_index.keys() >= set(request.indices) or count > len(devices):
+        raise _absent(request, [f"{devices[0].platform}:{index}" for index in by_index])
+    picks = [by_index[index] for index in request.indices] or devices[:count]
     share = f"{len(picks)} of {len(devices)}" if len(picks) < len(devices) else "all"
     if simulated:
         reason = f"--simulate_devices={simulated}: the CPU as several"
@@ -233,10 +236,12 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
 
 def _unavailable(request: Request, error: Exception) -> DeviceError:
     # JAX is told to see the chosen cards alone; with none of them it has no word of
-    # the others.
-    count = _gpus_counted(request)
-    if count and min(request.indices) >= count:
-        return _absent(request, [f"gpu:{index}" for index in range(count)])
+    # the others, which the NVIDIA driver counts.
+    visible = jax.config.values.get("jax_cuda_visible_devices")
+    if request.indices and visible == ",".join(map(str, sorted(request.indices))):
+        count = children.probe_driver(10, os.environ).count
+        if count and min(request.indices) >= count:
+            return _absent(request, [f"gpu:{index}" for index in range(count)])
     reason = _first_line(error)
     late_change = backend_started() and ignored_platforms()
     if late_change or request.platform != "tpu":
@@ -251,22 +256,12 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or "no backend could be started"
 
 
-def _pick(request: Request, devices: list[jax.Device]) -> list[jax.Device]:
-    """Picks the requested devices, in the order of the request."""
-    by_index = {device_index(device): device for device in devices}
-    count = request.num_devices or request.simulate_devices or len(devices)
-    if by_index.keys() >= set(request.indices) and count <= len(devices):
-        return [by_index[index] for index in request.indices] or devices[:count]
-    raise _absent(request, [f"{devices[0].platform}:{index}" for index in by_index])
-
-
 def _absent(request: Request, names: list[str]) -> DeviceError:
     """Devices that were asked for, next to those that there are."""
     platform, count = names[0].split(":")[0], request.num_devices
     clause = f"--num_devices={count} was asked for on {platform}"
     requested = [f"{platform}:{index}" for index in request.indices]
-    missing = [name for name in requested if name not in names]
-    if missing:
+    if missing := [name for name in requested if name not in names]:
         clause = f"--device={request.spec} names {missing[0]}"
         count = max(request.indices) + 1
     hint = f"; --simulate_devices={count} makes the CPU appear as so many"
@@ -276,20 +271,11 @@ def _absent(request: Request, names: list[str]) -> DeviceError:
     )
 
 
-def _gpus_counted(request: Request) -> int:
-    """Counts the NVIDIA driver's cards; 0 where JAX did not choose among all."""
-    visible = jax.config.values.get("jax_cuda_visible_devices")
-    if not request.indices or visible != ",".join(map(str, sorted(request.indices))):
-        return 0
-    return children.probe_driver(10, os.environ).count or 0
-
-
 def _reason_for_auto(platform: str, share: str) -> str:
     if platform != "cpu":
         return f"JAX found {platform} ({share} of them used)"
     variable = os.environ.get("JAX_PLATFORMS", "")
-    no_gpu = why_no_gpu() if Machine(os.environ).has_card() else ""
-    if no_gpu:
+    if no_gpu := why_no_gpu() if Machine(os.environ).has_card() else "":
         logger.warning(
             f"THIS MACHINE'S GPU IS NOT USED; THE RUN IS ON THE CPU: {no_gpu}"
         )

@@ -46,17 +46,14 @@ def on_shares(fn: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any
     It gets them as `Share`s, and what it returns of them are arrays again.
     """
 
+    def mark(leaf: jax.Array, spec: Any) -> Any:
+        return Share(leaf, spec[-1], len(spec) - 1 - leaf.ndim) if spec else leaf
+
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        results = fn(*map(_mark, args, specs), *args[len(specs) :])
+        marked = map(functools.partial(jax.tree.map, mark), args, specs)
+        results = fn(*marked, *args[len(specs) :])
         array = lambda x: x.array if is_share(x) else x  # noqa: E731
         return jax.tree.map(array, results, is_leaf=is_share)
 
     return run
-
-
-def _mark(tree: Any, specs: Any) -> Any:
-    def mark(leaf: jax.Array, spec: Any) -> Any:
-        return Share(leaf, spec[-1], len(spec) - 1 - leaf.ndim) if spec else leaf
-
-    return jax.tree.map(mark, tree, specs)

@@ -77,8 +77,7 @@ class Adapted(stored.Form):
         change = jax.lax.optimization_barrier((self.a + zero).astype(dtype) @ self.b)
         if self.axes != MATRIX:
             # A loop over layers gives each its own part, without the loop's axes.
-            words = self.axes.split()[-base.ndim :]
-            order = sum(_order(" ".join(words)), ())
+            order = sum(_order(" ".join(self.axes.split()[-base.ndim :])), ())
             change = change.reshape([base.shape[axis] for axis in order])
             change = change.transpose(np.argsort(order))
         return base + change

@@ -20,16 +20,9 @@ import optax
 from haiku_template import stored
 from haiku_template.config import check_some
 from haiku_template.errors import ConfigError, near
+from haiku_template.finetuning import lora as loras
 from haiku_template.finetuning import quantized
-from haiku_template.finetuning.lora import (
-    KINDS,
-    MATRIX,
-    A,
-    B,
-    Lora,
-    adapt,
-    init_adapters,
-)
+from haiku_template.finetuning.lora import KINDS, MATRIX, A, B, Lora
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import MARK
 
@@ -118,7 +111,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     def init_params(self, params: hk.Params, rng: jax.Array) -> hk.Params:
         """Selects the trainable parameters before step 0, and makes the adapters."""
         shapes = {k: x.shape for k, x in flatten(params).items() if k in self.adapted}
-        adapters = unflatten(init_adapters(self.lora, shapes, rng))
+        adapters = unflatten(loras.init_adapters(self.lora, shapes, rng))
         return hk.data_structures.merge(self.split(params)[0], adapters)
 
     def combine(
@@ -135,7 +128,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
         """
         leaves = flatten((frozen, params), is_leaf=stored.is_form)
         leaves = {path.partition("/")[2]: leaf for path, leaf in leaves.items()}
-        return unflatten(adapt(self.lora, self.adapted, leaves, rng, dtype))
+        return unflatten(loras.adapt(self.lora, self.adapted, leaves, rng, dtype))
 
     def merge(
         self, params: hk.Params, frozen: hk.Params, fetch: Callable[[Any], Any]
@@ -145,10 +138,9 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
         `fetch` copies one from its devices. Forms are undone in float32; other dtypes
         stay.
         """
-        leaves = self.combine(params, frozen, jnp.float32)
         return jax.tree.map(
             lambda leaf: np.array(stored.use(fetch(leaf), jnp.float32)),
-            leaves,
+            self.combine(params, frozen, jnp.float32),
             is_leaf=stored.is_form,
         )
 

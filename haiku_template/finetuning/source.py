@@ -9,6 +9,7 @@ from typing import Any
 import haiku as hk
 import numpy as np
 
+from haiku_template import pretrained
 from haiku_template.bounded import read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
@@ -17,20 +18,13 @@ from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import HUGGING_FACE, Family
 from haiku_template.params import flatten, unflatten
-from haiku_template.pretrained import (
-    BESIDE,
-    MARK,
-    Names,
-    Tensor,
-    dtype_name,
-    read_published,
-)
+from haiku_template.pretrained import Tensor, dtype_name, read_published
 from haiku_template.registry import resolve
 from haiku_template.storage import trees
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
 
-STATE = BESIDE
+STATE = pretrained.BESIDE
 GROUP = 2**28  # Bytes of a run's parameters that are read at once.
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
 Loaded = tuple[dict[str, Any], hk.State | None]
@@ -71,7 +65,7 @@ def open_source(
             "config.finetuning.adapters"
         )
     if (path / CHECKPOINTS).is_dir():
-        marked = [pattern for pattern in finetuning.fresh if pattern.startswith(MARK)]
+        marked = [x for x in finetuning.fresh if x.startswith(pretrained.MARK)]
         of_files = finetuning._asdict() | {"fresh": marked}
         for key in ("rename", "ignore", "fresh"):
             if value := of_files[key]:
@@ -82,7 +76,7 @@ def open_source(
         return _of_workdir(path, devices)
     if is_folder(init_from) and (family or (path / CONFIG).exists()):
         _describe(path, family)
-    names = Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
+    names = pretrained.Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
     read = functools.partial(
         read_published, path, devices=devices, rules=rules, names=names

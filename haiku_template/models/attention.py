@@ -211,8 +211,7 @@ def choose(
 
 def _obstacle(hardware: Hardware, dtype: np.dtype, head_size: int) -> str:
     """Obstacle to cuDNN's flash attention; "" for none."""
-    number = _number(hardware.capability)
-    if not number:
+    if not (number := _number(hardware.capability)):
         return "there is no NVIDIA GPU"
     if number < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))

@@ -105,8 +105,7 @@ def macro_f1(
 ) -> dict[str, float]:
     """F1 of the confusion matrix, averaged over classes that occur or are predicted."""
     del averages
-    matrix = counts.get("confusion")
-    if matrix is None:
+    if (matrix := counts.get("confusion")) is None:
         return {}
     sums = matrix.sum(axis=0) + matrix.sum(axis=1)
     scores = 2 * np.diag(matrix)[sums > 0] / sums[sums > 0]

@@ -53,7 +53,6 @@ def resnet(
                 use_projection=i > 0,
                 name=f"group_{i}",
             )(x, is_training, test_local_stats=False)
-        x = jnp.mean(x, axis=(1, 2))
-        return hk.Linear(num_outputs, name="head")(x)
+        return hk.Linear(num_outputs, name="head")(jnp.mean(x, axis=(1, 2)))
 
     return hk.transform_with_state(forward)

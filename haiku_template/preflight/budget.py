@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from haiku.data_structures import tree_bytes
 from jax.extend.core import jaxprs_in_params
 from rich.console import Console
@@ -123,9 +124,7 @@ class Budget(NamedTuple):
     def saved(self) -> dict[str, int]:
         """Bytes of `opt_state` that its settings leave out, by the setting."""
         leaves = jax.tree.leaves(self.moments)
-        floats = [
-            x for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-        ]
+        floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
         narrow = sum(x.size * max(4 - x.dtype.itemsize, 0) for x in floats)
         sharded = tree_bytes(self.moments) - device_bytes(self.moments)
         return {k: n for k, n in (("mu_dtype", narrow), ("sharding", sharded)) if n}
@@ -433,17 +432,15 @@ def staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
         reason = "a device's memory is not known here"
     if not reason:
         staged = dataclasses.replace(experiment, placement="device").trainer(devices)
-        peak = memory_budget(staged, limit).peak
-        if peak <= limit:
+        if (peak := memory_budget(staged, limit).peak) <= limit:
             return staged
         reason = (
             f"staged it would make a run of {in_units(peak)} on each device, which has "
             f"{in_units(limit)}"
         )
-    experiment = dataclasses.replace(
+    return dataclasses.replace(
         experiment, placement="host", why_on_host=f"because {reason}"
-    )
-    return experiment.trainer(devices)
+    ).trainer(devices)
 
 
 def choose_steps_per_call(

@@ -157,8 +157,7 @@ def _check(
     shared = saved.keys() & digests.keys()
     keys = (saved.keys() | digests.keys()) - ({FIRST_BATCH, ENDS} - shared)
     keys = {key for key in keys if saved.get(key) != digests.get(key)}
-    changes = ", ".join(sorted(keys - {"platform", *VERSIONS}))
-    if not changes:
+    if not (changes := ", ".join(sorted(keys - {"platform", *VERSIONS}))):
         return
     if "platform" in keys:
         return logger.warning(

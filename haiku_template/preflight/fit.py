@@ -153,8 +153,7 @@ def _of_temporaries(
 def _remat(trainer: Trainer) -> Changes:
     """Change that rematerializes blocks: the model's own switch, or their pattern."""
     experiment, devices = trainer.experiment, trainer.devices
-    switch = experiment.config["model"].get("remat")
-    if switch is False:
+    if (switch := experiment.config["model"].get("remat")) is False:
         return {REMAT: True}
     if switch or experiment.step is not None or experiment.model is None:
         return {}

@@ -9,13 +9,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from haiku_template.devices import selection
 from haiku_template.devices.manager import DeviceManager
-from haiku_template.devices.selection import (
-    TOO_LATE,
-    backend_started,
-    check_share,
-    parse_memory,
-)
 from haiku_template.devices.transfer import Ledger
 from haiku_template.errors import ConfigError, DeviceError, near
 
@@ -87,15 +82,15 @@ def target_devices(
         lacks = "device_memory_size: BYTES" if size is None else "one GPU or more"
         raise ConfigError(f"--target={text} is no target: {lacks} is needed")
     if memory_fraction is not None:
-        check_share(memory_fraction)
-    unified = gpu_memory and parse_memory(gpu_memory)
+        selection.check_share(memory_fraction)
+    unified = gpu_memory and selection.parse_memory(gpu_memory)
     _check_plugin()
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAGS not in flags:
-        if backend_started():
+        if selection.backend_started():
             raise DeviceError(
                 f"--target={text} sets XLA_FLAGS={FLAGS}, and JAX has started and "
-                f"would ignore it; {TOO_LATE}, or set it in the environment"
+                f"would ignore it; {selection.TOO_LATE}, or set it in the environment"
             )
         os.environ["XLA_FLAGS"] = f"{flags} {FLAGS}".strip()
     jax.config.update("jax_platforms", "cpu")

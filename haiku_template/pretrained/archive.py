@@ -71,8 +71,7 @@ def export_npz(
 
 def _name(path: str, form: str) -> str:
     of_params, of_state = FORMS[form]
-    is_state = path.startswith(MARK)
-    template = of_state if is_state else of_params
+    template = of_state if path.startswith(MARK) else of_params
     if template is None:
         raise ConfigError(
             f"names of {form} have no place for network state, such as "

@@ -78,12 +78,10 @@ def read_published(
     """
     if state is not None:  # Frozen parameters are read without it, and none is fresh.
         paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
-        fresh = [path for path in paths if _fits(path, names.fresh)]
-        if fresh:
-            text = (
-                "%s: config.finetuning.fresh starts %d of %d leaves from the seed: %s"
-            )
-            _say_once(text, source, len(fresh), len(paths), some(fresh, SHOWN))
+        if fresh := [path for path in paths if _fits(path, names.fresh)]:
+            text = "%s: config.finetuning.fresh starts %s from the seed: %s"
+            fact = f"{len(fresh)} of {len(paths)} leaves"
+            _say_once(text, source, fact, some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
     if state and not any(map(_is_state, tensors)) and beside.is_file():

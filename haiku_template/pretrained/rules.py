@@ -25,8 +25,6 @@ TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": np.asarray,
     "transpose": np.transpose,
 }
-
-
 # Of files whose names are paths: any name, whatever is in it.
 SAME_NAMES = Rule("*", "*")
 
@@ -59,8 +57,7 @@ def tensor_name(
     for rule in rules:
         if rule == SAME_NAMES:
             return path, rule
-        fits = rule.target and _expression(rule.target).fullmatch(path)
-        if fits:
+        if fits := rule.target and _expression(rule.target).fullmatch(path):
             pattern = re.sub(r"\[(.*?)\]", r"\1" if with_brackets else "", rule.pattern)
             return pattern.format(*fits.groups()), rule
     return None, None

@@ -44,8 +44,7 @@ def write(workdir: Path) -> Path | None:
     """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
     metrics = panels(read(workdir / names.METRICS))
     height = -(-len(metrics) // 2)
-    figure = _figure(names.REPORT, 10, 1 + 3 * height)
-    if figure is None:
+    if (figure := _figure(names.REPORT, 10, 1 + 3 * height)) is None:
         return None
     for place, (title, lines) in enumerate(metrics.items(), 1):
         axes = figure.add_subplot(height, 2, place)
@@ -63,8 +62,7 @@ def write_comparison(
     path: Path, runs: dict[str, list[dict[str, Any]]], metrics: Sequence[str]
 ) -> Path | None:
     """Draws each metric's curves of all runs, by label; if it cannot, None."""
-    figure = _figure(path.name, 6 * len(metrics), 4 + 0.2 * len(runs))
-    if figure is None:
+    if (figure := _figure(path.name, 6 * len(metrics), 4 + 0.2 * len(runs))) is None:
         return None
     for place, metric in enumerate(metrics, 1):
         axes = figure.add_subplot(1, len(metrics), place)
@@ -88,8 +86,7 @@ def write_confusion(
     `matrix` [K, K] counts examples by label (row) and prediction (column).
     """
     side = min(max(3.5, 0.4 * len(classes) + 2), 24)
-    figure = _figure(names.CONFUSION, side, side)
-    if figure is None:
+    if (figure := _figure(names.CONFUSION, side, side)) is None:
         return None
     axes = figure.subplots()
     # Each row's colors are shares of its label, so that rare classes show too.
@@ -115,8 +112,7 @@ def write_pictures(
 ) -> Path | None:
     """Draws pictures [N, height, width, 1 or 3], in rows of 8; None as `write`."""
     rows = -(-len(pixels) // 8)
-    figure = _figure(path.name, 10, 1.5 * rows)
-    if figure is None:
+    if (figure := _figure(path.name, 10, 1.5 * rows)) is None:
         return None
     low, high = float(pixels.min()), float(pixels.max())
     pixels = (pixels - low) / max(high - low, 1e-12)

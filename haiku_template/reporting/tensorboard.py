@@ -9,16 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.storage import metrics
 from haiku_template.storage.files import appended
-from haiku_template.storage.metrics import (
-    DOUBLE,
-    FILE_VERSION,
-    SUMMARY,
-    VARINT,
-    event,
-    sized,
-    varint,
-)
+from haiku_template.storage.metrics import SUMMARY, event, sized, varint
 from haiku_template.storage.workdir import TENSORBOARD, write_atomically
 
 BINS = 30
@@ -38,7 +31,7 @@ class Board:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         data = event(SUMMARY, b"".join(values), step)
         if not self._path.exists():
-            data = event(FILE_VERSION, b"brain.Event:2") + data
+            data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
         with appended(self._path) as file:
             file.write(data)
 
@@ -76,7 +69,7 @@ def write_hparams(workdir: Path, values: dict[str, Any]) -> None:
     )
     content = sized(3, entries)  # HParamsPluginData.session_start_info.
     value = _value("_hparams_/session_start_info", _plugin("hparams", content))
-    records = event(FILE_VERSION, b"brain.Event:2") + event(SUMMARY, value)
+    records = event(metrics.FILE_VERSION, b"brain.Event:2") + event(SUMMARY, value)
     folder = workdir / TENSORBOARD
     folder.mkdir(exist_ok=True)
     write_atomically(folder / HPARAMS, records)
@@ -101,8 +94,8 @@ def _of_any(value: Any) -> bytes:
 
 
 def _field(field: int, number: int) -> bytes:
-    return varint(field, VARINT) + varint(number)
+    return varint(field, metrics.VARINT) + varint(number)
 
 
 def _double(field: int, number: float) -> bytes:
-    return varint(field, DOUBLE) + struct.pack("<d", number)
+    return varint(field, metrics.DOUBLE) + struct.pack("<d", number)

@@ -107,8 +107,7 @@ def mlflow_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]]
     old = client.get_experiment_by_name(project)
     number = old.experiment_id if old else client.create_experiment(project)
     identity = workdirs.run_id(workdir)
-    runs = client.search_runs([number], f"tags.`{TAG}` = '{identity}'")
-    if runs:
+    if runs := client.search_runs([number], f"tags.`{TAG}` = '{identity}'"):
         key = runs[0].info.run_id
         client.set_terminated(key, "RUNNING")
     else:

@@ -88,8 +88,7 @@ def summarize_runs(
             "folder that they are in"
         )
     runs = [summarize_run(folder / name, name, metric, mode) for name in names]
-    lowest = mode or runs[0].keys.get("best_mode", "min")
-    sign = -1 if lowest == "max" else 1
+    sign = -1 if (mode or runs[0].keys.get("best_mode")) == "max" else 1
     return sorted(
         runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
     )

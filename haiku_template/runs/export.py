@@ -31,8 +31,7 @@ def export_safetensors(run: Run, output: Path) -> int:
     pretrained.check_new(output)
     config, devices = run.config, run.devices
     params, net_state = run.parameters()
-    family = run.family
-    if family is None or config is None:
+    if (family := run.family) is None or config is None:
         trees = {SINGLE: params} | ({STATE: net_state} if net_state else {})
         with pretrained.new_folder(output) as folder:
             for file, tree in trees.items():

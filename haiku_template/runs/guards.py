@@ -62,8 +62,7 @@ def below_zero(trainer: Trainer, step: int) -> str:
         if not (is_label or WEIGHT in path):
             continue
         counts = mask if is_label and mask.shape == leaf.shape else True
-        bad = np.argwhere((leaf < 0) & counts)
-        if len(bad):
+        if len(bad := np.argwhere((leaf < 0) & counts)):
             row = located(trainer, int(bad[0][0]), len(leaf))
             advice = IGNORED if is_label else ": it is 0 or more"
             return (

@@ -31,8 +31,7 @@ def blame(
     """
     for path, sizes in _magnitudes(trainer, step).items():
         limit = limits.get(path, LARGEST)
-        rows = np.flatnonzero(~(sizes <= limit).all(axis=1))
-        if len(rows):
+        if len(rows := np.flatnonzero(~(sizes <= limit).all(axis=1))):
             row = int(rows[0])
             value = sizes[row][~(sizes[row] <= limit)][0]
             return (

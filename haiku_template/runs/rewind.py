@@ -70,8 +70,7 @@ def go_back(workdir: Path, text: str) -> None:
 
 def _set_aside(workdir: Path, first: int) -> None:
     folder = workdir / workdirs.CHECKPOINTS
-    saved = workdirs.saved_steps(folder)
-    if not saved or saved[0] >= first:
+    if not (saved := workdirs.saved_steps(folder)) or saved[0] >= first:
         raise ConfigError(
             f"--rewind goes back to a checkpoint before step {first}, and {folder} has "
             f"{saved or 'none'}; a new run with a smaller config.save_every has one, "

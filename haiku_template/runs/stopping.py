@@ -14,14 +14,8 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from haiku_template import signals
-from haiku_template.errors import (
-    Interrupted,
-    NonFiniteError,
-    ReplayError,
-    ReplicaError,
-    StorageError,
-)
+from haiku_template import errors, signals
+from haiku_template.errors import Interrupted, StorageError
 from haiku_template.runs.runtime import RuntimeHandler
 
 logger = logging.getLogger(__name__)
@@ -31,7 +25,8 @@ OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # and those to write the state at so many bytes a second.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
 AGREED = 3  # Times as long until several processes have agreed on a step.
-UNSAVED = NonFiniteError, ReplayError, ReplicaError  # Errors of a state.
+# Errors of a state.
+UNSAVED = errors.NonFiniteError, errors.ReplayError, errors.ReplicaError
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "

@@ -122,8 +122,7 @@ def watched(run: Any, minutes: float) -> Iterator[Any]:
 def write_stacks(path: Path, sentence: str) -> None:
     """Appends the stacks of all threads; raises `OSError`."""
     with appended(path) as file:
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"{when} {sentence}\n".encode())
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n".encode())
         file.flush()
         faulthandler.dump_traceback(file)
         file.write(b"\n")

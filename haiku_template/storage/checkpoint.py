@@ -344,11 +344,10 @@ class Checkpoints:
         """Removes what is left of the save that failed, so that another can begin."""
         step, self._saving, self._failures.error = self._saving, None, error
         self._errors.append(error)
-        is_ready = False
-        while not is_ready:  # Orbax has an error for each of its files.
+        while True:  # Orbax has an error for each of its files.
             with contextlib.suppress(Exception):
                 self._writer.wait_until_finished()
-                is_ready = True
+                break
         if self._writer is self._reader:
             clear(self.directory)
             with contextlib.suppress(OSError):
@@ -411,26 +410,22 @@ class Checkpoints:
 
     def _check_bits(self, step: int, state: dict[str, Any]) -> None:
         """Raises `DamagedError` unless leaves have the bits that were saved."""
+        folder = self.directory / str(step)
         with self._damage_as_error(step):
-            manifest = manifests.read(self.directory / str(step))
-            paths = self._altered(step, manifest, state) if manifest else ()
+            manifest = manifests.read(folder)
+            paths = manifests.altered(manifest, state) if manifest else []
+            if manifest and (unaligned := manifests.unaligned(manifest, state)):
+                from haiku_template.storage import shares
+
+                # Processes share the reading.
+                own = unaligned[jax.process_index() :: jax.process_count()]
+                paths += shares.altered(folder / STATE, manifest, own)
         if paths:
             raise DamagedError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: "
                 f"{len(paths)} of {len(jax.tree.leaves(state))} leaves are not what "
                 f"was saved: {some(paths)}"
             )
-
-    def _altered(self, step: int, manifest: dict[str, Any], state: Any) -> list[str]:
-        """Paths of leaves that are not what was saved; processes share the reading."""
-        paths = manifests.altered(manifest, state)
-        if unaligned := manifests.unaligned(manifest, state):
-            from haiku_template.storage import shares
-
-            folder = self.directory / str(step) / STATE
-            own = unaligned[jax.process_index() :: jax.process_count()]
-            paths += shares.altered(folder, manifest, own)
-        return paths
 
     def _load(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
         """Loads fields of a state, to the devices that the leaves of `tree` name."""
@@ -458,8 +453,7 @@ class Checkpoints:
         folder = self.directory / str(step)
         with self._damage_as_error(step):
             check_files(folder)
-            manifest = manifests.read(folder)
-            if manifest:
+            if manifest := manifests.read(folder):
                 manifests.check_sizes(manifest, folder)
             listing = self._reader.metadata(folder)
             if (state := listing.item_metadata[STATE]) is None:
@@ -806,16 +800,14 @@ def _check_listed(
                 f"its metadata are of {name} {metadata[name]}, and its "
                 f"{manifests.MANIFEST} is of {name} {manifest[name]}"
             )
-    lines = differences(manifests.forms(manifest), flatten(_forms(saved)))
-    if lines:
+    if lines := differences(manifests.forms(manifest), flatten(_forms(saved))):
         raise ValueError(f"its leaves are not those that were saved: {some(lines)}")
 
 
 def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
     # Paths are alike for tuples and for Orbax's lists.
     saved_leaves = {k: v for k, v in flatten(_forms(saved)).items() if k not in skip}
-    lines = differences(saved_leaves, flatten(_forms(abstract)))
-    if lines:
+    if lines := differences(saved_leaves, flatten(_forms(abstract))):
         raise StorageError(
             f"the checkpoint of step {step} does not fit this model, and nothing was "
             f"loaded: {some(lines, 10, '; ')}"

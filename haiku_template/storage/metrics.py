@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from haiku_template.bounded import contents, is_number, parse
+from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import Note, dispensable
-from haiku_template.storage.workdir import (
-    METRICS,
-    MOST_METRICS,
-    TENSORBOARD,
-    write_atomically,
-)
 
 logger = logging.getLogger(__name__)
 # Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
@@ -38,13 +33,13 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     """
 
     def __init__(self, workdir: Path, start: int) -> None:
-        path, self._lines = workdir / METRICS, None
+        path, self._lines = workdir / workdirs.METRICS, None
         with dispensable(path):
             lines = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
-            write_atomically(path, "".join(f"{line}\n" for line in lines))
+            workdirs.write_atomically(path, "".join(f"{line}\n" for line in lines))
             self._lines = Note(path)
         file = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._events = Note(workdir / TENSORBOARD / file, "ab")
+        self._events = Note(workdir / workdirs.TENSORBOARD / file, "ab")
         self._events.write(event(FILE_VERSION, b"brain.Event:2"))
         if start:  # TensorBoard leaves out what it has read of later steps.
             starts = varint(1, VARINT) + varint(1)  # SessionLog.START.
@@ -76,11 +71,10 @@ def event(field: int, contents: bytes, step: int = 0) -> bytes:
 
 def summary(metrics: dict[str, float]) -> bytes:
     """Encodes a `Summary` of scalars, each a tag and a float32 (infinite if large)."""
-    values = [
-        sized(1, tag.encode()) + varint(2, FLOAT) + bytes(ctypes.c_float(value))
-        for tag, value in metrics.items()
-    ]
-    return b"".join(sized(1, value) for value in values)
+    return b"".join(
+        sized(1, sized(1, tag.encode()) + varint(2, FLOAT) + bytes(ctypes.c_float(x)))
+        for tag, x in metrics.items()
+    )
 
 
 def sized(field: int, contents: bytes) -> bytes:
@@ -120,7 +114,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows, damaged = [], []
-    lines = contents(path, MOST_METRICS).decode("utf-8", "replace").splitlines()
+    text = contents(path, workdirs.MOST_METRICS).decode("utf-8", "replace")
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = parse(line, dict)

@@ -13,17 +13,10 @@ from typing import Any
 
 from haiku_template import bounded
 from haiku_template.errors import ConfigError, DamagedError, StorageError
+from haiku_template.storage import checkpoint
 from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir as workdirs
-from haiku_template.storage.checkpoint import (
-    UNFINISHED,
-    Checkpoints,
-    check_files,
-    metrics_of,
-    remove,
-    remove_unfinished,
-    sync,
-)
+from haiku_template.storage.checkpoint import UNFINISHED, Checkpoints, metrics_of
 from haiku_template.storage.files import dispensable
 
 logger = logging.getLogger(__name__)
@@ -117,7 +110,7 @@ def copy_run(source: Path, target: Path) -> None:
     steps = workdirs.saved_steps(source / workdirs.CHECKPOINTS)
     folder = target / workdirs.CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(folder)
+    checkpoint.remove_unfinished(folder)
     for name in NAMES:
         if (source / name).is_file():
             data = bounded.contents(source / name, MOST_BYTES)
@@ -125,7 +118,7 @@ def copy_run(source: Path, target: Path) -> None:
     for step in sorted(steps, reverse=True):
         _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
     for step in {*workdirs.saved_steps(folder)} - {*steps}:
-        remove(folder / str(step))
+        checkpoint.remove(folder / str(step))
 
 
 def _copy_step(source: Path, target: Path) -> None:
@@ -136,10 +129,10 @@ def _copy_step(source: Path, target: Path) -> None:
         is_same = _manifest(source) == _manifest(target)
         if is_same and metrics_of(source) in ({}, metrics_of(target)):  # {}: damaged.
             return
-        remove(target)
+        checkpoint.remove(target)
     copy = target.with_name(f"{target.name}{UNFINISHED.strip('*')}.{time.time_ns()}")
     try:
-        check_files(source)  # Nothing is copied without end.
+        checkpoint.check_files(source)  # Nothing is copied without end.
         shutil.copytree(source, copy)
         if manifest := manifests.read(copy):
             manifests.check_sizes(manifest, copy)
@@ -147,9 +140,9 @@ def _copy_step(source: Path, target: Path) -> None:
         if source.exists():
             raise
         return
-    sync(copy)
+    checkpoint.sync(copy)
     copy.rename(target)
-    sync(target.parent, recursive=False)
+    checkpoint.sync(target.parent, recursive=False)
 
 
 def _manifest(step: Path) -> bytes | None:

@@ -92,8 +92,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         )
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
-    exported = sorted(path.name for path in workdir.glob("*.safetensors"))
-    if exported:
+    if exported := sorted(path.name for path in workdir.glob("*.safetensors")):
         raise ConfigError(
             f"{workdir} holds {', '.join(exported)}, which was exported, and nothing "
             "is overwritten; use another --workdir (config.init_from starts from "
@@ -102,8 +101,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
     if (workdir / CONFIG).exists():
         return check_same_run(workdir, config)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
-    names = [name for name in names if (workdir / name).exists()]
-    if names:
+    if names := [name for name in names if (workdir / name).exists()]:
         raise ConfigError(
             f"{workdir} holds {', '.join(names)} but no {CONFIG}, so it is not "
             "known what made them; use another --workdir"
@@ -116,8 +114,7 @@ def check_same_run(workdir: Path, config: dict[str, Any]) -> None:
     if not has_checkpoints(workdir):
         return _check_nothing_lost(workdir, run)
     saved = read_json(workdir / CONFIG)
-    lines = differences(fixed(completed(saved)), fixed(completed(config)))
-    if lines:
+    if lines := differences(fixed(completed(saved)), fixed(completed(config))):
         apart = "\n  " if len(lines) > 1 else " "
         raise ConfigError(
             f"{workdir} belongs to a run with another config, and nothing was changed "

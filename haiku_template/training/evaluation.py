@@ -14,14 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.data import ahead
-from haiku_template.devices import (
-    DeviceManager,
-    check_host_batch,
-    detached,
-    own_rows,
-    pad_rows,
-    sum_over,
-)
+from haiku_template.devices import DeviceManager, check_host_batch, sum_over
+from haiku_template.devices.transfer import detached, own_rows, pad_rows
 from haiku_template.errors import ConfigError, PlacementError
 from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of

@@ -174,8 +174,7 @@ class Experiment:
             if config.step is None
             else users_module("step", config.step, *STEP),
         )
-        described = to_dict(config), experiment
-        return dataclasses.replace(experiment, described=described)
+        return dataclasses.replace(experiment, described=(to_dict(config), experiment))
 
     @property
     def config(self) -> dict[str, Any]:

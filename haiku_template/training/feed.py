@@ -360,7 +360,11 @@ class Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         for _ in self._steps:
             if self._thread is None:
-                yield self._make_here()
+                begun = time.perf_counter()
+                batch = self._make(next(self._left))
+                if time.perf_counter() - begun > SLOW * self._cheap:
+                    self._start()
+                yield batch
                 continue
             batch, error, is_last = self._ready.get()
             self._places.put(None)
@@ -370,13 +374,6 @@ class Prefetcher:
                 self._thread.join()
                 self._thread = None
             yield batch
-
-    def _make_here(self) -> Any:
-        begun = time.perf_counter()
-        batch = self._make(next(self._left))
-        if time.perf_counter() - begun > SLOW * self._cheap:
-            self._start()
-        return batch
 
     def _run(self) -> None:
         cheap = 0

@@ -13,13 +13,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from haiku_template import finetuning as tuning
 from haiku_template.data import whole_batches
-from haiku_template.devices import (
-    DeviceManager,
-    Layout,
-    canonical_shapes,
-    check_host_batch,
-)
+from haiku_template.devices import DeviceManager, Layout, canonical_shapes
 from haiku_template.devices.collectives import with_axis
+from haiku_template.devices.transfer import check_host_batch
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten

@@ -169,8 +169,7 @@ def own_averages(opt_state: Any, params: Any) -> Any:
     # Why: docs/decisions/training.md#schedule-free
     kind = optax.contrib.ScheduleFreeState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    state = next((x for x in nodes if isinstance(x, kind)), None)
-    if state is None:
+    if (state := next((x for x in nodes if isinstance(x, kind)), None)) is None:
         return None
     averages = optax.contrib.schedule_free_eval_params(state, params)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), averages, params)

@@ -86,9 +86,8 @@ def _share_gradients(recipe: Recipe, share: jax.Array) -> Callable[..., Any]:
     def train_step(state: TrainState, frozen: hk.Params, batch: Batch) -> Any:
         rng = jax.random.fold_in(split_seed(recipe.seed).steps, state.step)
         rng = jax.random.fold_in(rng, share)
-        grads, (net_state, scalars, weight) = share_gradients(
-            recipe, state, frozen, rng, batch
-        )
+        graded = share_gradients(recipe, state, frozen, rng, batch)
+        grads, (net_state, scalars, weight) = graded
         if weight is not None:
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
         return (grads, scalars), net_state, weight

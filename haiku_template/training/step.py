@@ -93,9 +93,8 @@ def make_gradients(recipe: Recipe) -> Gradients:
     ) -> tuple[hk.Params, Scalars, hk.State]:
         scale = recipe.precision.loss_scale(state.loss_scale)
         rng = step_rng(recipe, state.step)
-        grads, (net_state, scalars, _) = share_gradients(
-            recipe, state, frozen, rng, batch
-        )
+        graded = share_gradients(recipe, state, frozen, rng, batch)
+        grads, (net_state, scalars, _) = graded
         means = scale.unscale(grads), scalars
         dtype = recipe.precision.reduce_dtype
         grads, scalars = mean_over(recipe.axis_name, means, dtype)

@@ -126,8 +126,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if taken := [name for name in OF_THE_STEP if name in values]:
         raise ConfigError(f"the task returns {taken[0]!r}, which a step has; rename it")
     for name, value in values.items():
-        shape = jnp.shape(value)
-        if shape != (rows,):
+        if (shape := jnp.shape(value)) != (rows,):
             _check_shape(name, shape, facts["batch"], rows)
         if not shape and "mask" not in parameters.values() and not facts["is_training"]:
             raise ConfigError(
@@ -136,8 +135,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
                 "take `mask`, bool [B], which is False for padding"
             )
     values = dict(values)
-    weights = values.pop(WEIGHT, None)
-    if weights is not None:
+    if (weights := values.pop(WEIGHT, None)) is not None:
         # Weights are data: they have no gradient.
         weights = jax.lax.stop_gradient(jnp.asarray(weights, jnp.float32))
         # A fault, which guards name. Why: docs/decisions/training.md#refused-values

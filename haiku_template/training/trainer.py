@@ -29,16 +29,9 @@ from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.reporting.perf import Work
+from haiku_template.training import evaluation as evaluations
 from haiku_template.training.custom import make_custom_step
-from haiku_template.training.evaluation import (
-    add_up,
-    make_eval_step,
-    make_predict_step,
-    pad,
-    padded_size,
-    placed_inputs,
-    summarize,
-)
+from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
 from haiku_template.training.feed import Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.state import Recipe, TrainState
@@ -274,7 +267,7 @@ class Trainer:
                     stack.enter_context(self.devices.implicit_transfers())
                 sums = add_up(self.devices, eval_step, dataset, size, self.feed.alone)
             self._evaluated.add(shapes)
-            values, of_set = summarize(sums, self.recipe.task.derive)
+            values, of_set = evaluations.summarize(sums, self.recipe.task.derive)
             metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
             counts.append(of_set)
         return metrics, counts[0]
@@ -289,7 +282,7 @@ class Trainer:
 
     def _predict_function(self, axis_name: str | None = None) -> Callable[..., Any]:
         recipe = self.recipe._replace(axis_name=axis_name)
-        return make_predict_step(recipe, self.experiment.steps.forward)
+        return evaluations.make_predict_step(recipe, self.experiment.steps.forward)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
@@ -311,14 +304,13 @@ class Trainer:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         with self.feed.alone():
-            return padded_size(shares, dataset, self.pads)
+            return evaluations.padded_size(shares, dataset, self.pads)
 
     @functools.cached_property
     def pads(self) -> bool:
         """False if a loss of the model's own is of a whole batch, padding included."""
         # Why: docs/decisions/training.md#own-loss
-        is_own = self.recipe.task.function is losses.own_loss
-        return not is_own or self._gives_rows()
+        return self.recipe.task.function is not losses.own_loss or self._gives_rows()
 
     def _gives_rows(self) -> bool:
         """Traces the model, and tests if all that it returns is of examples."""
@@ -348,10 +340,9 @@ class Trainer:
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
-        dataset = self.experiment.data.evaluation
-        if dataset is None:
+        if (dataset := self.experiment.data.evaluation) is None:
             return None
-        batch = pad(each_shape(dataset)[0], self.padded_size(dataset))
+        batch = evaluations.pad(each_shape(dataset)[0], self.padded_size(dataset))
         shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
         return self._eval_step.trace(*self.abstract.of_model(), shapes).lower()
 
@@ -367,8 +358,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
         return task
 
     def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
-        shape = jnp.shape(outputs)
-        if len(shape) != 2 or shape[1] != num_outputs:
+        if len(shape := jnp.shape(outputs)) != 2 or shape[1] != num_outputs:
             raise ConfigError(
                 f"the model gives outputs of shape {list(shape)}, and the data has "
                 f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"

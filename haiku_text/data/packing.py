@@ -23,8 +23,7 @@ def pack(sizes: np.ndarray, context: int) -> np.ndarray:
     room = np.empty(0, np.int64)  # Of each window.
     # A size at a time: each window in turn takes as many of these as fit.
     for size, count in zip(*np.unique(-sizes, return_counts=True), strict=True):
-        fresh = -(-count // (context // -size))
-        room = np.append(room, np.full(fresh, context))
+        room = np.append(room, np.full(-(-count // (context // -size)), context))
         counts = np.diff(np.minimum(np.cumsum(room // -size), count), prepend=0)
         examples = order[start : start + count]
         windows[examples] = np.repeat(np.arange(len(room)), counts)

@@ -70,10 +70,7 @@ class TokenStream:
 
     def section(self, start: int, stop: int) -> "TokenStream":
         """Slices the tokens `start` to `stop - 1`, without a copy."""
-        pieces = self._pieces(start, stop)
-        return TokenStream(
-            [shard.section(first, last) for shard, first, last in pieces]
-        )
+        return TokenStream([x.section(a, b) for x, a, b in self._pieces(start, stop)])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Copies windows [B, T] that begin at `starts`, int64 [B], natively."""

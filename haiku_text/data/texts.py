@@ -112,7 +112,6 @@ def choose_lengths(
     """
     if count < 1:
         raise ConfigError(f"num_buckets={count}; possible is 1 or more")
-    shares = np.arange(1, count) / count
-    edges = [*np.quantile(sizes, shares, method="higher"), longest]
+    edges = [*np.quantile(sizes, np.arange(1, count) / count, method="higher"), longest]
     rounded = {int(-(-edge // MULTIPLE) * MULTIPLE) for edge in edges}
     return tuple(sorted({min(length, most) for length in rounded}))

@@ -188,8 +188,7 @@ class TokenEvaluationSet:
         start = index * self.batch_size
         turns = np.arange(start, min(start + self.batch_size, some))
         # turns * every // some, without leaving 64 bits.
-        spread = turns * (every // some) + turns * (every % some) // some
-        return spread * self.context
+        return (turns * (every // some) + turns * (every % some) // some) * self.context
 
     @property
     def _num_windows(self) -> int:

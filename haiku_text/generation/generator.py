@@ -143,10 +143,7 @@ def make_generate(
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
     """Checks a prompt, and cuts its beginning if it is longer than the context."""
     if not prompt:
-        raise ConfigError(
-            "a prompt has no tokens (a tokenizer may drop white space); a model "
-            "continues some text"
-        )
+        raise ConfigError("a prompt has no tokens; a model continues some text")
     for place, token in enumerate(prompt):
         if not 0 <= token < model.vocabulary:
             raise ConfigError(

@@ -60,8 +60,7 @@ def make_steps(
             return model.apply(params, None, tokens, False, cache)
 
     def choose(cache: Cache, logits: LazyLogits, count: jax.Array) -> Any:
-        tokens = sample(logits.multiply_out()[:, 0], count, sampling)
-        return (cache, count + 1), tokens
+        return (cache, count + 1), sample(logits.multiply_out()[:, 0], count, sampling)
 
     def prefill(params: hk.Params, batch: dict[str, jax.Array]) -> Any:
         logits, cache = forward(params, batch["tokens"], "new")

@@ -129,10 +129,9 @@ def encode(
             "attention=auto does without"
         )
     attention = "xla" if hk.running_init() else attention  # Traced in float32.
-    types = inputs.get("token_types", jnp.zeros_like(tokens))
     x = layers.look_up(layers.table(sizes.vocab_size, sizes.width, "embed"), tokens)
     segments = layers.table(sizes.token_types, sizes.width, "token_types")
-    x += layers.look_up(segments, types)
+    x += layers.look_up(segments, inputs.get("token_types", jnp.zeros_like(tokens)))
     positions = layers.table(sizes.context, sizes.width, "positions")
     x += layers.repeat(positions[:length], tokens.shape[0])
     x = layers.drop(rate, layers.norm("norm", norm_eps)(x))
@@ -183,8 +182,7 @@ def describe_classes(
     """
     if HEAD not in params:
         return {}
-    pooling = keys.get("pooling", "cls")
-    if pooling != "cls":
+    if (pooling := keys.get("pooling", "cls")) != "cls":
         raise ConfigError(
             f"config.model.pooling={pooling}, and Hugging Face's classifiers know cls "
             "alone: transformers would load the folder and compute something else; "

@@ -113,8 +113,7 @@ def repeat(positions: jax.Array, size: int) -> jax.Array:
 def _repeat_backward(size: int, _: None, grads: jax.Array) -> tuple[jax.Array]:
     # XLA would have the batch last in all activations on GPUs, and transpose them for
     # each product. Why: docs/decisions/models.md#positions
-    rows = with_layout_constraint(grads, Layout((0, 1, 2)))
-    return (jnp.sum(rows, axis=0),)
+    return (jnp.sum(with_layout_constraint(grads, Layout((0, 1, 2))), axis=0),)
 
 
 repeat.defvjp(lambda positions, size: (repeat(positions, size), None), _repeat_backward)

@@ -132,8 +132,7 @@ def _losses_backward(
 
     # The embedding's gradients are added up over the tiles in float32.
     total = jnp.zeros(embedding.shape, jnp.float32)
-    tiles = hidden, labels, log_sums, grads
-    total, for_hidden = jax.lax.scan(add_tile, total, tiles)
+    total, for_hidden = jax.lax.scan(add_tile, total, (hidden, labels, log_sums, grads))
     return for_hidden, total.astype(embedding.dtype), None
 
 
