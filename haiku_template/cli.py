@@ -90,7 +90,7 @@ SECONDS = ("join_seconds", "stall_seconds")
 for _name in SECONDS:  # Others would end a run that is well.
     flags.register_validator(
         _name,
-        lambda seconds: seconds > 0,
+        lambda seconds: 0 < seconds <= 1e8,
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")

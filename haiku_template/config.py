@@ -399,7 +399,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     old, new = flatten(old), flatten(new)
     keys = sorted(old.keys() | new.keys())
     pairs = [(key, old.get(key, "absent"), new.get(key, "absent")) for key in keys]
-    return [f"{key}: {a!r} there, {b!r} now" for key, a, b in pairs if a != b]
+    return [
+        f"{key}: {a!r} there, {b!r} now"
+        for key, a, b in pairs
+        if a != b and repr(a) != repr(b)  # NaN is not equal to itself.
+    ]
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -90,6 +90,8 @@ def main() -> None:
     gc.freeze()  # Why: docs/decisions/house.md#collector
     gc.enable()
     if FLAGS.check:
+        if devices.processes.count > 1:
+            raise ConfigError("--check is for one process, as with --distributed=off")
         return trial.check_run(FLAGS.config, devices)
     start.run(
         FLAGS.config,

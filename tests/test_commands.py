@@ -376,6 +376,7 @@ def wait_for_step(workdir, step):
         (["--device=cpu:3"], 69, ["cpu:3", "there are 1: cpu:0"]),
         (["--num_devices=2"], 69, ["--num_devices=2", "there are 1"]),
         (["--stall_seconds=0"], 64, ["--stall_seconds=0", "above 0, such as 1800"]),
+        (["--join_seconds=inf"], 64, ["--join_seconds=inf", "such as 300"]),
         (["--join_seconds=0"], 64, ["--join_seconds=0", "above 0, such as 300"]),
         (["--stall_seconds=nan"], 64, ["--stall_seconds=nan", "above 0, such as"]),
         (["--local_device_ids=a,1"], 64, ["=a,1 is not understood", "such as 0,1"]),

@@ -69,6 +69,7 @@ def test_differences_name_every_key_that_changed():
         "model.width: 8 there, 9 now",
         "new: 'absent' there, None now",
     ]
+    assert not config.differences({"a": float("nan")}, {"a": float("nan")})
 
 
 def changed(key, value):

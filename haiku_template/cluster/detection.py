@@ -4,7 +4,7 @@ import re
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from haiku_template.errors import ConfigError
@@ -22,16 +22,17 @@ class Started(NamedTuple):
     local_device_ids: tuple[int, ...] | None = None  # None for all that it sees.
 
 
-def detect(environ: Mapping[str, str]) -> Started | None:
+def detect(environ: Mapping[str, str], flags: Collection[str] = ()) -> Started | None:
     """Reads the launcher's variables; None for a process on its own.
 
-    Raises `ConfigError` if a node's cards cannot be shared evenly, its address is not
-    known, or the variables are not as a launcher sets them.
+    What `flags`, by name, tell is not asked of it. Raises `ConfigError` if a node's
+    cards cannot be shared evenly, its address is not known, or the variables are not
+    as a launcher sets them.
     """
     # Why: docs/decisions/cluster.md#launchers
     innermost = next((name for name in READERS if name in environ), None)
     try:
-        return READERS[innermost](environ) if innermost else None
+        return READERS[innermost](environ, flags) if innermost else None
     except ConfigError:
         raise
     except (ValueError, LookupError, TypeError) as error:
@@ -43,14 +44,15 @@ def detect(environ: Mapping[str, str]) -> Started | None:
 
 
 # Why: docs/decisions/cluster.md#slurm
-def _slurm(environ: Mapping[str, str]) -> Started | None:
+def _slurm(environ: Mapping[str, str], flags: Collection[str]) -> Started | None:
     """Reads a task of `srun`; a batch script that did not call it is on its own."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys():
         return None
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     if count == 1:
         return None
-    host = _address_of(first_host(environ["SLURM_STEP_NODELIST"]))
+    host = first_host(environ["SLURM_STEP_NODELIST"])
+    host = host if "coordinator_address" in flags else _address_of(host)
     port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
     ids = None
     # With --gpus-per-task each task sees its own cards alone. Newer Slurms set
@@ -59,7 +61,7 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
     if "SLURM_GPUS_PER_TASK" not in environ and "gpu" not in of_task:
         nodes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         tasks = nodes[int(environ.get("SLURM_NODEID", 0))]
-        ids = own_cards(environ, int(environ["SLURM_LOCALID"]), tasks)
+        ids = own_cards(environ, int(environ["SLURM_LOCALID"]), tasks, flags)
     return Started("Slurm", f"{host}:{port}", count, int(environ["SLURM_PROCID"]), ids)
 
 
@@ -97,7 +99,7 @@ def _address_of(host: str) -> str:
         return re.search(r"NodeAddr=(\S+)", description)[1]
 
 
-def _torch(environ: Mapping[str, str]) -> Started | None:
+def _torch(environ: Mapping[str, str], flags: Collection[str]) -> Started | None:
     """Reads PyTorch's names: of torchrun, Kubeflow, SageMaker, or set by a user."""
     if not {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= environ.keys():
         return None
@@ -109,14 +111,14 @@ def _torch(environ: Mapping[str, str]) -> Started | None:
         port = _port(f"{run}.{host}.{port}")
     local = int(environ.get("LOCAL_RANK", 0))
     tasks = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    ids = own_cards(environ, local, tasks)
+    ids = own_cards(environ, local, tasks, flags)
     if tasks > 1 and "CUDA_VISIBLE_DEVICES" not in environ:
         ids = (local,)  # PyTorch's custom.
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Started("torchrun", address, count, int(environ["RANK"]), ids)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Started | None:
+def _open_mpi(environ: Mapping[str, str], flags: Collection[str]) -> Started | None:
     """Reads a process of `mpirun`."""
     count = int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
     if count == 1:
@@ -130,22 +132,22 @@ def _open_mpi(environ: Mapping[str, str]) -> Started | None:
     host = "127.0.0.1" if together == count else match and match[1]
     address = f"{host}:{_port(job)}" if host and job else None
     index = int(environ["OMPI_COMM_WORLD_RANK"])
-    ids = own_cards(environ, local, together)
+    ids = own_cards(environ, local, together, flags)
     return Started("Open MPI", address, count, index, ids)
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Started | None:
+def _kubernetes(environ: Mapping[str, str], flags: Collection[str]) -> Started | None:
     """Reads a pod of an indexed Job, which tells its index alone."""
     index = environ.get("JOB_COMPLETION_INDEX")
     return None if index is None else Started("Kubernetes", None, None, int(index))
 
 
 def own_cards(
-    environ: Mapping[str, str], local: int, tasks: int
+    environ: Mapping[str, str], local: int, tasks: int, flags: Collection[str] = ()
 ) -> tuple[int, ...] | None:
     """A task's share of the cards of its node, by index; None where it sees its own."""
     visible = [x for x in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
-    if tasks == 1 or len(visible) < tasks:
+    if tasks == 1 or len(visible) < tasks or "local_device_ids" in flags:
         return None
     if local not in range(tasks):
         raise ValueError(f"it is process {local} of {tasks} on its node")

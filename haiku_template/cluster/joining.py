@@ -49,11 +49,10 @@ def asked(
     """
     if mode == "off":
         return None
-    launch = detect(environ) or Started("", None, None, None)
-    arguments = dict(zip(PARAMETERS, launch[1:], strict=True))
-    arguments |= {k: value for k, value in flags.items() if value is not None}
-    is_told = any(value is not None for value in flags.values())
-    if mode == "auto" and launch.by in ("", "Kubernetes") and not is_told:
+    told = {k: value for k, value in flags.items() if value is not None}
+    launch = detect(environ, told) or Started("", None, None, None)
+    arguments = dict(zip(PARAMETERS, launch[1:], strict=True)) | told
+    if mode == "auto" and launch.by in ("", "Kubernetes") and not told:
         return None
     if missing := [f"--{name}" for name in PARAMETERS[:3] if arguments[name] is None]:
         launcher = (

@@ -29,6 +29,7 @@ class Rescue:
 
     def __init__(self, heartbeat: Any) -> None:
         self.run: Any = None
+        self.idle = "nothing was being trained"  # Without a run.
         self._heartbeat, self._outcome = heartbeat, (None, "process 0 did not answer")
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._begun, self._ended = threading.Lock(), threading.Event()
@@ -76,6 +77,11 @@ class Rescue:
         with self._entry:
             while (self.entered or 0) < step and not self._heartbeat.fault:
                 self._entry.wait(LOOK_SECONDS)
+
+    def leave(self) -> None:
+        """Forgets the run, which is ending or has ended."""
+        self.run, self.idle = None, ENDING
+        self.there.clear()
 
     def _admit(self, sender: Peer | None, step: int) -> None:
         """Tells all, from process 0, that all are at a step, but not in a rescue."""
@@ -137,7 +143,7 @@ class Rescue:
     def _halt(self) -> None:
         """Keeps the loop from the next call until the rescue has ended."""
         if self.run is None:
-            return self._tell_first(HAVE, None, "nothing was being trained", False)
+            return self._tell_first(HAVE, None, self.idle, False)
         with self.run.halted(self.entered) as answer:
             self._tell_first(HAVE, *answer)
             self._ended.wait(HALT_SECONDS + 2 * SAVE_SECONDS)
@@ -153,7 +159,7 @@ class Rescue:
     def _end(self, step: int | None, why: str, reason: str, code: int | None) -> None:
         self._outcome = step, why
         self._ended.set()
-        if code is not None and why != ENDING:
+        if code is not None and why != ENDING and self.run is not None:
             self.run.end(reason, step, why, code)
 
     def _tell_first(self, *message: Any) -> None:

@@ -86,7 +86,8 @@ def _check_same(
     for i, facts in enumerate(all_facts):
         for name in all_facts[0] | facts:
             value = all_facts[0].get(name)
-            if facts.get(name) != value:
+            # NaN is not equal to itself.
+            if facts.get(name) != value and repr(facts.get(name)) != repr(value):
                 raise error(
                     f"the processes of a run differ in {name}: {value} in process "
                     f"0 and {facts.get(name)} in process {i}; {advice}"

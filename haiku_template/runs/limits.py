@@ -53,16 +53,17 @@ def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
                 return run.note(signal.SIGUSR1)
 
     @functools.wraps(train)
-    def limited(*args: Any, **kwargs: Any) -> Any:
+    def limited(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         caller = threading.get_ident()
         threading.Thread(target=end, args=(caller,), daemon=True).start()
         try:
-            return train(*args, **kwargs)
+            return train(trainer, *args, **kwargs)
         except Interrupted as error:
-            if not passed.is_set():
+            # Each has a clock, and all stop at the step that the first one asks for.
+            if not trainer.devices.processes.least(int(passed.is_set()) or None):
                 raise
             reason = f"after {minutes:g} minutes, as config.max_minutes says"
-            print(f"stopped   {reason}: {error}".replace("SIGUSR1 received: ", ""))
+            print(f"stopped   {reason}: {str(error).partition('received: ')[2]}")
         finally:
             over.set()
 

@@ -267,6 +267,7 @@ class _Run(NamedTuple):
                 if is_saving:
                     self._tell("save", step, state, metrics)
             if waits:
+                self.trainer.devices.processes.first(None)  # That one saves for all.
                 raise self.signals.error(step)
         self.signals.restart()
         if self.report.due(step):

@@ -43,9 +43,12 @@ def blame(
 
 def located(trainer: Trainer, row: int, rows: int) -> str:
     """Describes a row of a batch of so many, and the device that has it."""
-    devices = trainer.devices.devices
+    devices, process = trainer.devices.devices, trainer.devices.processes.name
+    if rows == trainer.feed.batch_size:  # Of all processes.
+        devices = trainer.devices.everyone
     device = devices[row * len(devices) // rows]
-    return f"row {row}, which is on {device_name(device)}"
+    process = process and f" in process {device.process_index}"
+    return f"row {row}, which is on {device_name(device)}{process}"
 
 
 def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:

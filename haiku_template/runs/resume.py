@@ -163,6 +163,7 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
             mirror.give_back(step)
         facts = places[place].saved_facts(step)
         _warn_of_changes(step, facts, checkpoints.facts(step))
+    processes.first(None)  # All read what the first has copied or renamed.
     return step, saved
 
 

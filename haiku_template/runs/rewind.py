@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import without_workers
+from haiku_template.data.dataset import whole_batches
 from haiku_template.devices.compiled import pack
 from haiku_template.errors import ConfigError
 from haiku_template.storage import workdir as workdirs
@@ -24,7 +24,7 @@ AUTO = "auto"
 
 def record(workdir: Path, dataset: Any, steps: Collection[int]) -> None:
     """Records the steps that ended a run, and the numbers of their rows if known."""
-    rows = getattr(without_workers(dataset), "rows", None)
+    rows = getattr(whole_batches(dataset), "rows", None)
     numbers = {n: np.asarray(rows(n - 1)).tolist() for n in steps if callable(rows)}
     with dispensable(workdir / RECORD):
         workdirs.write_json(workdir / RECORD, {"steps": [*steps], "rows": numbers})

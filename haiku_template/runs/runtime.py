@@ -61,5 +61,4 @@ class RuntimeHandler:  # Why: docs/decisions/cluster.md#second-signal
         """Puts it back."""
         self._sigaction(signal.SIGTERM, self._action, None)
         for rescue in signals.RESCUES:
-            rescue.run = None
-            rescue.there.clear()
+            rescue.leave()

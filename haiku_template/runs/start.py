@@ -58,7 +58,8 @@ def run(
         from haiku_template.runs.rewind import go_back
 
         go_back(Path(workdir), rewind)
-    devices.processes.agree(flatten(saved, "config.") | {"--dry_run": dry_run})
+    facts = {"--dry_run": dry_run, "--profile": profile}  # Calls are cut by it.
+    devices.processes.agree(flatten(saved, "config.") | facts)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)

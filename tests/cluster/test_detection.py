@@ -185,3 +185,17 @@ def test_several_that_nobody_started_are_refused():
     words = "need --coordinator_address, --num_processes, --process_id, which this env"
     with pytest.raises(ConfigError, match=words):
         asked("on", {}, **FLAGS)
+
+
+def test_what_flags_tell_is_not_asked_of_the_launcher():
+    """An error that asks for a flag is none once it is given."""
+    away = SLURM | {"SLURM_STEP_NODELIST": "no-such-node[1-2]", "PATH": ""}
+    with pytest.raises(ConfigError, match="give --coordinator_address=HOST:PORT"):
+        asked("auto", away)
+    address, count, *_ = asked("auto", away, coordinator_address="here:1")
+    assert (address, count) == ("here:1", detect(SLURM).count)
+    uneven = MPI | {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    uneven |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    with pytest.raises(ConfigError, match="cannot be shared evenly"):
+        asked("auto", uneven, coordinator_address="here:1")
+    assert asked("auto", uneven, coordinator_address="here:1", local_device_ids=[2])

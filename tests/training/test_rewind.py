@@ -1,6 +1,7 @@
 """Row C23 of the reliability bench: back to a good step, and on without bad ones."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.data import digits as load
+from haiku_template.devices.checks import device_index
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.runs import start, train
+from haiku_template.runs.outliers import located
 from haiku_template.runs.rewind import go_back, record, steps_of
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import left_out, locked
@@ -242,3 +245,25 @@ def test_without_some_batches_a_run_ends_within_noise_of_a_clean_one(
         assert left_out(tmp_path / way) == list(BAD_DIGITS)
     assert value != clean[0]
     assert abs(value - clean[0]) < np.std(clean, ddof=1)
+
+
+def test_the_rows_of_a_step_are_those_of_all_processes(tmp_path):
+    rows = {}
+    for count in (1, 2):
+        data = ArrayDataset(INPUTS, LABELS, BatchSpec(8, process_count=count))
+        record(tmp_path, data, [3])
+        rows[count] = json.loads((tmp_path / "nonfinite.json").read_text())["rows"]
+    assert rows[1] == rows[2] and len(rows[1]["3"]) == 8
+
+
+def test_a_row_of_a_whole_batch_is_on_a_device_of_any_process():
+    everyone = [SimpleNamespace(platform="cpu", id=i, process_index=i) for i in (0, 1)]
+    for device in everyone:
+        device.local_hardware_id = 0
+    devices = SimpleNamespace(devices=everyone[:1], everyone=everyone)
+    devices.processes = SimpleNamespace(name=" in process 0 of 2")
+    feed = SimpleNamespace(batch_size=128)
+    owner = SimpleNamespace(devices=devices, feed=feed)
+    words = "row 100, which is on cpu:{} in process {}"
+    assert located(owner, 100, 128) == words.format(device_index(everyone[1]), 1)
+    assert located(owner, 50, 64) == "row 50, which is on cpu:0 in process 0"
