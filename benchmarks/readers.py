@@ -484,7 +484,7 @@ def read_lists(folder: Path, name: str) -> Iterator[Call]:
 
     yield but(read, ValueError)
     yield but(lambda: checkpoint.check_files(step), OSError, ValueError)
-    yield lambda: checkpoint._metrics(step)
+    yield lambda: checkpoint.metrics_of(step)
 
 
 def write_trees(folder: Path) -> None:

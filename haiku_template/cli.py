@@ -347,12 +347,14 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
 
 def _without_overridden(argv: list[str]) -> list[str]:
     """Leaves out words such as `--config.KEY=None` that a later word overrides."""
-    return [
-        word
-        for i, word in enumerate(argv)
-        if not (match := LITERAL.fullmatch(word))
-        or not any(x.startswith(f"--config.{match[1]}=") for x in argv[i + 1 :])
-    ]
+
+    def is_last(place: int, key: str) -> bool:
+        later = re.compile(rf"--?config\.{re.escape(key)}(=|$)")
+        return not any(map(later.match, argv[place + 1 :]))
+
+    keys = [match and match[1] for match in map(LITERAL.fullmatch, argv)]
+    pairs = enumerate(zip(argv, keys, strict=True))
+    return [word for i, (word, key) in pairs if key is None or is_last(i, key)]
 
 
 def _print_keys(argv: list[str]) -> list[str]:

@@ -212,7 +212,7 @@ def export_like(
             "float32 is rounded to it",
             *(number, dtype, source),
         )
-    makers = _new_tensors(new_leaves, rules, devices, with_brackets)
+    makers = _new_tensors(new_leaves, rules, devices, with_brackets or bool(prefix))
     [*shards.values()][-1].update(makers)
     files = {
         str(path.relative_to(source)): path.read_bytes()

@@ -142,7 +142,7 @@ def test_architectures_that_are_no_list(tmp_path, value):
 def test_metrics_of_a_checkpoint_that_hold_a_checksum_alone(tmp_path):
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/metrics").write_text('{"crc32": 1}')
-    assert checkpoint._metrics(tmp_path) == {}
+    assert checkpoint.metrics_of(tmp_path) == {}
 
 
 @pytest.mark.parametrize("name", ["leaves", "files", "facts"])

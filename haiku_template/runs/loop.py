@@ -316,12 +316,14 @@ class _Run(NamedTuple):
         """
         with self.signals.lock, self.trainer.devices.ledger.timed("saving"):
             self.guards.before_save(steps, scalars, state)
+            self.signals.writes = True
             with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
                 is_saving = self.checkpoints.save(steps[-1], state.saved(), metrics)
             if is_saving:
                 workdirs.mark_saved(self.workdir, steps[-1])
             if waits:
                 self.checkpoints.wait()
+            self.signals.writes = False
         return is_saving or waits
 
     def save_latest(self, unlogged: ExitStack) -> int | None:

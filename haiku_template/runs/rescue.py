@@ -56,8 +56,7 @@ class RescuedRun:
             return None, ENDING
         # Without the lock a save waits for others: it has given nothing away.
         is_held = has_lock or entered is not None and self._step >= entered
-        is_saving = self._stop.received or self._stop.run.checkpoints.is_saving
-        if is_saving and not is_held:
+        if (self._stop.received or self._stop.writes) and not is_held:
             return None, ENDING  # It has its own time: `FORCE_SECONDS`.
         if not is_held or self._stop.latest is None:
             return None, UNDER_WAY

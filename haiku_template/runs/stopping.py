@@ -75,6 +75,7 @@ class StopSignals:
         self.save: Callable[[], int | None] | None = lambda: None
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
+        self.writes = False  # True in a save, and once one has ended the run.
         self.evaluated: tuple[int, Any] = 0, None  # Step and metrics of the last.
         self._timers, self._is_open = [], False
         # Seconds: of the first signal, the last call, and the longest one.

@@ -90,7 +90,8 @@ class Checkpoints:
         self._failures = failures.FailedSaves(max_failed_saves)
         self._stack, self._errors = contextlib.ExitStack(), []
         with failures.faults(f"{self.directory} cannot be used"):
-            self._found = workdirs.run_id(self.directory.parent)
+            self._found = None
+            self._found = self._mark()
             if cleanup and self._is_first:
                 remove_unfinished(self.directory)
             if self._is_first:
@@ -285,9 +286,13 @@ class Checkpoints:
 
     def _is_ours(self) -> bool:
         """Tests that the workdir was not moved, removed, or taken by another run."""
-        with contextlib.suppress(ConfigError):  # One that cannot be read stays.
-            return self._found in (None, workdirs.run_id(self.directory.parent))
-        return True
+        return not self._is_first or self._found in (None, self._mark())
+
+    def _mark(self) -> str | None:
+        """Id of the run in the workdir; one that cannot be read is that of before."""
+        with contextlib.suppress(ConfigError):
+            return workdirs.run_id(self.directory.parent)
+        return self._found
 
     def _gone(self, step: int) -> StorageError:
         return StorageError(
