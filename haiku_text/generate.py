@@ -3,8 +3,8 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -41,7 +41,7 @@ def main() -> None:
     from haiku_text.data import Tokenizer
 
     tokenizer = Tokenizer(FLAGS.tokenizer or tokenizer_of(run))
-    # As prompts of training were.
+    # As in training, where the end of a completion was learned, too.
     special = bool(run.config) and run.config.data.name == "jsonl"
     tokens = tokenizer.encode(prompts, special=special)
     model = generation.load(run)
@@ -54,11 +54,8 @@ def main() -> None:
         for token in prompt:
             stream(token)  # The text of later tokens may depend on it.
     with run.devices.explicit_transfers():
-        pieces = (
-            [stream(token) for stream, token in zip(streams, row.tolist(), strict=True)]
-            for row in generate(tokens, FLAGS.num_tokens)
-        )
-        _show(prompts, pieces)
+        rows = generate(tokens, FLAGS.num_tokens)
+        _show(prompts, _pieces(rows, streams, tokenizer.end if special else None))
 
 
 def read_prompts() -> list[str]:
@@ -97,6 +94,18 @@ def tokenizer_of(run: "Run") -> str:
             f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
         ) from error
     return data.text
+
+
+def _pieces(
+    rows: Iterable[Any], streams: list[Callable[[int], str]], end: int | None
+) -> Iterator[list[str]]:
+    """Decodes a token of each text at a time, until all have come to their `end`."""
+    left = dict(enumerate(streams))
+    for tokens in rows:
+        left = {i: stream for i, stream in left.items() if tokens[i] != end}
+        if not left:
+            return
+        yield [left[i](int(x)) if i in left else "" for i, x in enumerate(tokens)]
 
 
 def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:

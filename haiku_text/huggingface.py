@@ -61,9 +61,8 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
             f"{', '.join(families)}" + " for this model" * (expected is not None)
         )
     family, arguments = families[kind], {}
-    architectures = config.get("architectures") or []
-    is_list = isinstance(architectures, list)
-    architectures = [*map(str, architectures if is_list else [architectures])]
+    names = config.get("architectures") or []
+    architectures = [*map(str, names if isinstance(names, list) else [names])]
     if not set(architectures) <= set(family.architectures):
         raise ConfigError(
             f"{path} describes the architecture {', '.join(architectures)}; "

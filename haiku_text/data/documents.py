@@ -113,8 +113,7 @@ def library_files() -> list[TextFile]:
     """Lists the source files of Python's standard library, but for `LEFT_OUT`."""
     built = "_sysconfigdata", "config-"  # With this Python, elsewhere differently.
     files = sorted(_walk(Path(os.__file__).parent, LEFT_OUT.split()))
-    names = [file for file in files if not file.name.startswith(built)]
-    return [file for file in names if file.name.endswith(".py")]
+    return [x for x in files if x.name.endswith(".py") and not x.name.startswith(built)]
 
 
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:

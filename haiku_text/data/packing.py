@@ -62,10 +62,9 @@ class PackedDataset:
     def note(self) -> str:
         """Describes how full the windows are."""
         count, windows = len(self.examples.sizes), self.num_examples
-        filled = self.examples.sizes.sum() / (windows * self.context)
         return (
             f"{count:,} examples packed into {windows:,} windows of {self.context} "
-            f"tokens, {filled:.1%} full"
+            f"tokens, {self.examples.sizes.sum() / (windows * self.context):.1%} full"
         )
 
     def batch(self, step: int) -> Batch:

@@ -196,16 +196,11 @@ def describe_classes(
     }
 
 
+_TASKS = ("SequenceClassification", "MaskedLM", "PreTraining", "NextSentencePrediction")
 _LAYER, _BLOCK = "[bert.]encoder.layer.{}.", "bert/block_{}/"
 bert.family = Family(
     model_type="bert",
-    architectures=(
-        "BertModel",
-        "BertForSequenceClassification",
-        "BertForMaskedLM",
-        "BertForPreTraining",
-        "BertForNextSentencePrediction",
-    ),
+    architectures=("BertModel", *(f"BertFor{task}" for task in _TASKS)),
     keywords=(
         Keyword("vocab_size", "vocab_size", 30522),
         Keyword("context", "max_position_embeddings", 512),

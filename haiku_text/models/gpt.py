@@ -141,8 +141,7 @@ def _embed(
     if cache == "new":
         shape = (rows, size.context, size.num_heads, size.width // size.num_heads)
         zeros = jnp.zeros(shape, vocabulary.dtype)
-        empty = ((zeros, zeros),) * size.num_layers
-        cache = Cache(empty, jnp.zeros(rows, jnp.int32))
+        cache = Cache(((zeros, zeros),) * size.num_layers, jnp.zeros(rows, jnp.int32))
     x = layers.look_up(vocabulary, tokens)
     if cache is None and segments is None:
         return x + layers.repeat(positions[:num_tokens], rows), vocabulary, None

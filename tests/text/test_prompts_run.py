@@ -51,6 +51,7 @@ def test_a_prompt_is_continued_as_it_was_trained(tmp_path):
     prompts = {json.loads(line)["prompt"].removeprefix("<bos>") for line in lines}
     assert prompts <= {row["prompt"] for row in rows}
     (tmp_path / "prompts.txt").write_text("ah>\nbg>\ncf>\n")
+    # It ends where the completions end.
     flags = [f"--workdir={tmp_path / 'run'}", f"--prompt_file={tmp_path}/prompts.txt"]
-    done = run_command("generate", *flags, "--num_tokens=2", "--temperature=0")
+    done = run_command("generate", *flags, "--num_tokens=6", "--temperature=0")
     assert done.stdout.split("\n" + "-" * 16 + "\n") == ["ah>ha", "bg>gb", "cf>fc\n"]
