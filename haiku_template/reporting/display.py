@@ -84,7 +84,9 @@ class Display:
         self._screen = console(width=width, quiet=quiet, force_terminal=force)
         self.in_notebook = type(sys.stdout).__module__ == "ipykernel.iostream"
         put = self._screen.print
-        means = notebook.means(put) if self.in_notebook else (self._write, put)
+        # rich takes as long for a line as a small step.
+        plain = lambda line: print(line, file=self._screen.file, flush=True)  # noqa: E731
+        means = notebook.means(put) if self.in_notebook else (plain, put)
         self._line, self._put = means
         self._file = Note(workdir / LOG)
         self._log = console(file=self._file, width=WIDTH, force_terminal=False)
@@ -117,10 +119,6 @@ class Display:
             brief, full = line if isinstance(line, tuple) else (line, line)
             self._show(self._put, brief)
             self._log.print(full)
-
-    def _write(self, line: str) -> None:
-        """Writes a line as it is: rich takes as long for one as a small step."""
-        print(line, file=self._screen.file, flush=True)
 
     def _show(self, draw: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Draws on the screen, unless its reader is gone."""

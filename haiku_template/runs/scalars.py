@@ -32,11 +32,7 @@ class StepScalars:
     They stay on their devices until `look`, or `PENDING` steps later: no step waits.
     """
 
-    def __init__(
-        self,
-        devices: DeviceManager,
-        read: Callable[[list[int], dict[str, np.ndarray]], None],
-    ) -> None:
+    def __init__(self, devices: DeviceManager, read: Callable[..., None]) -> None:
         self._devices, self._hand = devices, read
         self.pending: list[tuple[range, Scalars]] = []
         self.stacks: list[tuple[list[range], tuple[str, ...], jax.Array]] = []

@@ -91,7 +91,8 @@ class Checkpoints:
         self._stack, self._errors = contextlib.ExitStack(), []
         with failures.faults(f"{self.directory} cannot be used"):
             self._found = None
-            self._found = self._mark()
+            with contextlib.suppress(ConfigError):
+                self._found = workdirs.run_id(self.directory.parent)
             if cleanup and self._is_first:
                 remove_unfinished(self.directory)
             if self._is_first:
@@ -286,13 +287,10 @@ class Checkpoints:
 
     def _is_ours(self) -> bool:
         """Tests that the workdir was not moved, removed, or taken by another run."""
-        return not self._is_first or self._found in (None, self._mark())
-
-    def _mark(self) -> str | None:
-        """Id of the run in the workdir; one that cannot be read is that of before."""
-        with contextlib.suppress(ConfigError):
-            return workdirs.run_id(self.directory.parent)
-        return self._found
+        with contextlib.suppress(ConfigError):  # One that cannot be read stays.
+            run = workdirs.run_id(self.directory.parent)
+            return not self._is_first or self._found in (None, run)
+        return True
 
     def _gone(self, step: int) -> StorageError:
         return StorageError(
