@@ -64,7 +64,7 @@ class StopSignals:
     Where the loop does not obey, as something blocks, a thread calls `save`, which
     returns the step that is saved, or None, and ends the process. It does not where
     `save` is None, at the end of a run. `lock` is held while the state changes or is
-    saved. A second signal, and a deadline, end the process as it is.
+    saved; `writes` is True in a save, and once one ended the run. A second signal, and a deadline, end the process as it is.
     """
 
     def __init__(self, several: bool = False) -> None:
@@ -75,9 +75,8 @@ class StopSignals:
         self.save: Callable[[], int | None] | None = lambda: None
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
-        self.writes = False  # True in a save, and once one has ended the run.
         self.evaluated: tuple[int, Any] = 0, None  # Step and metrics of the last.
-        self._timers, self._is_open = [], False
+        self._timers, self._is_open, self.writes = [], False, False
         # Seconds: of the first signal, the last call, and the longest one.
         self._first, self._called, self._longest = 0.0, math.inf, 0.0
 
