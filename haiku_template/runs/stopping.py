@@ -64,7 +64,8 @@ class StopSignals:
     Where the loop does not obey, as something blocks, a thread calls `save`, which
     returns the step that is saved, or None, and ends the process. It does not where
     `save` is None, at the end of a run. `lock` is held while the state changes or is
-    saved; `writes` is True in a save, and once one ended the run. A second signal, and a deadline, end the process as it is.
+    saved; `writes` is True in a save, and once one ended the run. A second signal, and
+    a deadline, end the process as it is.
     """
 
     def __init__(self, several: bool = False) -> None:
