@@ -49,7 +49,7 @@ def combinations(
             except (KeyError, TypeError, ValueError) as error:
                 sentence = f"{key}={text} does not fit the config: {error}"
                 raise ConfigError(sentence) from error
-        if copy.mirror is not None:  # Of one run.
+        if copy.mirror:  # Of one run.
             copy.mirror = str(Path(copy.mirror, name))
         config.check(copy)
         if name in members:

@@ -417,7 +417,6 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 # Keys, what each may be, and the same in words. None is checked against the type alone.
 RANGES = (
-    ("mirror init_from", lambda value: value != "", "a path"),
     (
         "num_steps batch_size accumulate_steps steps_per_call exact_elastic log_every "
         "eval_every save_every keep_last max_failed_saves max_consecutive_nonfinite "

@@ -358,7 +358,6 @@ def wait_for_step(workdir, step):
         (["--config.optimizer.nesterov=maybe"], 64, ["true or false"]),
         (["--config.num_steps=None"], 64, ["num_steps=None", "a whole number"]),
         (["--config.num_steps=None", "--config.num_steps=0"], 64, ["num_steps=0;"]),
-        (["--config.mirror="], 64, ["config.mirror=; possible is None, or a path"]),
         (["--workdir="], 64, ["--workdir is needed"]),
         (["--config.num_steps=0"], 64, ["num_steps=0", "1 or more"]),
         (["--config.optimizer.clip_norm=-1"], 64, ["clip_norm=-1.0", "more than 0"]),

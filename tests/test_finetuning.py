@@ -330,6 +330,7 @@ def test_texts_longer_than_the_positions_and_other_mistakes_name_their_keys(
         ),
         (classifier(gpt2[0], path), ConfigError, "of type 'gpt2'; possible are be"),
         (classifier("nowhere", path), ConfigError, "init_from=nowhere is not there"),
+        (classifier("", path), ConfigError, "init_from= is not there"),
         (
             classifier(folder, path, init_from=None),
             ConfigError,

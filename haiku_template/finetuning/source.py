@@ -50,8 +50,8 @@ def open_source(
     if init_from is None:
         return None
     path, finetuning = Path(init_from), finetuning or Finetuning()
-    if not os.access(path, os.R_OK):
-        fault = "may not be read" if path.exists() else "is not there"
+    if not (init_from and os.access(path, os.R_OK)):
+        fault = "may not be read" if init_from and path.exists() else "is not there"
         raise ConfigError(
             f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
             "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "

@@ -90,7 +90,7 @@ def open_checkpoints(
         from haiku_template.runs.save_timer import SaveTimer
 
         checkpoints.timer = SaveTimer(save_minutes, checkpoints, trainer.devices)
-    if mirror is not None:
+    if mirror:  # An empty one is none.
         from haiku_template.storage.mirror import Mirror
 
         checkpoints.mirror = Mirror(Path(workdir), Path(mirror).expanduser(), run)
@@ -99,7 +99,7 @@ def open_checkpoints(
 
 def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Path:
     """Workdir of this process; a run that it has not, or no more, is its mirror's."""
-    if mirror is not None:
+    if mirror:
         from haiku_template.storage.mirror import bring_back
 
         processes = trainer.devices.processes

@@ -24,7 +24,7 @@ def objective(
 
     def run(trial: Any) -> float:
         config, workdir = suggest(trial), Path(folder) / str(trial.number)
-        if config.mirror is not None:  # Of one run.
+        if config.mirror:  # Of one run.
             config.mirror = str(Path(config.mirror, str(trial.number)))
         direction = {"min": "MINIMIZE", "max": "MAXIMIZE"}[config.best_mode]
         if trial.study.direction.name != direction:

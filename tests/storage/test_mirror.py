@@ -116,6 +116,13 @@ def test_a_mirror_that_is_brought_back_by_halves_is_brought_back(copy, monkeypat
     assert not [*workdir.glob("*copied*")]
 
 
+def test_an_empty_mirror_is_none(tmp_path, monkeypatch):
+    """Not the current directory, as of a variable of a shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "run", mirror="")
+    assert [x.name for x in tmp_path.iterdir()] == ["run"]
+
+
 def test_damage_on_both_ends_the_run_and_moves_nothing(copy):
     workdir, _ = copy
     folders = [workdir / "checkpoints", workdir.with_name("m") / "checkpoints"]
