@@ -94,15 +94,17 @@ def test_a_hook_that_fails_at_the_best_evaluation_does_not_lose_it(
 
 
 class Away:
-    """An evaluation set that cannot be read, once, at its evaluation of `number`."""
+    """An evaluation set that cannot be read, once, after step 10."""
 
-    def __init__(self, number):
-        self.data, self.left = from_split(SPLIT, BatchSpec(16)).evaluation, number
+    def __init__(self):
+        self.data, self.is_away = from_split(SPLIT, BatchSpec(16)).evaluation, False
         self.num_batches = self.data.num_batches
 
+    def hook(self, event):
+        self.is_away = event.what == "step" and event.step == 10
+
     def batch(self, index):
-        self.left -= index == 0
-        if self.left == 0:
+        if self.is_away:
             raise OSError("the disk is away for a moment")
         return self.data.batch(index)
 
@@ -111,22 +113,17 @@ def test_a_step_that_is_evaluated_once_its_run_resumes_may_be_the_best(
     tmp_path, one_device
 ):
     """It was saved as its evaluation failed, without metrics."""
-    mirror = tmp_path / "mirror"
-    options = {
-        "workdir": tmp_path / "run",
-        "mirror": mirror,
-        "save_every": 5,
-        **OPTIONS,
-    }
-    data = from_split(SPLIT, BatchSpec(16))._replace(evaluation=Away(number=2))
+    folders, away = [tmp_path / "run", tmp_path / "mirror"], Away()
+    options = {"workdir": folders[0], "mirror": folders[1], "save_every": 5, **OPTIONS}
+    data = from_split(SPLIT, BatchSpec(16))._replace(evaluation=away)
     with pytest.raises(OSError, match="the disk is away"):
-        train(made(one_device, data=data), keep_last=9, **options)
-    folders = [x / "checkpoints/10" for x in (tmp_path / "run", mirror)]
-    assert [metrics_of(x) for x in folders] == [{}, {}]
+        train(made(one_device, data=data), hooks=(away.hook,), keep_last=9, **options)
+    files = [x / "checkpoints/10/metrics/metrics" for x in folders]
+    assert [json.loads(file.read_text()) for file in files] == [{}, {}]
     train(made(one_device), keep_last=9, **options)
-    rows = {x["step"]: x for x in read(tmp_path / "run/metrics.jsonl")}
+    rows = {x["step"]: x for x in read(folders[0] / "metrics.jsonl")}
     saved = {"eval/loss": rows[10]["eval/loss"]}
-    assert [metrics_of(x) for x in folders] == [saved, saved]
+    assert [metrics_of(x / "checkpoints/10") for x in folders] == [saved, saved]
 
 
 def test_early_stopping_counts_what_is_no_number(tmp_path, one_device):

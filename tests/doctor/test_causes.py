@@ -253,11 +253,13 @@ def test_each_warning_is_alone(request, id_, fixture, change, facts):
 
 
 def test_flags_may_be_in_a_file_of_this_folder(gpu, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "flags.txt").write_text("--xla_cpu_enable_fast_math=false")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "flags.txt").write_text("--xla_cpu_enable_fast_math=false")
     gpu.environ["XLA_FLAGS"] = "flags.txt"
     assert not diagnose(gpu.machine(), Facts())
-    (tmp_path / "flags.txt").unlink()
+    (here / "flags.txt").unlink()
     assert [finding.id for finding in diagnose(gpu.machine(), Facts())] == ["A51"]
 
 
