@@ -91,7 +91,10 @@ def main() -> None:
     gc.enable()
     if FLAGS.check:
         if devices.processes.count > 1:
-            raise ConfigError("--check is for one process, as with --distributed=off")
+            raise ConfigError(
+                f"--check is for one process, and this is a run of "
+                f"{devices.processes.count}; start one, or give --distributed=off"
+            )
         return trial.check_run(FLAGS.config, devices)
     start.run(
         FLAGS.config,

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from haiku_template import cli, signals, train
 
@@ -75,13 +77,22 @@ def main() -> None:
     for moment, name in own:
         if moment == "import":
             sys.meta_path.insert(0, OfJax(name))
+
+    def patch_all(devices: object) -> None:
+        for moment, name in own:
+            if moment != "import":
+                patch(moment, name)
+
+    train_with(patch_all)
+
+
+def train_with(change: Callable[[Any], None]) -> None:
+    """Trains once `change` has seen the devices: JAX is imported by then."""
     joined = cli.device_manager
 
     def device_manager(*args: object) -> object:
         devices = joined(*args)
-        for moment, name in own:
-            if moment != "import":
-                patch(moment, name)
+        change(devices)
         return devices
 
     cli.device_manager = device_manager

@@ -2,19 +2,15 @@
 
 import os
 
-from haiku_template import cli, signals, train
+from haiku_template import cli, signals
+from tests.cluster.faulty import train_with
 
 
 def main():
-    device_manager = cli.device_manager
-
-    def patched(*args):
-        devices = device_manager(*args)
+    def change(devices):
         exec(os.environ["PATCH"], {"index": devices.processes.index})
-        return devices
 
-    cli.device_manager = patched
-    train.main()
+    train_with(change)
 
 
 if __name__ == "__main__":
