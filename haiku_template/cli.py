@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 # `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
 # refuses both. Why: docs/decisions/training.md#none
+# A shell leaves the ~ of these as it is, since a word begins with --.
+HOME_PATH = re.compile(
+    r"--?(config|workdir|trust|\w*(inputs?|output|file|tokenizer)|"
+    r"config\.(mirror|init_from|[\w.]*(path|tokenizer)))=~/"
+)
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
 # What a path that was asked for may be, beside absent: Python raises where it looks.
@@ -321,6 +326,8 @@ def _unseen(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
+    home = os.path.expanduser("~")
+    argv = [x.replace("~", home, 1) if HOME_PATH.match(x) else x for x in argv]
     try:
         file = _config_file(argv)
         if file and not file.is_file():
@@ -336,8 +343,6 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
             )
         if file is not None:
             _set_literals(file, filter(None, literals.values()))
-        if "workdir" in FLAGS and FLAGS.workdir:
-            FLAGS.workdir = os.path.expanduser(FLAGS.workdir)
         return arguments
     except BrokenPipeError:  # Of `--help | head`.
         raise

@@ -42,7 +42,10 @@ def main() -> None:
 
     tokenizer = Tokenizer(FLAGS.tokenizer or tokenizer_of(run))
     # As in training, where the end of a completion was learned, too.
-    special = bool(run.config) and run.config.data.name == "jsonl"
+    if run.config:
+        special = run.config.data.name == "jsonl"
+    else:
+        special = "loss_mask" in run.trainer.experiment.data.train.batch(0)
     tokens = tokenizer.encode(prompts, special=special)
     model = generation.load(run)
     sampling = generation.Sampling(

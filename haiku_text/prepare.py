@@ -36,9 +36,8 @@ def main() -> None:
     Raises:
       ConfigError: flags, text or tokenizer do not fit; no token file was written.
     """
-    flag_paths = (FLAGS.output, FLAGS.validation_output)
-    outputs = [Path(path).expanduser() for path in flag_paths if path]
-    source = Path(FLAGS.tokenizer).expanduser()
+    outputs = [Path(x) for x in (FLAGS.output, FLAGS.validation_output) if x]
+    source = Path(FLAGS.tokenizer)
     beside = outputs[0].parent / FILE
     _check_paths(source, beside, outputs)
     file_sets = _read_input({path.resolve() for path in (source, beside, *outputs)})

@@ -440,3 +440,25 @@ def test_a_path_that_others_code_looked_at_is_their_defect():
     assert cli._unseen(error_of(lambda: Path(LONG).stat())) is None
     ours = error_of(lambda: convert(f"{LONG}.pkl", "new.safetensors"))
     assert str(cli._unseen(ours)) == f"{LONG}.pkl cannot be used: File name too long"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("train", ["--config=~/none.py", "--workdir=run"]),
+        ("train", ["--config=digits", "--workdir=run", "--config.init_from=~/none"]),
+        ("train", ["--config=mnist", "--workdir=run", "--config.data.path=~/none"]),
+        ("evaluate", ["--workdir=~/none"]),
+        ("predict", ["--workdir=~/none", "--inputs=~/x.npy"]),
+        ("export", ["--workdir=~/none", "--format=npz", "--output=~/x.npz"]),
+        ("convert", ["--input=~/none.pkl", "--output=~/x.safetensors"]),
+        ("prepare", ["--input=~/none", "--tokenizer=~/none", "--output=x.safetensors"]),
+        ("generate", ["--workdir=~/run", "--prompt_file=~/none"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1].split("=")[0],
+)
+def test_a_flag_may_name_a_file_of_the_home_folder(tmp_path, command, flags):
+    (tmp_path / "home").mkdir()
+    done = run_command(command, *flags, cwd=tmp_path, HOME=str(tmp_path / "home"))
+    done.stderr = done.stderr.strip().splitlines()[-1]
+    assert_sentence(done, f"{tmp_path}/home/none")

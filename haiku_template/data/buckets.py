@@ -6,7 +6,7 @@ length in a batch.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
 from haiku_template.data.trees import leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
+
+INTEGERS = int | np.integer
 
 
 class Examples(Protocol):
@@ -209,23 +211,31 @@ def bucketed(
     Raises `ConfigError` for no examples, sizes that do not rise, one too small for an
     example, or examples that do not fit together; it names the example and its array.
     """
-    lengths = tuple(sizes)
-    if not lengths or list(lengths) != sorted({n for n in lengths if n > 0}):
+    numbers = isinstance(sizes, Sequence | np.ndarray)
+    lengths = tuple(n for n in sizes if isinstance(n, INTEGERS)) if numbers else ()
+    if not lengths or [*sizes] != sorted({n for n in lengths if n > 0}):
         raise ConfigError(
-            f"sizes={lengths}; possible are lengths of 1 or more that rise, such as "
+            f"sizes={sizes}; possible are lengths of 1 or more that rise, such as "
             "(64, 128, 256)"
         )
-    if not examples:
-        raise ConfigError("there are no examples to train on; one at least is needed")
     train = _trees("example", examples, mask, lengths[-1])
     held_out = None
-    if evaluation:
+    is_empty = hasattr(evaluation, "__len__") and not len(evaluation)
+    if evaluation is not None and not is_empty:
         trees = _trees("evaluation example", evaluation, mask, lengths[-1])
         held_out = BucketedEvaluationSet(trees, lengths, spec.batch_size)
     return Data(BucketedDataset(train, lengths, spec), held_out, num_outputs)
 
 
 def _trees(name: str, examples: Sequence[Any], mask: str | None, most: int) -> Trees:
+    indexed = hasattr(examples, "__getitem__") and hasattr(examples, "__len__")
+    if not indexed or isinstance(examples, Mapping | str):
+        raise ConfigError(
+            f"the {name}s are a {type(examples).__name__}; possible is a list of trees "
+            "of arrays"
+        )
+    if not len(examples):
+        raise ConfigError("there are no examples to train on; one at least is needed")
     trees = Trees(examples, mask, name)
     longest = trees.sizes.argmax()
     if trees.sizes[longest] > most:

@@ -54,12 +54,10 @@ def run(
             return
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
-    if rewind is not None and not dry_run and devices.processes.index == 0:
-        from haiku_template.runs.rewind import go_back
-
-        go_back(Path(workdir), rewind)
     facts = {"--dry_run": dry_run, "--profile": profile}  # Calls are cut by it.
-    devices.processes.agree(flatten(saved, "config.") | facts)
+    devices.processes.agree(flatten(saved, "config.") | facts | {"--rewind": rewind})
+    if rewind is not None and not dry_run:
+        _go_back(devices, Path(workdir), rewind)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
@@ -111,6 +109,14 @@ def fitted(
             "--fit=apply takes"
         )
     return config
+
+
+def _go_back(devices: DeviceManager, workdir: Path, steps: str) -> None:
+    from haiku_template.runs.rewind import go_back
+
+    if devices.processes.index == 0:
+        go_back(workdir, steps)
+    devices.processes.first(None)  # All wait for it.
 
 
 def _warn_of_unsaved(config: config_dict.ConfigDict) -> None:

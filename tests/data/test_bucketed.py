@@ -124,8 +124,23 @@ A = {"a": np.ones((2, 3)), "b": np.ones(2)}
         ([A], {"mask": "b"}, "mask='b' is an array of the examples already"),
         ([np.ones(2)], {"mask": "b"}, "dictionary, and example 0 is a ndarray"),
         ([A], {"evaluation": [{"a": np.ones((9, 3))}]}, "evaluation example 0 has len"),
+        ([A], {"evaluation": 5}, "evaluation examples are a int; possible is a list"),
+        ([A], {"sizes": 64}, "sizes=64.*that rise"),
+        ([A], {"sizes": "ab"}, "sizes=ab.*that rise"),
+        ([A], {"sizes": (4.5, 8)}, r"sizes=\(4.5, 8\).*that rise"),
+        (iter([A]), {}, "examples are a list_iterator; possible is a list"),
+        ({"a": np.ones((4, 3))}, {}, "examples are a dict; possible is a list"),
     ],
 )
 def test_examples_that_do_not_fit_are_refused_by_name(given, options, words):
     with pytest.raises(ConfigError, match=words):
         bucketed(given, BatchSpec(2), **{"sizes": (4, 8)} | options)
+
+
+def test_an_array_is_as_good_as_a_list_of_its_rows():
+    rows, sizes = np.arange(24.0).reshape(4, 3, 2), np.array([4, 8])
+    batches = [
+        bucketed(made, BatchSpec(2), sizes, evaluation=made).evaluation.batch(0)
+        for made in (rows, list(rows))
+    ]
+    np.testing.assert_array_equal(*batches)

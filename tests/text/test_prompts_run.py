@@ -12,6 +12,14 @@ from haiku_template.runs import start
 from tests.runs import run_command
 
 LETTERS = "abcdefgh"
+SCRIPT = """
+from pathlib import Path
+from haiku_template import config
+from haiku_template.training import Experiment
+
+def experiment(devices):
+    return Experiment.from_config(config.load(Path("config.json")), devices)
+"""
 
 
 def write_tokenizer(path):
@@ -55,3 +63,9 @@ def test_a_prompt_is_continued_as_it_was_trained(tmp_path):
     flags = [f"--workdir={tmp_path / 'run'}", f"--prompt_file={tmp_path}/prompts.txt"]
     done = run_command("generate", *flags, "--num_tokens=6", "--temperature=0")
     assert done.stdout.split("\n" + "-" * 16 + "\n") == ["ah>ha", "bg>gb", "cf>fc\n"]
+    # A script's run has no config.
+    (tmp_path / "run" / "config.json").rename(tmp_path / "config.json")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags += ["--experiment=script:experiment", "--num_tokens=6", "--temperature=0"]
+    again = run_command("generate", *flags, cwd=tmp_path)
+    assert again.stdout == done.stdout, again.stderr
