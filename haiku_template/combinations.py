@@ -33,7 +33,10 @@ def combinations(
             "1e-3' seed=0,1"
         )
     choices = [_choices(word) for word in words]
-    last = [key.rpartition(".")[2] for key, _ in choices]
+    keys = [key for key, _ in choices]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"{twice} is given twice; give all of its values in one word")
+    last = [key.rpartition(".")[2] for key in keys]
     names = [
         short if last.count(short) == 1 else key
         for short, (key, _) in zip(last, choices, strict=True)

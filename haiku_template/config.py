@@ -303,12 +303,12 @@ def check_some(values: dict[str, Any]) -> None:
     for keys, possible, text in RANGES:
         for key in keys.split():
             value, none = values.get(key), "None, or " * (defaults[key] is None)
-            with contextlib.suppress(TypeError):  # A script's, of another type.
+            with contextlib.suppress(TypeError, ValueError):  # A script's, of any type.
                 if value in (None, defaults[key]) or possible(value):
                     continue
             raise ConfigError(f"config.{key}={value}; possible is {none}{text}")
     if values.get("profile") is not None:
-        _check_interval(values["profile"], values["num_steps"])
+        _check_interval(values["profile"], values.get("num_steps", 2**31))
 
 
 def _check_keys(

@@ -6,6 +6,7 @@ takes an empty `workdir`. Import this module in tests alone, as `skeleton/tests`
 
 import atexit
 import dataclasses
+import functools
 import runpy
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.params import flatten
 from haiku_template.preflight.checks import check_evaluation
-from haiku_template.runs import train
+from haiku_template.runs.start import loop_of
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import METRICS
 from haiku_template.training import Experiment
@@ -159,5 +160,6 @@ def _train(
         data = data._replace(evaluation=few)
     trainer = dataclasses.replace(experiment, data=data).trainer(devices)
     how = {"log_every": 1, "eval_every": max(1, num_steps // 2)}
-    result = train(trainer, num_steps=stop or num_steps, workdir=workdir, **how)
+    train = functools.partial(loop_of(config), workdir=workdir)
+    result = train(trainer, num_steps=stop or num_steps, **how)
     return devices.fetch(result.state), read(workdir / METRICS)

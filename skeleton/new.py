@@ -77,15 +77,22 @@ def git(root: Path, *arguments: str) -> str:
         return subprocess.check_output(["git", *arguments], cwd=root, **options).strip()
     except (OSError, subprocess.CalledProcessError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
-        found = f"git knows no commit of {root} that a project could depend on"
-        remedy = "--vendor (make new VENDOR=1) puts a wheel of it into the project"
-        raise ArgumentError(None, f"{found} ({words}); {remedy}") from error
+        raise unpinned(root, words) from error
+
+
+def unpinned(root: Path, words: str) -> ArgumentError:
+    """Makes the error of a template that no commit holds."""
+    found = f"git knows no commit of {root} that a project could depend on"
+    remedy = "--vendor (make new VENDOR=1) puts a wheel of it into the project"
+    return ArgumentError(None, f"{found} ({words}); {remedy}")
 
 
 def commit_of(root: Path) -> str:
     """Commit of `root`, from which no installed file may differ."""
     commit = git(root, "rev-parse", "HEAD")
     changed = git(root, "status", "--porcelain", "--", *PACKAGED)
+    if not git(root, "ls-tree", "--name-only", "HEAD", "--", *PACKAGED):
+        raise unpinned(root, "its files are in none")
     if changed:
         words = "has changes that no commit holds, and a project depends on a commit; "
         words += f"commit or stash them first: {', '.join(changed.split()[1::2])}"

@@ -184,6 +184,17 @@ def test_without_git_a_wheel_is_what_is_possible(tree, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tree_that_another_repository_ignores_is_without_git(tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "outer" / "inner")
+    (tmp_path / "outer" / ".gitignore").write_text("inner/\n")
+    git(tmp_path / "outer", "init", "--quiet")
+    git(tmp_path / "outer", "add", ".")
+    git(tmp_path / "outer", "commit", "--quiet", "--message=all")
+    done = make(tmp_path / "outer" / "inner", tmp_path / "project")
+    assert_refused(done, "git knows no commit", "its files are in none", "VENDOR=1")
+    assert not (tmp_path / "project").exists()
+
+
 # What a project does.
 
 

@@ -143,6 +143,7 @@ REFUSED = {
     "type": (["seed=0,x"], "seed"),
     "range": (["seed=0,-1"], "config.seed=-1; possible is 0 to"),
     "twice": (["seed=0,0"], "two runs of the sweep have the same name, seed=0"),
+    "two words": (["seed=0,1", "config.seed=2"], "seed is given twice; .* in one word"),
 }
 
 

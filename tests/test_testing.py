@@ -10,6 +10,7 @@ from haiku_template import testing
 from haiku_template.config import default_config
 from haiku_template.data import Split, from_split
 from haiku_template.errors import ConfigError
+from haiku_template.runs.trial import check_run
 
 HERE = "tests.test_testing"
 RNG = np.random.default_rng(0)
@@ -92,6 +93,17 @@ def test_parts_that_do_not_fit_do_not_build():
 def test_a_loss_that_does_not_depend_on_the_outputs_does_not_fall(tmp_path):
     with pytest.raises(AssertionError, match="shown 20 times went from"):
         testing.assert_loss_falls(config(task="task_without_outputs"), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_loop_that_the_config_names_is_the_one_that_is_tested(tmp_path):
+    own = config()
+    own.loop = "tests.loop_that_forgets"
+    testing.assert_loss_falls(own, tmp_path / "falls")
+    with pytest.raises(AssertionError, match="differs after a run that was stopped"):
+        testing.assert_resumes_bitwise(own, tmp_path / "resumes")
+    with pytest.raises(RuntimeError, match="21 steps are too many for it"):
+        check_run(own, testing._devices(1))
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ class BatchSpec(NamedTuple):
 
     def share(self) -> slice:
         """Rows of a batch that this process reads; all processes read as many."""
+        if not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1:
+            raise _refuse_size(self.batch_size)
         size, remainder = divmod(self.batch_size, self.process_count)
         if remainder:
             raise ConfigError(
@@ -70,6 +72,10 @@ class BatchSpec(NamedTuple):
         size = self.batch_size * example_bytes
         fact = f"a batch of {self.batch_size} examples has {size:,} bytes"
         check_memory(size, fact, "use a smaller config.batch_size")
+
+
+def _refuse_size(size: Any) -> ConfigError:
+    return ConfigError(f"batch_size={size!r}; possible is a whole number of 1 or more")
 
 
 class Data(NamedTuple):

@@ -1,7 +1,7 @@
 """Checks of a run before step 0, by tracing alone."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import haiku as hk
@@ -28,6 +28,21 @@ def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
             f"{key}={metric} is not measured{near(metric, names)}; possible are "
             f"{possible}"
         )
+
+
+def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
+    """Raises `ConfigError` for options that are no lists of functions."""
+    for name, functions in options.items():
+        is_list = isinstance(functions, Sequence) and not isinstance(functions, str)
+        if not is_list or not all(map(callable, functions)):
+            raise _no_functions(name, functions)
+
+
+def _no_functions(name: str, functions: Any) -> ConfigError:
+    return ConfigError(
+        f"{name}={functions!r:.80}; possible is a list of functions, and names of them "
+        f"in config.{name}"
+    )
 
 
 def check_before_start(

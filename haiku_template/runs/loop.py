@@ -10,6 +10,7 @@ import jax
 from haiku_template.preflight import (
     Budget,
     check_before_start,
+    check_functions,
     check_some,
     fingerprint,
     settle,
@@ -110,6 +111,7 @@ def train(
       Interrupted: a signal came; the state is saved.
     """
     check_some(locals())  # Options have the names of a config's keys.
+    check_functions(hooks=hooks, writers=writers)
     directory, devices = brought_back(trainer, workdir, mirror, config), trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}

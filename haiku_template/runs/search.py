@@ -1,5 +1,6 @@
 """Search of hyper-parameters by Optuna, an extra: `haiku_template[search]`."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ def objective(
 
     `suggest(trial)` makes the config. The value is the best of `config.best_metric`,
     and the study's direction must be `config.best_mode`'s. Each evaluation is reported,
-    so that a pruner may end a run, saved. A run that is not finite is pruned.
+    so that a pruner may end a run, saved. A run that is not finite is pruned, and so is
+    one that `max_minutes` ended.
     """
     import optuna
 
     def run(trial: Any) -> float:
         config, workdir = suggest(trial), Path(folder) / str(trial.number)
+        if not hasattr(config, "best_mode"):
+            kind = type(config).__name__
+            raise ConfigError(f"suggest(trial) returns a {kind}; a config is needed")
         if config.mirror:  # Of one run.
             config.mirror = str(Path(config.mirror, str(trial.number)))
         direction = {"min": "MINIMIZE", "max": "MAXIMIZE"}[config.best_mode]
@@ -37,12 +42,15 @@ def objective(
         if config.early_stop.patience is not None:
             stops = early_stop(**config.early_stop)
 
-        def prunes(rows: list[dict[str, Any]]) -> bool:
+        def report(rows: list[dict[str, Any]]) -> None:
             for row in rows:
                 value, step = row.get(config.best_metric), row["step"]
                 if value is not None and step not in reported:
                     reported.add(step)
                     trial.report(value, step)
+
+        def prunes(rows: list[dict[str, Any]]) -> bool:
+            report(rows)
             if stops(rows):
                 prunes.reason = stops.reason
                 return True
@@ -53,10 +61,14 @@ def objective(
             start.run(config, devices, str(workdir), stop_when=prunes)
         except NonFiniteError as error:
             raise optuna.TrialPruned(str(error)) from error
-        if trial.should_prune():
-            raise optuna.TrialPruned
-        if (best := summarize_run(workdir).best) is None:
+        finally:
+            gc.collect()  # A state in cycles of references would stay on its devices.
+        summary = summarize_run(workdir)
+        report(summary.rows)  # The last evaluation, and those before a resume.
+        if trial.should_prune() or summary.state.startswith("stopped at"):
+            raise optuna.TrialPruned(summary.state)
+        if summary.best is None:
             raise ConfigError(f"{workdir} has no values of {config.best_metric}")
-        return best[0]
+        return summary.best[0]
 
     return run

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,7 @@ def run(
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
         _warn_of_unsaved(config)
-    train = loop.train
-    if config.loop is not None:
-        train = users_module("loop", config.loop, "train").train
+    train = loop_of(config)
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
     try:
@@ -80,6 +79,13 @@ def run(
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
         _explain(error, trainer, config, Path(workdir), memory_limit)
         raise
+
+
+def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
+    """`train` of the module that `config.loop` names, by default the template's."""
+    if config.loop is None:
+        return loop.train
+    return users_module("loop", config.loop, "train").train
 
 
 def fitted(

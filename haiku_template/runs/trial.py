@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs.limits import with_eval_batches
-from haiku_template.runs.loop import train
+from haiku_template.runs.start import loop_of
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.training import Experiment, Trainer
@@ -37,8 +39,9 @@ def check_run(config: Any, devices: DeviceManager) -> None:
     data = experiment.data._replace(train=SimpleNamespace(batch=lambda step: batch))
     experiment = dataclasses.replace(experiment, data=data, steps_per_call=1)
     with TemporaryDirectory() as folder:
-        shown = _train(experiment.trainer(devices), folder, STEPS)
-        _train(experiment.trainer(devices), folder, STEPS + 1)
+        train = functools.partial(loop_of(config), workdir=Path(folder) / "run")
+        shown = _train(train, experiment.trainer(devices), STEPS)
+        _train(train, experiment.trainer(devices), STEPS + 1)
         rows = read(Path(folder) / "run" / workdirs.METRICS)
     table, lines = shown.partition("Parameters")[::2]
     print(table + "Parameters" + lines.partition("workdir ")[0].rstrip())
@@ -61,9 +64,9 @@ def check_run(config: Any, devices: DeviceManager) -> None:
     )
 
 
-def _train(trainer: Trainer, folder: str, num_steps: int) -> str:
+def _train(train: Callable[..., Any], trainer: Trainer, num_steps: int) -> str:
     """Trains without a word; returns what a run would have shown."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        train(trainer, num_steps=num_steps, workdir=Path(folder) / "run", log_every=1)
+        train(trainer, num_steps=num_steps, log_every=1)
     return text.getvalue()

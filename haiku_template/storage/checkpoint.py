@@ -241,11 +241,17 @@ class Checkpoints:
         self.facts = functools.partial(self.facts, has_batch=False)
 
     def check_room(self, state: Any, steps: int, every: int | None) -> None:
-        """Raises `StorageError` unless the disk has room for saves of so many steps."""
+        """Raises `StorageError` unless the disk has room for saves of so many steps.
+
+        And `ConfigError` for a leaf that Orbax does not save, one without elements.
+        """
         # Why: docs/decisions/storage.md#room
         saves = -(-steps // (every or steps or 1))
         count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        leaves = flatten(state)
+        if empty := [path for path, leaf in leaves.items() if not leaf.size]:
+            raise _without_elements(empty)
+        size = sum(leaf.nbytes for leaf in leaves.values())
         disk = os.statvfs(self.directory)
         free = disk.f_bavail * disk.f_frsize
         if self._is_first and count * size > free:
@@ -689,6 +695,13 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
     return "never retrieved" not in record.getMessage()
+
+
+def _without_elements(paths: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{some(paths)} of the state have a dimension of 0, and Orbax saves no array "
+        "without elements; leave out the layer, such as a Linear of no inputs"
+    )
 
 
 def _on_host(state: Any) -> Any:

@@ -6,6 +6,7 @@ import glob
 import importlib.metadata
 import json
 import logging
+import operator
 import os
 import platform
 import shutil
@@ -373,8 +374,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes an object, as `write_atomically` does."""
-    write_atomically(path, json.dumps(values, indent=2) + "\n")
+    """Writes an object, as `write_atomically` does; whole numbers may be NumPy's."""
+    text = json.dumps(values, indent=2, default=operator.index)
+    write_atomically(path, f"{text}\n")
 
 
 def write_atomically(path: Path, contents: str | bytes) -> None:

@@ -104,8 +104,8 @@ class Experiment:
                 f"config.data.placement={self.placement!r}; possible are "
                 f"{', '.join(PLACEMENTS)}"
             )
-        if not isinstance(self.data, Data) or isinstance(self.optimizer, str):
-            _refuse_parts(self.data, self.optimizer)
+        if not _are_parts(self.data, self.optimizer, self.schedule):
+            _refuse_parts(self.data, self.optimizer, self.schedule)
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()
         sets = self.data.evaluation is not None or self.data.evaluations
@@ -207,19 +207,51 @@ def _check_classes(names: Sequence[str], count: int) -> None:
         )
 
 
-def _refuse_parts(data: Any, optimizer: Any) -> None:
+def _are_parts(data: Any, optimizer: Any, schedule: Any) -> bool:
+    is_data = isinstance(data, Data) and hasattr(data.train, "batch")
+    held_out = getattr(data, "evaluation", None)
+    is_data = is_data and (held_out is None or hasattr(held_out, "num_batches"))
+    is_optimizer = optimizer is None or hasattr(optimizer, "init")
+    return is_data and is_optimizer and (schedule is None or callable(schedule))
+
+
+def _refuse_parts(data: Any, optimizer: Any, schedule: Any) -> None:
     """Raises `ConfigError` for parts that are a config's or others'."""
     if isinstance(optimizer, str):
         raise ConfigError(
             f"Experiment(optimizer={optimizer!r}) is a name, which configs have; in a "
             f"script it is optax's own, such as optax.{optimizer}(1e-3)"
         )
+    if optimizer is not None and not hasattr(optimizer, "init"):
+        raise ConfigError(
+            f"Experiment(optimizer=...) is a {type(optimizer).__name__}; it is what "
+            "optax returns, such as optax.adam(1e-3)"
+        )
+    if schedule is not None and not callable(schedule):
+        raise ConfigError(
+            f"Experiment(schedule={schedule!r}) is what each step reports, a function "
+            "of its number such as optax.constant_schedule(1e-3); None reports nothing"
+        )
+    if isinstance(data, Data):
+        _refuse_sets(data)
     arrays = hasattr(data, "x_train")
     advice = "from_split(split, BatchSpec(batch_size))" if arrays else "from_split, or"
     advice += "" if arrays else " Data(train, evaluation, num_outputs) of your own sets"
     raise ConfigError(
         f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
         f"haiku_template.data it is {advice}"
+    )
+
+
+def _refuse_sets(data: Data) -> None:
+    if not hasattr(data.train, "batch"):
+        raise ConfigError(
+            f"data.train is a {type(data.train).__name__}; it needs batch(step), which "
+            "returns a batch, as those of haiku_template.data do"
+        )
+    raise ConfigError(
+        f"data.evaluation is a {type(data.evaluation).__name__}; it needs num_batches, "
+        "and batch(index), which returns one of them"
     )
 
 

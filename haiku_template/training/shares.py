@@ -106,7 +106,7 @@ def _averages(recipe: Recipe, state: TrainState, results: list[Any]) -> Any:
     grads = recipe.precision.loss_scale(state.loss_scale).unscale(grads)
 
     def mean(total: jax.Array, x: jax.Array) -> jax.Array:
-        return total / count if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+        return total / count if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
     net_state = jax.tree.map(mean, net_state, first)
     return grads, scalars | {"grad_norm": norm_over(None, grads)}, net_state

@@ -26,6 +26,7 @@ from haiku_template.training.state import (
     Recipe,
     TrainState,
     Variables,
+    check_leaves,
     in_dtypes_of,
     own_averages,
     split_seed,
@@ -131,7 +132,9 @@ def share_gradients(
         scalars = divide(sums, weight)  # Why: docs/decisions/training.md#averages
         return scale.scale(scalars["loss"]), (net_state, scalars, weight)
 
-    return jax.grad(loss, has_aux=True)(state.params, state.net_state, rng, batch)
+    graded = jax.grad(loss, has_aux=True)(state.params, state.net_state, rng, batch)
+    # JAX's gradient of a complex parameter is conjugated: it points elsewhere.
+    return jax.tree.map(jnp.conj, graded[0]), graded[1]
 
 
 def make_update(recipe: Recipe) -> Update:
@@ -148,6 +151,8 @@ def make_update(recipe: Recipe) -> Update:
         updates, opt_state = recipe.optimizer.update(
             grads, state.opt_state, state.params
         )
+        old, new = {"opt_state": state.opt_state}, {"opt_state": opt_state}
+        check_leaves(old, new, "the optimizer")
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
         if recipe.ema_decay is not None:

@@ -142,11 +142,24 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         weights = jnp.where(weights >= 0, weights, jnp.nan)
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
     averages = {k: jnp.asarray(x) for k, x in values.items()}
+    is_float = jnp.issubdtype(averages["loss"].dtype, jnp.floating)
+    if not is_float or any(map(jnp.iscomplexobj, averages.values())):
+        _refuse_dtypes({k: x.dtype for k, x in averages.items()})
     for name in [k for k, x in averages.items() if x.shape != (rows,)]:
         averages[name] = _per_example(name, averages[name], weights, rows)
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
+
+
+def _refuse_dtypes(dtypes: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a loss without a gradient, or a complex value."""
+    name = next((k for k, x in dtypes.items() if x.kind == "c"), "loss")
+    kind = "a real number" if dtypes[name].kind == "c" else "of a floating dtype"
+    advice = "; a number of mistakes has no gradient" * (kind != "a real number")
+    raise ConfigError(
+        f"the task's {name!r} is {dtypes[name]}, and must be {kind}{advice}"
+    )
 
 
 def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> None:

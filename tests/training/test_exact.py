@@ -5,6 +5,7 @@ import hashlib
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -47,7 +48,15 @@ def weighted(outputs, batch):
     return values | {"example_weight": (batch["labels"] == 1) + 0.5}
 
 
+def with_complex_state(inputs):
+    for dtype in ("float32", "complex64"):
+        hk.get_state(dtype, (), jnp.dtype(dtype), init=jnp.zeros)
+        hk.set_state(dtype, inputs.mean().astype(dtype))
+    return hk.Linear(3)(hk.Flatten()(inputs))
+
+
 MODELS = {
+    "complex": lambda: hk.transform_with_state(with_complex_state),
     "mlp": lambda: mlp(3, width=8),
     "dropout": lambda: hk.transform(with_dropout),
     "resnet": lambda: resnet(3, channels=(4,), blocks=1, norm_decay=0.9),
@@ -109,6 +118,14 @@ def test_runs_on_any_devices_have_the_same_bits(tmp_path, name, numbers):
         assert len(results[n][1]) > 3
     first, *others = results.values()
     assert all(result == first for result in others)
+
+
+def test_a_complex_state_is_the_mean_of_all_shares():
+    trainer, batch = made(4, "complex"), DATA.train.batch(0)
+    state, _ = trainer.step(trainer.init(), trainer.devices.shard(batch))
+    means = trainer.devices.fetch(state.net_state)["~"]
+    for value in means.values():
+        np.testing.assert_allclose(value, batch["inputs"].mean(), rtol=1e-4)
 
 
 def test_a_step_is_left_out_on_any_devices(tmp_path):

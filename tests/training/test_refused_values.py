@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from haiku_template.config import RANGES
-from haiku_template.data import Data, EvaluationSet
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.models import losses
 from haiku_template.runs import train
@@ -236,3 +236,145 @@ def loses_labels(step):
 def test_a_batch_unlike_the_first_is_refused(tmp_path, one_device, make, words):
     with pytest.raises(ConfigError, match=words):
         train(made(one_device, make), num_steps=4, workdir=tmp_path)
+
+
+# Parts of another kind than their own.
+
+
+def floats(outputs, batch):
+    return {"loss": outputs[:, 0] ** 2}
+
+
+def of_kind(**parts):
+    parts = {"model": LINEAR, "task": floats, "optimizer": optax.sgd(0.1)} | parts
+    data = parts.pop("data", Data(Batches(lambda step: batch()), None, 2))
+    return Experiment(data=data, **parts)
+
+
+SETS = EvaluationSet(np.ones((4, 3), np.float32), np.zeros(4, np.int32), 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"optimizer": "adam"}, r"'adam'\) is a name.*optax.adam\(1e-3\)"),
+        ({"optimizer": optax.adam}, r"is a function; .* such as optax.adam\(1e-3\)"),
+        ({"optimizer": {"name": "adam"}}, "is a dict; it is what optax returns"),
+        ({"schedule": 0.1}, "schedule=0.1.*optax.constant_schedule"),
+        ({"data": [1]}, "data=...\\) is a list, and Data is needed"),
+        ({"data": Data([batch()], None, 2)}, r"train is a list; it needs batch\(step"),
+        ({"data": Data(iter([]), None, 2)}, "train is a list_iterator"),
+        ({"data": Data(SETS, [batch()], 2)}, "evaluation is a list; it needs num_bat"),
+        ({"data": Data(SETS, {}, 2)}, "evaluation is a dict; it needs num_batches"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_as_an_experiment_is_made(parts, words):
+    with pytest.raises(ConfigError, match=words):
+        of_kind(**parts)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (lambda outputs: {"loss": jnp.argmax(outputs, 1)}, "'loss' is int32.*floating"),
+        (lambda outputs: {"loss": outputs[:, 0] > 0}, "'loss' is bool.*no gradient"),
+        (lambda outputs: {"loss": outputs[:, 0] * 1j}, "'loss' is complex64.*a real n"),
+        (
+            lambda outputs: {"loss": outputs[:, 0], "z": outputs[:, 0] * 1j},
+            "'z' is complex64, and must be a real number",
+        ),
+    ],
+)
+def test_values_without_a_gradient_or_an_order_are_refused(one_device, task, words):
+    trainer = made(one_device, lambda step: batch(), task=task)
+    with pytest.raises(ConfigError, match=words):
+        trainer.step(trainer.init(), one_device.shard(batch()))
+
+
+@pytest.mark.parametrize("option", ["hooks", "writers"])
+@pytest.mark.parametrize("value", [print, "csv", ["csv"], 5, [None]])
+def test_functions_of_a_run_are_a_list_of_them(tmp_path, one_device, option, value):
+    trainer = made(one_device, lambda step: batch(), task=floats)
+    with pytest.raises(ConfigError, match=f"{option}=.*a list of functions"):
+        train(trainer, num_steps=1, workdir=tmp_path, **{option: value})
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_optimizer_whose_state_changes_is_refused(one_device):
+    def update(grads, state, params=None):
+        return grads, {"count": state["count"], "more": jnp.zeros(2)}
+
+    optimizer = optax.GradientTransformation(lambda _: {"count": jnp.zeros(())}, update)
+    trainer = of_kind(optimizer=optimizer).trainer(one_device)
+    words = r"the optimizer returns a state whose .*more.*was not there"
+    with pytest.raises(ConfigError, match=words):
+        trainer.step(trainer.init(), one_device.shard(batch()))
+
+
+def test_numpys_whole_numbers_are_whole_numbers(tmp_path, one_device):
+    options = {"num_steps": np.int64(2), "log_every": np.int32(1)}
+    rows = batch()
+    data = Data(Batches(lambda step: rows), None, 2)
+    experiment = of_kind(data=data, steps_per_call=np.int64(2), seed=np.int64(3))
+    for _ in range(2):  # The second resumes.
+        train(experiment.trainer(one_device), workdir=tmp_path / "run", **options)
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
+    with pytest.raises(ConfigError, match=r"save_every=\[1 2\]"):
+        train(
+            experiment.trainer(one_device),
+            workdir=tmp_path / "other",
+            save_every=np.array([1, 2]),
+            **options,
+        )
+
+
+@pytest.mark.parametrize("size", [0, -5, "32", 2.5])
+def test_a_batch_has_a_whole_number_of_examples(size):
+    with pytest.raises(ConfigError, match=f"batch_size={size!r}; possible is a whole"):
+        ArrayDataset(SETS.inputs, SETS.labels, BatchSpec(size))
+
+
+# What Orbax does not save.
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_a_leaf_without_elements_is_refused_before_step_0(tmp_path, one_device, only):
+    def forward(inputs):
+        side = hk.Linear(2, w_init=jnp.zeros, name="side")(inputs[:, :0])
+        return side if only else side + hk.Linear(2)(inputs)
+
+    trainer = of_kind(model=hk.transform(forward)).trainer(one_device)
+    words = r"params/side/w.* have a dimension of 0, and Orbax"
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, num_steps=1, workdir=tmp_path)
+
+
+# Complex parameters.
+
+
+def wave(inputs):
+    """|w|^2 is least at 0; it begins at 1 + 1j."""
+    ones = lambda shape, dtype: jnp.full(shape, 1 + 1j, dtype)  # noqa: E731
+    w = hk.get_parameter("w", (3,), jnp.complex64, init=ones)
+    return jnp.stack([w.real.sum() + inputs[:, 0] * 0, w.imag.sum() * inputs[:, 0]], 1)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.05), optax.adam(0.05)])
+def test_complex_parameters_descend_in_both_parts(
+    tmp_path, devices, accumulate_steps, optimizer
+):
+    data = Data(Batches(lambda step: {"inputs": np.ones((8, 1), np.float32)}), None, 2)
+    trainer = of_kind(
+        data=data,
+        model=hk.transform(wave),
+        task=lambda outputs: {"loss": jnp.sum(outputs**2, axis=1)},
+        optimizer=optimizer,
+        accumulate_steps=accumulate_steps,
+        precision="float32",
+    ).trainer(devices)
+    result = train(trainer, num_steps=60, workdir=tmp_path / "run", log_every=1)
+    losses = [row["train/loss"] for row in read(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(18, rel=1e-5) and losses[-1] < 0.1
+    weights = devices.fetch(result.state.params)["~"]["w"]
+    assert np.abs(weights).max() < 0.1
