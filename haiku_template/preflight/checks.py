@@ -33,8 +33,7 @@ def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
 def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
     """Raises `ConfigError` for options that are no lists of functions."""
     for name, functions in options.items():
-        is_list = isinstance(functions, Sequence) and not isinstance(functions, str)
-        if not is_list or not all(map(callable, functions)):
+        if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
             raise _no_functions(name, functions)
 
 

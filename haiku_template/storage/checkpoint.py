@@ -241,17 +241,14 @@ class Checkpoints:
         self.facts = functools.partial(self.facts, has_batch=False)
 
     def check_room(self, state: Any, steps: int, every: int | None) -> None:
-        """Raises `StorageError` unless the disk has room for saves of so many steps.
-
-        And `ConfigError` for a leaf that Orbax does not save, one without elements.
-        """
+        """Raises `StorageError` without room, `ConfigError` for an array of none."""
         # Why: docs/decisions/storage.md#room
         saves = -(-steps // (every or steps or 1))
         count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
-        leaves = flatten(state)
-        if empty := [path for path, leaf in leaves.items() if not leaf.size]:
-            raise _without_elements(empty)
-        size = sum(leaf.nbytes for leaf in leaves.values())
+        leaves = jax.tree.leaves(state)
+        if not all(leaf.size for leaf in leaves):
+            raise _without_elements(state)
+        size = sum(leaf.nbytes for leaf in leaves)
         disk = os.statvfs(self.directory)
         free = disk.f_bavail * disk.f_frsize
         if self._is_first and count * size > free:
@@ -697,7 +694,8 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
     return "never retrieved" not in record.getMessage()
 
 
-def _without_elements(paths: list[str]) -> ConfigError:
+def _without_elements(state: Any) -> ConfigError:
+    paths = [path for path, leaf in flatten(state).items() if not leaf.size]
     return ConfigError(
         f"{some(paths)} of the state have a dimension of 0, and Orbax saves no array "
         "without elements; leave out the layer, such as a Linear of no inputs"

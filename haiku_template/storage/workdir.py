@@ -375,8 +375,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes an object, as `write_atomically` does; whole numbers may be NumPy's."""
-    text = json.dumps(values, indent=2, default=operator.index)
-    write_atomically(path, f"{text}\n")
+    write_atomically(path, json.dumps(values, indent=2, default=operator.index) + "\n")
 
 
 def write_atomically(path: Path, contents: str | bytes) -> None:

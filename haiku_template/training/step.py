@@ -26,7 +26,6 @@ from haiku_template.training.state import (
     Recipe,
     TrainState,
     Variables,
-    check_leaves,
     in_dtypes_of,
     own_averages,
     split_seed,
@@ -151,8 +150,6 @@ def make_update(recipe: Recipe) -> Update:
         updates, opt_state = recipe.optimizer.update(
             grads, state.opt_state, state.params
         )
-        old, new = {"opt_state": state.opt_state}, {"opt_state": opt_state}
-        check_leaves(old, new, "the optimizer")
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
         if recipe.ema_decay is not None:

@@ -300,17 +300,6 @@ def test_functions_of_a_run_are_a_list_of_them(tmp_path, one_device, option, val
     assert not any(tmp_path.iterdir())
 
 
-def test_an_optimizer_whose_state_changes_is_refused(one_device):
-    def update(grads, state, params=None):
-        return grads, {"count": state["count"], "more": jnp.zeros(2)}
-
-    optimizer = optax.GradientTransformation(lambda _: {"count": jnp.zeros(())}, update)
-    trainer = of_kind(optimizer=optimizer).trainer(one_device)
-    words = r"the optimizer returns a state whose .*more.*was not there"
-    with pytest.raises(ConfigError, match=words):
-        trainer.step(trainer.init(), one_device.shard(batch()))
-
-
 def test_numpys_whole_numbers_are_whole_numbers(tmp_path, one_device):
     options = {"num_steps": np.int64(2), "log_every": np.int32(1)}
     rows = batch()
