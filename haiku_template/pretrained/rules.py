@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_template.devices.checks import shaped
 from haiku_template.errors import ConfigError, near
 from haiku_template.models import Rule
 from haiku_template.pretrained.tensors import FLOATS, Tensor
@@ -125,7 +126,7 @@ def _faults(
     for i, (path, name) in enumerate(names.items()):
         expected = f"{name} is not in the files" if name else "no rule leads to it"
         guess = near(name, extra) if name and i < most else ""
-        yield f"missing  {path} {_words(skeleton[path])}: {expected}{guess}"
+        yield f"missing  {path} {shaped(skeleton[path])}: {expected}{guess}"
     for i, name in enumerate(extra):
         guess = near(name, filter(None, names.values())) if i < most else ""
         yield f"extra    {tensors[name]}{guess}"
@@ -140,9 +141,5 @@ def _faults(
         elif not is_float and tensor.numpy_dtype != target.dtype:
             requirement = target.dtype
         if requirement:
-            mismatch = f"{tensor} for {path} {_words(target)}"
+            mismatch = f"{tensor} for {path} {shaped(target)}"
             yield f"mismatch {mismatch}: {requirement} is needed in the file"
-
-
-def _words(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"

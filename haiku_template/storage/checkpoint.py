@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.config import differences
+from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import HOST, spans_processes
 from haiku_template.devices.transfer import own
 from haiku_template.errors import ConfigError, DamagedError, StorageError, some
@@ -834,4 +835,4 @@ def _unread(leaf: Any) -> np.ndarray:
 
 
 def _forms(tree: Any) -> Any:
-    return jax.tree.map(manifests.form, tree)
+    return jax.tree.map(shaped, tree)

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from haiku_template import bounded
+from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import spans_processes
 from haiku_template.params import flatten
 from haiku_template.storage.workdir import COMMIT
@@ -88,9 +89,9 @@ class Handler(ocp.JsonCheckpointHandler):
 def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:
     """Entry of a leaf: its form, and the digest of its bits or of those of shares."""
     if not isinstance(leaf, Shares):
-        return {"form": form(leaf), "digest": _digest(path, leaf, save)}
+        return {"form": shaped(leaf), "digest": _digest(path, leaf, save)}
     digests = {k: _digest(path, leaf, save, x, k) for k, x in leaf.arrays.items()}
-    return {"form": form(leaf), "digest": None, "shares": digests}
+    return {"form": shaped(leaf), "digest": None, "shares": digests}
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -114,11 +115,6 @@ def digest_of_batch(batch: Any) -> str:
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def form(leaf: Any) -> str:
-    """Dtype and shape of an array: `float32[5, 4]`."""
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
 # Orbax finds a handler by the classes of its arguments, and needs one of each kind.
 @ocp.args.register_with_handler(Handler, for_restore=True)
 class Restore(ocp.args.JsonRestore):
@@ -132,7 +128,7 @@ class Save(ocp.args.JsonSave):
 
 def blank(path: str, leaf: Any, save: Ids, where: str = "") -> Any:
     """BLAKE2b of a leaf's path and form, its save, and the place of a share."""
-    text = json.dumps([*save, path, form(leaf)] + [where] * bool(where))
+    text = json.dumps([*save, path, shaped(leaf)] + [where] * bool(where))
     return hashlib.blake2b(text.encode(), digest_size=16)
 
 
