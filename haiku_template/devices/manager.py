@@ -100,9 +100,7 @@ class DeviceManager(NamedTuple):
         with checks.leaks_named(program.__wrapped__, *args):
             return program(*args)
 
-    def lower_init(
-        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
-    ) -> Any:
+    def lower_init(self, fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
         """Lowers `init(...)`; on one device `init` reuses the compiled result."""
         program = self._once(fn, layout, *args)
         with checks.leaks_named(program.__wrapped__, *args):
