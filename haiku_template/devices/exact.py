@@ -190,25 +190,24 @@ def _warn_of_threads(platform: str, shares: int) -> None:
         )
 
 
-class ExactEvaluation:
-    """Evaluation of logical shares: `step(variables, frozen, batch)` to a batch's sums.
+def exact_evaluation(shares: Shares, sums: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `step(variables, frozen, batch)`: a batch's sums, on the first device.
 
     `sums(variables, frozen, rows)` are those of a share.
     """
+    total = jax.jit(in_order)
 
-    def __init__(self, shares: Shares, sums: Callable[..., Any]) -> None:
-        def of_share(share: jax.Array, *args: Any) -> Any:
-            del share
-            return jax.tree.map(lambda x: x[None], sums(*args))
+    @jax.jit
+    def of_share(share: jax.Array, *args: Any) -> Any:
+        del share
+        return jax.tree.map(lambda x: x[None], sums(*args))
 
-        self._shares, self._sums = shares, jax.jit(of_share)
-        self._total = jax.jit(in_order)
-
-    def __call__(self, *args: Any) -> Any:
-        """Computes the sums of a batch, on the first device."""
+    def step(*args: Any) -> Any:
         *trees, batch = args
-        results = self._shares.map(self._sums, tuple(trees), batch)
-        return self._total(self._shares.on_each(results)[0])
+        results = shares.map(of_share, tuple(trees), batch)
+        return total(shares.on_each(results)[0])
+
+    return step
 
 
 def in_order(trees: list[Any]) -> Any:

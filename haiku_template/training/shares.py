@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from haiku_template.devices import DeviceManager, norm_over
 from haiku_template.devices.compiled import CompiledStep, Scalars, pack
-from haiku_template.devices.exact import ExactEvaluation, ExactStep, Shares, in_order
+from haiku_template.devices.exact import ExactStep, Shares, exact_evaluation, in_order
 from haiku_template.errors import ConfigError
 from haiku_template.training import step
 from haiku_template.training.state import Recipe, TrainState, split_seed
@@ -78,7 +78,7 @@ def compile_exact_evaluation(
     devices: DeviceManager, eval_step: Callable[..., Any], shares: int
 ) -> CompiledStep:
     """Compiles an evaluation step, to the sums of a batch."""
-    call = ExactEvaluation(Shares(devices, shares), eval_step)
+    call = exact_evaluation(Shares(devices, shares), eval_step)
     return CompiledStep(devices, call, False, token=lambda x: (x, x["weight"]))
 
 
