@@ -185,13 +185,8 @@ def first_lines(trainer: Any, state: Any, report: Any, start: int) -> list[Any]:
         f"batch     {feed.batch_size} examples, {share} on each device{calls}",
         f"data      {feed.placement}",
         f"workdir   {report.workdir}{resumed}",
-        *([from_batch_line(from_batch)] if from_batch else []),
+        *[f"init      {some(from_batch, 6)}, from the first batch"] * bool(from_batch),
     ]
-
-
-def from_batch_line(paths: Sequence[str]) -> str:
-    """Names the leaves of a first state that are made of the first batch."""
-    return f"init      {some(paths, 6)}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:
