@@ -165,14 +165,6 @@ def _install(package: str) -> None:
                 sys.modules[name].__spec__ = ModuleSpec(name, None)
 
 
-def install_later() -> None:
-    """Puts the names back once JAX is imported, which may need variables set before."""
-    if "jax" in sys.modules:
-        install()
-    else:
-        sys.meta_path.insert(0, _Finder())
-
-
 class _Finder:
     """Finder of the packages that lost names, which come back behind their import.
 
@@ -205,7 +197,10 @@ def run(script: str, arguments: list[str]) -> None:
     sys.modules["__main__"], sys.argv = main, [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    install_later()
+    if "jax" in sys.modules:
+        install()
+    else:  # Once it is imported, which may need variables set before.
+        sys.meta_path.insert(0, _Finder())
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
 
 
