@@ -139,9 +139,6 @@ class Reader(pickle._Unpickler):
             "{module: {name: array}} of it by numpy.save"
         )
 
-    def _skip_frame(self) -> None:
-        self.read(8)  # A frame's length, not needed.
-
     def _view_bytes(self, width: int = 8) -> None:
         self.append(self.file.view(int.from_bytes(self.read(width), "little")))
 
@@ -191,7 +188,7 @@ class Reader(pickle._Unpickler):
     for _name in OPCODES.split():
         _code = getattr(pickle, _name)[0]
         dispatch[_code] = pickle._Unpickler.dispatch[_code]
-    dispatch[pickle.FRAME[0]] = _skip_frame
+    dispatch[pickle.FRAME[0]] = lambda self: self.read(8)  # Its length, not needed.
     dispatch[pickle.BINBYTES[0]] = functools.partial(_view_bytes, width=4)
     dispatch[pickle.BINBYTES8[0]] = dispatch[pickle.BYTEARRAY8[0]] = _view_bytes
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Dict())
@@ -250,10 +247,6 @@ def _new_array(*_: Any) -> Array:
     return Array()
 
 
-def _of_scalar(dtype: Dtype, data: Any) -> Any:
-    return _fill(Array(), (), dtype, False, data)
-
-
 def _of_buffer(data: Any, dtype: Dtype, shape: Any, order: Any, axes: Any = ()) -> Any:
     array = _fill(Array(), shape, dtype, order == "F", data)
     if order == "K":
@@ -301,7 +294,9 @@ NAMES: dict[tuple[str, str], str | Callable[..., Any]] = {
 }
 for _core in ("numpy.core", "numpy._core"):
     NAMES[f"{_core}.multiarray", "_reconstruct"] = _new_array
-    NAMES[f"{_core}.multiarray", "scalar"] = _of_scalar
+    NAMES[f"{_core}.multiarray", "scalar"] = lambda dtype, data: _fill(
+        Array(), (), dtype, False, data
+    )
     NAMES[f"{_core}.numeric", "_frombuffer"] = _of_buffer
 for _name in ("bool_", "float16", "float32", "float64", "int8", "int32", "int64"):
     NAMES["numpy", _name] = f"numpy.{_name}"
