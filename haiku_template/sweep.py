@@ -52,7 +52,9 @@ def main(words: list[str]) -> None:
     train = _train_here if FLAGS.parallel == 1 else _train_in_processes
     codes = train(members)
     if FLAGS.only is None:
-        _show(folder)
+        from haiku_template.runs import comparison
+
+        comparison.show(folder, comparison.summarize_runs(folder))
     if faults := {name: code for name, code in codes.items() if code}:
         error = NonFiniteError(
             f"{len(faults)} of {len(members)} runs ended early: {' '.join(faults)}; "
@@ -132,17 +134,6 @@ def _start(name: str, place: str, errors: Any) -> subprocess.Popen:
     command = [sys.executable, "-m", "haiku_template.sweep", *sys.argv[1:]]
     command += ["--parallel=1", f"--only={name}", *[f"--device={place}"] * bool(place)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-
-
-def _show(folder: Path) -> None:
-    from rich.console import Console
-
-    from haiku_template.runs import comparison
-
-    runs = comparison.summarize_runs(folder)
-    Console(highlight=False, markup=False).print(comparison.as_table(runs))
-    if picture := comparison.write_picture(folder, runs):
-        print(picture)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ nothing. Exit codes: 0 done, 64 no runs or a damaged config.
 from pathlib import Path
 
 from absl import flags
-from rich.console import Console
 
 from haiku_template import cli
 from haiku_template.errors import ConfigError
@@ -38,9 +37,7 @@ def main(folders: list[str]) -> None:
         check_measured("--metric", FLAGS.metric, names)
     if FLAGS.csv:
         return print(comparison.as_csv(runs), end="")
-    Console(highlight=False, markup=False).print(comparison.as_table(runs))
-    if picture := comparison.write_picture(folder, runs):
-        print(picture)
+    comparison.show(folder, runs)
 
 
 if __name__ == "__main__":

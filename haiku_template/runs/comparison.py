@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from haiku_template import config as configs
@@ -142,3 +143,10 @@ def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
     rows = {label: run.rows for label, run in zip(labels, runs, strict=True)}
     metrics = dict.fromkeys(["train/loss", *(run.metric for run in runs)])
     return plots.write_comparison(folder / PICTURE, rows, list(metrics))
+
+
+def show(folder: Path, runs: Sequence[Summary]) -> None:
+    """Prints a table of all runs, draws their curves, and prints the picture's path."""
+    Console(highlight=False, markup=False).print(as_table(runs))
+    if picture := write_picture(folder, runs):
+        print(picture)
