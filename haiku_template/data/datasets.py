@@ -169,10 +169,8 @@ def _from_file(
 def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     description = "the directory with MNIST's or Fashion-MNIST's four idx files"
-    split = files.read_mnist(files.data_path(path, "mnist", description))
-    return from_split(
-        split, spec, num_classes=10, preprocess=images.scale_pixels, where=str(path)
-    )
+    read = partial(_from_file, "mnist", description, files.read_mnist)
+    return read(spec, path=path, num_classes=10, scale_pixels=True)
 
 
 def cifar10(
