@@ -401,7 +401,14 @@ class Checkpoints:
         field: str | None,
         skip: Collection[str] = (),
     ) -> Any:
-        _check_fits(step, saved[field] if field else saved, abstract, skip)
+        # Paths are alike for tuples and for Orbax's lists.
+        leaves = flatten(_forms(saved[field] if field else saved))
+        leaves = {k: v for k, v in leaves.items() if k not in skip}
+        if lines := differences(leaves, flatten(_forms(abstract))):
+            raise StorageError(
+                f"the checkpoint of step {step} does not fit this model, and nothing "
+                f"was loaded: {some(lines, 10, '; ')}"
+            )
         tree = {field: abstract} if field else abstract
         has_step = getattr(saved.get(STEP), "shape", None) == ()
         if has_step:
@@ -817,16 +824,6 @@ def _check_listed(
             )
     if lines := differences(manifests.forms(manifest), flatten(_forms(saved))):
         raise ValueError(f"its leaves are not those that were saved: {some(lines)}")
-
-
-def _check_fits(step: int, saved: Any, abstract: Any, skip: Collection[str]) -> None:
-    # Paths are alike for tuples and for Orbax's lists.
-    saved_leaves = {k: v for k, v in flatten(_forms(saved)).items() if k not in skip}
-    if lines := differences(saved_leaves, flatten(_forms(abstract))):
-        raise StorageError(
-            f"the checkpoint of step {step} does not fit this model, and nothing was "
-            f"loaded: {some(lines, 10, '; ')}"
-        )
 
 
 def _unread(leaf: Any) -> np.ndarray:
