@@ -83,7 +83,10 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     }
     if suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
-        raise ConfigError(f"{fault if path.exists() else _absent(path)}; {POSSIBLE}")
+        if not path.exists():
+            near = ", ".join(sorted(x.name for x in path.parent.glob("*"))[:8])
+            fault = f"--inputs={path} does not exist; {path.parent} holds {near}"
+        raise ConfigError(f"{fault}; {POSSIBLE}")
     arrays = read_with(path, readers[suffix])
     return Examples(as_dataset(arrays, data, batch_size, name))
 
@@ -276,8 +279,3 @@ def _pixels(file: Path, shape: tuple[int, ...], resized: list[Path]) -> np.ndarr
             resized.append(file)
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         return np.asarray(image, np.uint8).reshape(shape)
-
-
-def _absent(path: Path) -> str:
-    near = sorted(x.name for x in path.parent.glob("*"))[:8]
-    return f"--inputs={path} does not exist; {path.parent} holds {', '.join(near)}"
