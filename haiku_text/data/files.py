@@ -53,19 +53,15 @@ def open_tokens(
     files = [path]
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in layouts)
-        _check_shards(path, files, possible)
+        if not files:
+            raise ConfigError(f"{path} holds no {possible} file")
+        held_out = [p.name for p in files if VALIDATION.search(p.stem)]
+        if 0 < len(held_out) < len(files):
+            raise ConfigError(
+                f"{path} holds {held_out[0]} among files to train on; name the parts "
+                "apart with --config.data.path and --config.data.validation_path"
+            )
     return TokenStream([read_with(file, shard) for file in files])
-
-
-def _check_shards(folder: Path, files: list[Path], possible: str) -> None:
-    if not files:
-        raise ConfigError(f"{folder} holds no {possible} file")
-    held_out = [p.name for p in files if VALIDATION.search(p.stem)]
-    if 0 < len(held_out) < len(files):
-        raise ConfigError(
-            f"{folder} holds {held_out[0]} among files to train on; name the parts "
-            "apart with --config.data.path and --config.data.validation_path"
-        )
 
 
 def _map(file: Path, dtype: np.dtype, offset: int, size: int, random: bool) -> Shard:
