@@ -119,8 +119,14 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:
     """Lists files to train on and to hold out; `own`, the command's, are no input."""
+
+    def begin(path: Path) -> bytes:
+        with path.open("rb") as f:
+            return f.read(BINARY_BYTES)
+
     files = documents.text_files(FLAGS.input)
-    files = [f for f in files if f.path.resolve() not in own_paths and _is_text(f)]
+    files = [f for f in files if f.path.resolve() not in own_paths]
+    files = [f for f in files if documents.is_text(read_with(f.path, begin))]
     documents.check_any(files, FLAGS.input)
     if not FLAGS.validation_output:
         return [files]
@@ -128,14 +134,6 @@ def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:
         rule = "holds no files when --validation_fraction is 0"
         raise ConfigError(f"--validation_output {rule}; give more, or leave it out")
     return list(documents.split_documents(files, FLAGS.validation_fraction))
-
-
-def _is_text(file: TextFile) -> bool:
-    def start(path: Path) -> bytes:
-        with path.open("rb") as f:
-            return f.read(BINARY_BYTES)
-
-    return documents.is_text(read_with(file.path, start))
 
 
 def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
