@@ -45,7 +45,19 @@ class Tokenizer:
         self._literal = literal
         if source in (None, BYTES):
             return
-        path = _find(Path(source).expanduser())
+        path = Path(source).expanduser()
+        path = path / FILE if path.is_dir() else path
+        if path.suffix == ".safetensors":
+            possible = "a tokenizer.json, a folder with one, or None for bytes"
+            hint = "holds parameters and no tokenizer; config.data.tokenizer is"
+            raise ConfigError(f"{path} {hint} {possible}")
+        if not path.is_file():
+            raise ConfigError(
+                f"the tokenizer {path} does not exist; possible are a tokenizer.json, "
+                "a folder with one, and bytes; of a folder with only a vocab.txt or "
+                "merges.txt, transformers' AutoTokenizer makes one with save_pretrained"
+                + download(path)
+            )
         ids = read_with(path, _read_ids)
         ends = [ids[name] for name in ([end] if end else END_OF_TEXT) if name in ids]
         if end and not ends:
@@ -174,22 +186,6 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     return learned.to_str(pretty=True).encode()
-
-
-def _find(path: Path) -> Path:
-    path = path / FILE if path.is_dir() else path
-    if path.suffix == ".safetensors":
-        possible = "a tokenizer.json, a folder with one, or None for bytes"
-        hint = "holds parameters and no tokenizer; config.data.tokenizer is"
-        raise ConfigError(f"{path} {hint} {possible}")
-    if not path.is_file():
-        raise ConfigError(
-            f"the tokenizer {path} does not exist; possible are a tokenizer.json, a "
-            "folder with one, and bytes; of a folder with only a vocab.txt or "
-            "merges.txt, transformers' AutoTokenizer makes one with save_pretrained"
-            + download(path)
-        )
-    return path
 
 
 def _read_ids(path: Path) -> dict[str, int]:
