@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import haiku as hk
-import jax
 import numpy as np
 
 from haiku_template.devices import DeviceManager
@@ -127,10 +126,7 @@ def restore(
             raise ConfigError(fault + near(pattern, paths))
         fresh_paths |= fits
     leaves = read(source, skeleton, rules, devices, skip=fresh_paths)
-
-    def init_fresh() -> dict[str, jax.Array]:
-        return {path: x for path, x in flatten(init()).items() if path in fresh_paths}
-
+    init_fresh = lambda: {k: x for k, x in flatten(init()).items() if k in fresh_paths}  # noqa: E731
     # Compiled, so that what is not returned is not computed either.
     return unflatten(leaves | (devices.init(init_fresh) if fresh_paths else {}))
 
@@ -170,10 +166,9 @@ def export_like(
     """Writes parameters as the files that they were read from, changed or not.
 
     Each tensor keeps its name, but for `bert.` that a new head needs before it, dtype
-    and file; half precision is warned of. Tensors
-    that the model does not use are copied, and so are config.json and the tokenizer.
-    New parameters, such as a head's, follow in the last file. Memory holds one file at
-    a time.
+    and file; half precision is warned of. Tensors that the model does not use are
+    copied, and so are config.json and the tokenizer. New parameters, such as a head's,
+    follow in the last file. Memory holds one file at a time.
 
     Args:
       source: the Hugging Face folder that was read.
