@@ -143,8 +143,7 @@ class Tokenizer:
         most = context if length is None else min(context, length)
         rows = self.encode(texts, special=True, most=most if cut else None)
         sizes = [len(row) for row in rows]
-        longest = max(sizes, default=0)
-        if longest > most:
+        if (longest := max(sizes, default=0)) > most:
             raise ConfigError(
                 f"the text that begins {texts[sizes.index(longest)][:40]!r} has "
                 f"{longest} tokens, and {most} are possible: cut it, or give cut=True"

@@ -47,10 +47,8 @@ def load(run: Run) -> LanguageModel:
             f"text is generated on one device, and {devices.num_devices} were asked "
             "for; use --num_devices=1, or name one as in --device=gpu:1"
         )
-    family, name = run.family, "the model"
-    if config is not None:
-        name = f"config.model.name={config.model.name}"
-    if family is None or family.tables is None:
+    name = f"config.model.name={config.model.name}" if config else "the model"
+    if (family := run.family) is None or family.tables is None:
         raise ConfigError(
             f"{name} of the run in {run.workdir} is not a language model that "
             "text can be generated with; gpt is"
