@@ -100,8 +100,25 @@ def widen(inputs: Any) -> Any:
     return inputs.astype(np.int32)
 
 
+class _Windows:
+    """Windows of `tokens`, those of a batch at `rows(index)`."""
+
+    @property
+    def num_examples(self) -> int:
+        """Windows that hold each token once, as an epoch has them."""
+        return _count(self.tokens, self.context)
+
+    def batch(self, index: int) -> Batch:
+        """Copies a batch, or this process's share: [B, T] in the dtype of the files."""
+        rows = self.rows(index)
+        windows = self.tokens.windows(rows, self.context + 1)
+        _check_vocabulary(self.tokens, windows, rows, self.vocab_size)
+        # Two arrays of their own: what changes one must not change the other.
+        return {"inputs": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()}
+
+
 @dataclasses.dataclass(frozen=True)
-class TokenDataset:
+class TokenDataset(_Windows):
     """Windows of T + 1 tokens, T the context: T inputs, as labels the token after each.
 
     Order `random` draws each window from anywhere. Order `epochs` cuts the stream into
@@ -126,19 +143,13 @@ class TokenDataset:
     def rows(self, step: int) -> np.ndarray:
         """Starts of this process's windows in `step`: int64 [B / processes]."""
         if self.order == "epochs":
-            count = _count(self.tokens, self.context)
-            starts = epochs(count, self.spec, step, permute) * self.context
+            starts = epochs(self.num_examples, self.spec, step, permute) * self.context
         else:
             rng = np.random.default_rng((self.spec.seed, 0, step))
             last = len(self.tokens) - self.context
             starts = rng.integers(last, size=self.spec.batch_size)
         # Drawn for the whole batch, so that shares are parts of the same batch.
         return starts[self.spec.share()]
-
-    @property
-    def num_examples(self) -> int:
-        """Windows that hold each token once, as an epoch has them."""
-        return _count(self.tokens, self.context)
 
     @property
     def staged_size(self) -> tuple[int, int]:
@@ -158,13 +169,9 @@ class TokenDataset:
         windows = arrays["tokens"][rows[:, None] + np.arange(self.context + 1)]
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
 
-    def batch(self, step: int) -> Batch:
-        """Copies this process's share: [B / processes, T] in the dtype of the files."""
-        return _batch(self, self.rows(step))
-
 
 @dataclasses.dataclass(frozen=True)
-class TokenEvaluationSet:
+class TokenEvaluationSet(_Windows):
     """Windows in order, as those of an epoch; only the last batch may have fewer.
 
     At most `num_windows` of them, spread evenly; None means all.
@@ -184,7 +191,7 @@ class TokenEvaluationSet:
 
     def rows(self, index: int) -> np.ndarray:
         """Starts of the windows of one batch: int64 [B], fewer in the last."""
-        every, some = _count(self.tokens, self.context), self._num_windows
+        every, some = self.num_examples, self._num_windows
         start = index * self.batch_size
         turns = np.arange(start, min(start + self.batch_size, some))
         # turns * every // some, without leaving 64 bits.
@@ -192,17 +199,13 @@ class TokenEvaluationSet:
 
     @property
     def _num_windows(self) -> int:
-        every = _count(self.tokens, self.context)
+        every = self.num_examples
         return every if self.num_windows is None else min(every, self.num_windows)
 
     @property
     def num_batches(self) -> int:
         """Number of batches that hold each window once."""
         return -(-self._num_windows // self.batch_size)
-
-    def batch(self, index: int) -> Batch:
-        """Copies the windows of one batch: [B, T] in the dtype of the files."""
-        return _batch(self, self.rows(index))
 
 
 def _count(tokens: TokenStream, context: int, purpose: str = "read") -> int:
@@ -214,13 +217,6 @@ def _count(tokens: TokenStream, context: int, purpose: str = "read") -> int:
         demand = f"context={context} needs windows of {context + 1} tokens"
         raise ConfigError(f"{demand}, and {supply}")
     return (len(tokens) - 1) // context
-
-
-def _batch(data: TokenDataset | TokenEvaluationSet, rows: np.ndarray) -> Batch:
-    windows = data.tokens.windows(rows, data.context + 1)
-    _check_vocabulary(data.tokens, windows, rows, data.vocab_size)
-    # Two arrays of their own: what changes one must not change the other.
-    return {"inputs": windows[:, :-1].copy(), "labels": windows[:, 1:].copy()}
 
 
 def _check_vocabulary(
