@@ -56,14 +56,10 @@ class BatchSpec(NamedTuple):
 
     def share(self) -> slice:
         """Rows of a batch that this process reads; all processes read as many."""
-        if not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1:
-            raise _refuse_size(self.batch_size)
-        size, remainder = divmod(self.batch_size, self.process_count)
-        if remainder:
-            raise ConfigError(
-                f"a batch of {self.batch_size} examples cannot be shared evenly by "
-                f"{self.process_count} processes"
-            )
+        is_whole = isinstance(self.batch_size, int | np.integer)
+        if not is_whole or self.batch_size < 1 or self.batch_size % self.process_count:
+            raise _unshared(self.batch_size, self.process_count)
+        size = self.batch_size // self.process_count
         return slice(self.process_index * size, (self.process_index + 1) * size)
 
     def check(self, example_bytes: int) -> None:
@@ -74,8 +70,14 @@ class BatchSpec(NamedTuple):
         check_memory(size, fact, "use a smaller config.batch_size")
 
 
-def _refuse_size(size: Any) -> ConfigError:
-    return ConfigError(f"batch_size={size!r}; possible is a whole number of 1 or more")
+def _unshared(size: Any, count: int) -> ConfigError:
+    if not isinstance(size, int | np.integer) or size < 1:
+        sentence = f"batch_size={size!r}; possible is a whole number of 1 or more"
+        return ConfigError(sentence)
+    sentence = (
+        f"a batch of {size} examples cannot be shared evenly by {count} processes"
+    )
+    return ConfigError(sentence)
 
 
 class Data(NamedTuple):

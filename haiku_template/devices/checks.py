@@ -184,16 +184,22 @@ def check_batch_size(
     """Rows of a device's share; `PlacementError` names the nearest possible sizes."""
     n = devices.num_devices
     divisor = n * accumulate_steps
+    is_whole = isinstance(batch_size, numbers.Integral)
+    if not is_whole or batch_size < 1 or batch_size % divisor:
+        raise _uneven(batch_size, n, accumulate_steps)
+    return batch_size // n
+
+
+def _uneven(batch_size: Any, n: int, accumulate_steps: int) -> PlacementError:
     if not isinstance(batch_size, numbers.Integral):
-        raise PlacementError(
+        return PlacementError(
             f"a batch size is a whole number of examples, not {batch_size!r}"
         )
-    if batch_size % divisor == 0 and batch_size > 0:
-        return batch_size // n
+    divisor = n * accumulate_steps
     below = batch_size // divisor * divisor
     nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
     times = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
-    raise PlacementError(
+    return PlacementError(
         f"a batch of {batch_size} examples cannot be sharded evenly over {n} "
         f"devices{times}; the nearest batch sizes that can are {nearest}"
     )

@@ -214,10 +214,7 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
     except (RuntimeError, AssertionError) as error:
         raise _unavailable(request, error) from error
     if (simulated := request.simulate_devices) and len(devices) < simulated:
-        raise DeviceError(
-            f"{simulated} simulated devices were asked for after JAX had started with "
-            f"{len(devices)}; {TOO_LATE}"
-        )
+        raise _too_few(simulated, len(devices))
     by_index = {device_index(device): device for device in devices}
     count = request.num_devices or simulated or len(devices)
     if not by_index.keys() >= set(request.indices) or count > len(devices):
@@ -232,6 +229,13 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
     else:
         reason = f"--device=auto, and {_reason_for_auto(picks[0].platform, share)}"
     return picks, reason
+
+
+def _too_few(simulated: int, count: int) -> DeviceError:
+    return DeviceError(
+        f"{simulated} simulated devices were asked for after JAX had started with "
+        f"{count}; {TOO_LATE}"
+    )
 
 
 def _unavailable(request: Request, error: Exception) -> DeviceError:

@@ -113,14 +113,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         )
     values = task.values(**{name: facts[fact] for name, fact in parameters.items()})
     if not isinstance(values, dict):
-        is_array = isinstance(values, jax.Array | np.ndarray)
-        kind = f"array {list(values.shape)}" if is_array else type(values).__name__
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise ConfigError(
-            f"the task returns {article} {kind}; it must return a dictionary of "
-            "per-example values [B], 'loss' among them: {'loss': ...}"
-            + (", or the Task be named itself: module:TASK" * isinstance(values, Task))
-        )
+        raise _no_dictionary(values)
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     if taken := [name for name in OF_THE_STEP if name in values]:
@@ -150,6 +143,17 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
+
+
+def _no_dictionary(values: Any) -> ConfigError:
+    is_array = isinstance(values, jax.Array | np.ndarray)
+    kind = f"array {list(values.shape)}" if is_array else type(values).__name__
+    article = "an" if kind[0] in "aeiou" else "a"
+    return ConfigError(
+        f"the task returns {article} {kind}; it must return a dictionary of "
+        "per-example values [B], 'loss' among them: {'loss': ...}"
+        + (", or the Task be named itself: module:TASK" * isinstance(values, Task))
+    )
 
 
 def _refuse_dtypes(dtypes: dict[str, Any]) -> None:
