@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from haiku_template import signals
@@ -90,8 +89,11 @@ def watched(run: Any, minutes: float) -> Iterator[Any]:
     """Context of the loop: gives the run whose pieces of work a watchdog times."""
 
     def end(sentence: str) -> None:
-        with contextlib.suppress(OSError):
-            write_stacks(run.workdir / STACKS, sentence)
+        with contextlib.suppress(OSError), appended(run.workdir / STACKS) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n".encode())
+            file.flush()
+            faulthandler.dump_traceback(file)  # Of all threads.
+            file.write(b"\n")
         fault = f"{sentence}, config.watchdog_minutes is {minutes:g}: the stacks of "
         run.signals.give_up(f"{fault}all threads are in {run.workdir / STACKS}")
 
@@ -117,12 +119,3 @@ def watched(run: Any, minutes: float) -> Iterator[Any]:
     finally:
         with contextlib.suppress(ValueError):
             signals.LOOKERS.remove(watchdog.look)
-
-
-def write_stacks(path: Path, sentence: str) -> None:
-    """Appends the stacks of all threads; raises `OSError`."""
-    with appended(path) as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n".encode())
-        file.flush()
-        faulthandler.dump_traceback(file)
-        file.write(b"\n")
