@@ -115,8 +115,9 @@ def main() -> None:
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen()
-        hello = {"index": task["index"], "jax": True}
-        work = functools.partial(accept, server, tuple(task["where"]), key, hello)
+        where, hello = tuple(task["where"]), {"index": task["index"], "jax": True}
+        # Connects JAX's client here to process 0's helper, in a thread.
+        work = lambda: identity.run(connect, server.accept()[0], where, key, hello)  # noqa: E731
     identity.run(repeat, work)
     print("ready", flush=True)
     sys.stdin.buffer.read()
@@ -169,17 +170,6 @@ def serve(
         link.settimeout(None)
         identity.run(copy, link, service, True)
         copy(service, link, True)
-
-
-def accept(
-    server: socket.socket,
-    where: tuple[str, int],
-    start: identity.Start,
-    hello: dict[str, Any],
-) -> None:
-    """Connects JAX's client here to process 0's helper, in a thread."""
-    client, _ = server.accept()
-    identity.run(connect, client, where, start, hello)
 
 
 def connect(
