@@ -46,15 +46,11 @@ class Shares:
                 f"{', '.join(map(str, possible))} devices"
             )
         self.count, self._devices = count, devices
+        self.devices = devices.devices  # Of this process.
         self._each = count // devices.num_devices
-        self._first = devices.processes.index * len(devices.devices) * self._each
+        self._first = devices.processes.index * len(self.devices) * self._each
         self._axes = 1 if devices.axis_name is None else 2  # Of a batch's rows.
         self._cut = jax.jit(self._cut_rows)
-
-    @property
-    def devices(self) -> tuple[jax.Device, ...]:
-        """Devices of this process."""
-        return self._devices.devices
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a share's rows, given that of an array of the whole batch."""
@@ -70,10 +66,8 @@ class Shares:
     def _numbers(self) -> list[jax.Array]:
         """Number of each share of this process, on its device."""
         return [
-            jax.device_put(
-                np.int32(self._first + i), self._devices.devices[i // self._each]
-            )
-            for i in range(self._each * len(self._devices.devices))
+            jax.device_put(np.int32(self._first + i), self.devices[i // self._each])
+            for i in range(self._each * len(self.devices))
         ]
 
     def on_each(self, tree: Any) -> list[Any]:
@@ -84,7 +78,7 @@ class Shares:
         parts = [{s.device: s.data for s in x.addressable_shards} for x in leaves]
         return [
             structure.unflatten([part[device] for part in parts])
-            for device in self._devices.devices
+            for device in self.devices
         ]
 
     def joined(self, trees: list[Any], *spec: Any) -> Any:
