@@ -162,9 +162,8 @@ class Heartbeat:
                 for line in lines:
                     if not lost:
                         lost, code = self._heed(peer, line)
-            lost = lost or f"{peer.name} was killed at {_clock(time.time())}"
         except ConnectionError:
-            lost = f"{peer.name} was killed at {_clock(time.time())}"
+            pass  # As where it ends without a word: it was killed.
         except OSError:
             lost = (
                 f"nothing was heard of {peer.name} since {_clock(heard)}: it is "
@@ -175,7 +174,7 @@ class Heartbeat:
                 f"{peer.name} sent what is no heartbeat's at {_clock(heard)} ({error}):"
                 " another program, or the network, has written into its connection"
             )
-        self._lose(lost, code)
+        self._lose(lost or f"{peer.name} was killed at {_clock(time.time())}", code)
 
     def _heed(self, peer: Peer, line: bytes) -> tuple[str, int | None]:
         """Parses a message: fault of a lost process, "" for none, and its exit code.
