@@ -232,26 +232,22 @@ def _refuse_parts(data: Any, optimizer: Any, schedule: Any) -> None:
             f"Experiment(schedule={schedule!r}) is what each step reports, a function "
             "of its number such as optax.constant_schedule(1e-3); None reports nothing"
         )
-    if isinstance(data, Data):
-        _refuse_sets(data)
-    arrays = hasattr(data, "x_train")
-    advice = "from_split(split, BatchSpec(batch_size))" if arrays else "from_split, or"
-    advice += "" if arrays else " Data(train, evaluation, num_outputs) of your own sets"
-    raise ConfigError(
-        f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
-        f"haiku_template.data it is {advice}"
-    )
-
-
-def _refuse_sets(data: Data) -> None:
-    if not hasattr(data.train, "batch"):
+    if isinstance(data, Data) and not hasattr(data.train, "batch"):
         raise ConfigError(
             f"data.train is a {type(data.train).__name__}; it needs batch(step), which "
             "returns a batch, as those of haiku_template.data do"
         )
+    if isinstance(data, Data):
+        raise ConfigError(
+            f"data.evaluation is a {type(data.evaluation).__name__}; it needs "
+            "num_batches, and batch(index), which returns one of them"
+        )
+    advice = "from_split, or Data(train, evaluation, num_outputs) of your own sets"
+    if hasattr(data, "x_train"):
+        advice = "from_split(split, BatchSpec(batch_size))"
     raise ConfigError(
-        f"data.evaluation is a {type(data.evaluation).__name__}; it needs num_batches, "
-        "and batch(index), which returns one of them"
+        f"Experiment(data=...) is a {type(data).__name__}, and Data is needed; of "
+        f"haiku_template.data it is {advice}"
     )
 
 
