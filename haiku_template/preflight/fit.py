@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError, PlacementError
@@ -174,7 +173,10 @@ def fit(build: Build, workdir: Path, limit: int | None) -> Candidate:
             "one; give --device_memory_limit=24GiB, or --dry_run --target=l4"
         )
     tried = list(candidates(build, workdir, limit))
-    Console(markup=False).print(fit_table(tried, limit))
+    title = f"Memory on each device, of {in_units(limit)}"
+    columns = ("change", "state", "temporary", "start", "peak", "fits")
+    rows = [candidate.row() for candidate in tried]  # None behind one that fits.
+    Console(markup=False).print(table(title, columns, rows))
     closest = closest_of(tried)
     if not closest.fits:
         raise NothingFits(
@@ -199,10 +201,3 @@ def unified(candidate: Candidate) -> str:
     times = math.ceil(10 * candidate.size / candidate.limit) / 10
     sentence = f", which with --gpu_memory=unified:{times} {BUS}"
     return sentence * (candidate.budget.card is None)
-
-
-def fit_table(tried: list[Candidate], limit: int) -> Table:
-    """Tabulates candidates; those after the first that fits are not tried."""
-    columns = ("change", "state", "temporary", "start", "peak", "fits")
-    title = f"Memory on each device, of {in_units(limit)}"
-    return table(title, columns, [candidate.row() for candidate in tried])
