@@ -117,15 +117,12 @@ def _read(
             raise ValueError(
                 f"{leaf.name} of shape {list(leaf.shape)} has chunks of {numbers:,}"
             )
-    if not leaf.shape:
-        bounds = [()]
-    else:
-        chunk = (array.chunk_layout.read_chunk.shape or (1,))[0]
-        row = max(1, array.dtype.numpy_dtype.itemsize * math.prod(leaf.shape[1:]))
-        rows = chunk * max(1, PIECE // (row * chunk))
-        total = leaf.shape[0]
-        bounds = [slice(i, min(i + rows, total)) for i in range(0, total, rows)]
-    for piece in bounds:
+    total, *row_shape = leaf.shape or (1,)
+    chunk = (array.chunk_layout.read_chunk.shape or (1,))[0]
+    row = max(1, array.dtype.numpy_dtype.itemsize * math.prod(row_shape))
+    rows = chunk * max(1, PIECE // (row * chunk))
+    for first in range(0, total, rows):
+        piece = slice(first, min(first + rows, total)) if leaf.shape else ()
         with _faults(leaf.file):
             values = array[piece].read().result()
         yield piece, values
