@@ -73,8 +73,7 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
             return num_rows(joined)
         with file.open("w") as lines:
             for batch in batches:
-                for example in _rows(batch):
-                    lines.write(json_line(example))
+                lines.writelines(map(json_line, _rows(batch)))
                 count += num_rows(batch)
     return count
 
@@ -90,8 +89,7 @@ def print_predictions(run: Run, examples: Any = None) -> None:
         for batch in _batches(run, examples):
             if "class" in batch and is_softmax:
                 batch["probability"] = _probability(batch.pop("outputs"))
-            for example in _rows(batch):
-                sys.stdout.write(json_line(example))
+            sys.stdout.writelines(map(json_line, _rows(batch)))
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
