@@ -96,7 +96,7 @@ class WorkersDataset:
                 self._ask()
         if not is_next:
             return self.dataset.batch(index)
-        return self._workers.batch((self._name, index))
+        return self._workers.of(index).batch((self._name, index))
 
     @contextlib.contextmanager
     def read_ahead(self, start: int, stop: int) -> Iterator[None]:
@@ -112,7 +112,7 @@ class WorkersDataset:
     def _ask(self) -> None:
         stop = min(self._next + AHEAD * self._workers.count, self._stop)
         for index in range(self._last, stop):
-            self._workers.ask((self._name, index))
+            self._workers.of(index).ask((self._name, index))
         self._last = max(self._last, stop)
 
 
@@ -161,13 +161,9 @@ class Workers:
         if self._setup is not None:
             self._setup.close()
 
-    def ask(self, key: Key) -> None:
-        """Asks for a batch, to be taken later."""
-        self._workers[key[1] % self.count].ask(key)
-
-    def batch(self, key: Key) -> Batch:
-        """Waits for a batch that was asked for, and takes it."""
-        return self._workers[key[1] % self.count].batch(key)
+    def of(self, index: int) -> "Worker":
+        """Process that makes the batches of this number."""
+        return self._workers[index % self.count]
 
 
 class Worker:
@@ -188,13 +184,13 @@ class Worker:
         self._first_key, self._expected = key, expected
 
     def ask(self, key: Key) -> None:
-        """Asks for a batch."""
+        """Asks for a batch, to be taken later."""
         with self._lock:
             self._requests.append(key)
             self._send(key)
 
     def batch(self, key: Key) -> Batch:
-        """Waits for a batch; raises the error of making it, or `DataError`."""
+        """Takes a batch once it is made; raises the error of that, or `DataError`."""
         with self._lock:
             while key not in self._answers:
                 self._receive()
