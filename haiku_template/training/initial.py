@@ -98,9 +98,25 @@ class Initializer:
     def _init_pretrained(
         self, frozen: hk.Params, inputs: Any, layout: Layout
     ) -> TrainState:
-        """Makes the state around what is read, which is in it as it was placed."""
+        """Reads trainable parameters, and makes the state around them, as placed."""
         # Why: docs/decisions/devices.md#leaf-by-leaf
-        leaves, net_state = self._pretrained(frozen, layout)
+        place = functools.partial(self._place, "params", layout=layout)
+        experiment, plan = self._experiment, self.recipe.plan
+        leaves, net_state = {}, None
+        if (source := experiment.init_from) is not None:
+            skip = plan.frozen | plan.fresh
+            leaves, net_state = source(self._params, skip, self._net_state, place)
+        if (adapters := experiment.finetuning.adapters) is not None:
+            params = tuning.load_adapters(
+                adapters,
+                self.abstract.params,
+                frozen,
+                plan.lora,
+                self._devices,
+                place,
+                plan.fresh,
+            )
+            leaves = flatten(params)
 
         def init(*args: Any) -> TrainState:
             state = self._init(*args)
@@ -167,30 +183,6 @@ class Initializer:
 
     def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
         return self.recipe.plan.split(self._first(inputs)["params"])[1]
-
-    def _pretrained(
-        self, frozen: hk.Params, layout: Layout
-    ) -> tuple[dict[str, Any], Any]:
-        """Reads pretrained trainable parameters, by path, and Haiku state."""
-        place = functools.partial(self._place, "params", layout=layout)
-        source, plan = self._experiment.init_from, self.recipe.plan
-        adapters = self._experiment.finetuning.adapters
-        leaves, net_state = {}, None
-        if source is not None:
-            skip = plan.frozen | plan.fresh
-            leaves, net_state = source(self._params, skip, self._net_state, place)
-        if adapters is not None:
-            params = tuning.load_adapters(
-                adapters,
-                self.abstract.params,
-                frozen,
-                plan.lora,
-                self._devices,
-                place,
-                plan.fresh,
-            )
-            leaves = flatten(params)
-        return leaves, net_state
 
 
 def init_model(
