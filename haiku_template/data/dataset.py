@@ -268,8 +268,31 @@ class ArrayDataset:
         return self.gather(batch, self.spec.share())
 
 
+class _InOrder:
+    """Every row of `arrays` [N, ...] once, in batches of `batch_size`."""
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches that hold each row once."""
+        return -(-count_rows(self.arrays) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """Copies the arrays of one batch out of the set; the last may have fewer."""
+        # A JAX array stays one, which devices refuse: no copy between them in silence.
+        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return map_leaves(lambda _, array: array[rows].copy(), self.arrays)
+
+
 @dataclasses.dataclass(frozen=True)
-class EvaluationSet:
+class Rows(_InOrder):
+    """Every row of a tree of arrays [N, ...] once, in order."""
+
+    arrays: Batch
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet(_InOrder):
     """Every example once, in order; only the last batch may have fewer rows."""
 
     inputs: Any
@@ -277,16 +300,9 @@ class EvaluationSet:
     batch_size: int
 
     def __post_init__(self) -> None:
-        check_arrays(arrays_by_name(self.inputs, self.labels))
+        check_arrays(self.arrays)
 
     @property
-    def num_batches(self) -> int:
-        """Number of batches that hold each example once."""
-        return -(-count_rows(self.inputs) // self.batch_size)
-
-    def batch(self, index: int) -> Batch:
-        """Copies the arrays of one batch out of the set."""
-        # A JAX array stays one, which devices refuse: no copy between them in silence.
-        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        arrays = arrays_by_name(self.inputs, self.labels)
-        return map_leaves(lambda _, array: array[rows].copy(), arrays)
+    def arrays(self) -> Batch:
+        """Inputs, and labels if there are any, by name."""
+        return arrays_by_name(self.inputs, self.labels)

@@ -4,7 +4,6 @@ They take the place of an evaluation set, so that they have the shapes and dtype
 run's own batches; what differs is a `ConfigError`. Imports no JAX.
 """
 
-import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, Data, class_numbers, each_shape
+from haiku_template.data.dataset import Batch, Data, Rows, class_numbers, each_shape
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import is_label, read_table
-from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves, nested
+from haiku_template.data.trees import leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError
 from haiku_template.registry import resolve
 
@@ -31,27 +30,6 @@ TABLES = (".csv", ".jsonl", ".parquet")
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels.
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Every row of a tree of arrays [N, ...] once, in order."""
-
-    arrays: Batch
-    batch_size: int
-
-    def __len__(self) -> int:
-        return count_rows(self.arrays)
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches that hold each row once."""
-        return -(-len(self) // self.batch_size)
-
-    def batch(self, index: int) -> Batch:
-        """Copies the rows of one batch."""
-        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return map_leaves(lambda _, x: np.array(x[rows]), self.arrays)
 
 
 class Examples(NamedTuple):
