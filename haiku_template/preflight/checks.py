@@ -34,14 +34,7 @@ def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
     """Raises `ConfigError` for options that are no lists of functions."""
     for name, functions in options.items():
         if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-            raise _no_functions(name, functions)
-
-
-def _no_functions(name: str, functions: Any) -> ConfigError:
-    return ConfigError(
-        f"{name}={functions!r:.80}; possible is a list of functions, and names of them "
-        f"in config.{name}"
-    )
+            raise ConfigError(f"{name}={functions!r:.80}, and no list of functions")
 
 
 def check_before_start(

@@ -217,31 +217,22 @@ def _are_parts(data: Any, optimizer: Any, schedule: Any) -> bool:
 
 def _refuse_parts(data: Any, optimizer: Any, schedule: Any) -> None:
     """Raises `ConfigError` for parts that are a config's or others'."""
-    if isinstance(optimizer, str):
-        raise ConfigError(
-            f"Experiment(optimizer={optimizer!r}) is a name, which configs have; in a "
-            f"script it is optax's own, such as optax.{optimizer}(1e-3)"
-        )
     if optimizer is not None and not hasattr(optimizer, "init"):
         raise ConfigError(
-            f"Experiment(optimizer=...) is a {type(optimizer).__name__}; it is what "
-            "optax returns, such as optax.adam(1e-3)"
+            f"Experiment(optimizer={optimizer!r:.60}) is none; it is what optax "
+            "returns, such as optax.adam(1e-3), and names are for configs"
         )
     if schedule is not None and not callable(schedule):
         raise ConfigError(
             f"Experiment(schedule={schedule!r}) is what each step reports, a function "
             "of its number such as optax.constant_schedule(1e-3); None reports nothing"
         )
-    if isinstance(data, Data) and not hasattr(data.train, "batch"):
-        raise ConfigError(
-            f"data.train is a {type(data.train).__name__}; it needs batch(step), which "
-            "returns a batch, as those of haiku_template.data do"
-        )
     if isinstance(data, Data):
-        raise ConfigError(
-            f"data.evaluation is a {type(data.evaluation).__name__}; it needs "
-            "num_batches, and batch(index), which returns one of them"
-        )
+        name, need = "evaluation", "num_batches, and batch(index)"
+        if not hasattr(data.train, "batch"):
+            name, need = "train", "batch(step)"
+        kind = type(getattr(data, name)).__name__
+        raise ConfigError(f"data.{name} is a {kind}; it needs {need}: a batch of it")
     advice = "from_split, or Data(train, evaluation, num_outputs) of your own sets"
     if hasattr(data, "x_train"):
         advice = "from_split(split, BatchSpec(batch_size))"

@@ -159,10 +159,9 @@ def _no_dictionary(values: Any) -> ConfigError:
 def _refuse_dtypes(dtypes: dict[str, Any]) -> None:
     """Raises `ConfigError` for a loss without a gradient, or a complex value."""
     name = next((k for k, x in dtypes.items() if x.kind == "c"), "loss")
-    kind = "a real number" if dtypes[name].kind == "c" else "of a floating dtype"
-    advice = "; a number of mistakes has no gradient" * (kind != "a real number")
     raise ConfigError(
-        f"the task's {name!r} is {dtypes[name]}, and must be {kind}{advice}"
+        f"the task's {name!r} is {dtypes[name]}; values are real, and a loss is of a "
+        "floating dtype: a number of mistakes has no gradient"
     )
 
 
