@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Batch, Data, Rows, class_numbers, each_shape
+from haiku_template.data.dataset import Data, Rows, class_numbers, each_shape
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import is_label, read_table
@@ -52,7 +52,13 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
         return Examples(data.read(path))
     like = each_shape(data.train)[0]
     if path.is_dir():
-        arrays, files = _read_pictures(path, _shape_of(like, path), class_numbers(data))
+        if not (isinstance(like, Mapping) and hasattr(like.get("inputs"), "shape")):
+            raise ConfigError(
+                f"--inputs={path} holds pictures, one array, and a batch of the run "
+                f"has {', '.join(leaves_by_path(like))}; possible are a .npz or a "
+                "table with these names, and a function as module:function"
+            )
+        arrays, files = _read_pictures(path, like["inputs"], class_numbers(data))
         return Examples(as_dataset(arrays, data, batch_size, name), files)
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
@@ -174,17 +180,6 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
             "which it would be other values; convert it as the training set was"
         )
     return array.astype(like.dtype, copy=False)
-
-
-def _shape_of(like: Batch, path: Path) -> Any:
-    """First batch's inputs, which must be one array."""
-    if isinstance(like, Mapping) and hasattr(like.get("inputs"), "shape"):
-        return like["inputs"]
-    raise ConfigError(
-        f"--inputs={path} holds pictures, one array, and a batch of the run has "
-        f"{', '.join(leaves_by_path(like))}; possible are a .npz or a table with these "
-        "names, and a function as module:function"
-    )
 
 
 def _read_npz(path: Path) -> Any:
