@@ -15,7 +15,8 @@ Lab record: run only on a small GPT-2 with random parameters. Memory of a step o
 124M on one device, from `--dry_run` (micro-batches of 8 examples of 512 tokens,
 compiled for the CPU, jax 0.12.0.1):
 
-    10.3 GB  all parameters train, float32      (lora.rank=None, remat=False)
+    10.3 GB  all parameters train, float32      (lora.rank=None, lora.patterns=(),
+                                                 base_dtype=float32, remat=False)
      7.7 GB  LoRA, float32 frozen parameters    (base_dtype=float32, remat=False)
      7.3 GB  LoRA, bfloat16 frozen parameters   (remat=False)
      1.4 GB  and rematerialization, as here     (4.2 GB with accumulate_steps=1)

@@ -233,7 +233,8 @@ def test_what_was_merged_answers_as_the_adapters_do(tmp_path, cpu, gpt2, answeri
     assert (out / "tokenizer.json").is_file()
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert any("c_attn.weight" in name for name in moved)
-    whole = answers(out, gpt2[1], **{"finetuning.lora.rank": None})
+    alone = {"finetuning.lora.rank": None, "finetuning.lora.patterns": ()}
+    whole = answers(out, gpt2[1], **alone)
     whole.finetuning.base_dtype = "float32"
     found = Experiment.from_config(whole, cpu).trainer(cpu)
     loss = found.evaluate(found.init())["eval/loss"]
@@ -405,6 +406,7 @@ def test_a_run_says_how_many_tokens_it_was_given(tmp_path, cpu, gpt2):
     folder, path = gpt2
     plain = {"data.tokenizer": None, "num_steps": 1, "finetuning.lora.rank": None}
     plain |= {"finetuning.train": (), "finetuning.base_dtype": "float32"}
+    plain |= {"finetuning.lora.patterns": ()}
     run(answers(folder, path, **plain), cpu, str(tmp_path / "run"))
     sizes = {f"model.{key}": value for key, value in SIZES.items()}
     config = answers(tmp_path / "run", path, **plain | sizes)

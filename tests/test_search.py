@@ -122,7 +122,7 @@ def test_a_function_that_makes_no_config_is_refused(tmp_path, result):
     from haiku_template.runs.search import objective
 
     study = optuna.create_study(direction="minimize")
-    with pytest.raises(ConfigError, match="suggest.*returns a .*; a config is needed"):
+    with pytest.raises(ConfigError, match="suggest.*returns .*, and no config"):
         study.optimize(objective(lambda _: result, CPU, tmp_path), n_trials=1)
 
 

@@ -71,13 +71,10 @@ class BatchSpec(NamedTuple):
 
 
 def _unshared(size: Any, count: int) -> ConfigError:
-    if not isinstance(size, int | np.integer) or size < 1:
-        sentence = f"batch_size={size!r}; possible is a whole number of 1 or more"
-        return ConfigError(sentence)
-    sentence = (
-        f"a batch of {size} examples cannot be shared evenly by {count} processes"
+    return ConfigError(
+        f"a batch of {size!r} examples cannot be shared evenly by {count} processes; "
+        "possible is a whole number, 1 or more for each"
     )
-    return ConfigError(sentence)
 
 
 class Data(NamedTuple):

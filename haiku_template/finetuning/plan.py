@@ -67,10 +67,11 @@ def make_finetuning(init_from: str | None, lora: Any, **keys: Any) -> Finetuning
     if lora["rank"] is not None:
         return Finetuning(lora=Lora(**lora), **keys)
     for key, default in Lora._field_defaults.items():
-        if lora[key] != default:
+        if lora[key] not in (default, ()):
             raise ConfigError(
                 f"config.finetuning.lora.{key}={lora[key]} is of adapters, which "
-                "config.finetuning.lora.rank=None leaves out; possible is a rank, as 8"
+                "config.finetuning.lora.rank=None leaves out; possible is a rank, as "
+                f"8, or {() if isinstance(default, tuple) else default} here"
             )
     return Finetuning(**keys)
 

@@ -63,9 +63,7 @@ def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], N
     return write
 
 
-def hparams_writer(
-    workdir: Path, start: int
-) -> Callable[[int, dict[str, float]], None]:
+def hparams_writer(workdir: Path, start: int) -> Callable[..., None]:
     """Writes the config to TensorBoard's page of hyper-parameters; no metrics."""
     config = workdirs.read_json(workdir / workdirs.CONFIG)
     values = {k.replace("/", "."): x for k, x in flatten(config).items()}

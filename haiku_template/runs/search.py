@@ -27,8 +27,7 @@ def objective(
     def run(trial: Any) -> float:
         config, workdir = suggest(trial), Path(folder) / str(trial.number)
         if not hasattr(config, "best_mode"):
-            kind = type(config).__name__
-            raise ConfigError(f"suggest(trial) returns a {kind}; a config is needed")
+            raise ConfigError(f"suggest(trial) returns {config!r:.40}, and no config")
         if config.mirror:  # Of one run.
             config.mirror = str(Path(config.mirror, str(trial.number)))
         direction = {"min": "MINIMIZE", "max": "MAXIMIZE"}[config.best_mode]

@@ -705,8 +705,7 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 def _without_elements(state: Any) -> ConfigError:
     paths = [path for path, leaf in flatten(state).items() if not leaf.size]
     return ConfigError(
-        f"{some(paths)} of the state have a dimension of 0, and Orbax saves no array "
-        "without elements; leave out the layer, such as a Linear of no inputs"
+        f"{some(paths)} have no elements, and Orbax saves no such array: leave it out"
     )
 
 

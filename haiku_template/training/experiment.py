@@ -104,8 +104,11 @@ class Experiment:
                 f"config.data.placement={self.placement!r}; possible are "
                 f"{', '.join(PLACEMENTS)}"
             )
-        if not _are_parts(self.data, self.optimizer, self.schedule):
-            _refuse_parts(self.data, self.optimizer, self.schedule)
+        is_data = isinstance(self.data, Data) and hasattr(self.data.train, "batch")
+        held_out = getattr(self.data, "evaluation", None)
+        is_data = is_data and (held_out is None or hasattr(held_out, "num_batches"))
+        if not is_data or not hasattr(self.optimizer or optax.identity(), "init"):
+            _refuse_parts(self.data, self.optimizer)
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()
         sets = self.data.evaluation is not None or self.data.evaluations
@@ -207,25 +210,12 @@ def _check_classes(names: Sequence[str], count: int) -> None:
         )
 
 
-def _are_parts(data: Any, optimizer: Any, schedule: Any) -> bool:
-    is_data = isinstance(data, Data) and hasattr(data.train, "batch")
-    held_out = getattr(data, "evaluation", None)
-    is_data = is_data and (held_out is None or hasattr(held_out, "num_batches"))
-    is_optimizer = optimizer is None or hasattr(optimizer, "init")
-    return is_data and is_optimizer and (schedule is None or callable(schedule))
-
-
-def _refuse_parts(data: Any, optimizer: Any, schedule: Any) -> None:
+def _refuse_parts(data: Any, optimizer: Any) -> None:
     """Raises `ConfigError` for parts that are a config's or others'."""
     if optimizer is not None and not hasattr(optimizer, "init"):
         raise ConfigError(
             f"Experiment(optimizer={optimizer!r:.60}) is none; it is what optax "
             "returns, such as optax.adam(1e-3), and names are for configs"
-        )
-    if schedule is not None and not callable(schedule):
-        raise ConfigError(
-            f"Experiment(schedule={schedule!r}) is what each step reports, a function "
-            "of its number such as optax.constant_schedule(1e-3); None reports nothing"
         )
     if isinstance(data, Data):
         name, need = "evaluation", "num_batches, and batch(index)"

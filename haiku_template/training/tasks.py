@@ -122,11 +122,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         if (shape := jnp.shape(value)) != (rows,):
             _check_shape(name, shape, facts["batch"], rows)
         if not shape and "mask" not in parameters.values() and not facts["is_training"]:
-            raise ConfigError(
-                f"the task's {name!r} has shape [] for {rows} examples, not one number "
-                "per example; in evaluation the last ones may be padding: let the task "
-                "take `mask`, bool [B], which is False for padding"
-            )
+            raise _unmasked(name, rows)
     values = dict(values)
     if (weights := values.pop(WEIGHT, None)) is not None:
         # Weights are data: they have no gradient.
@@ -145,19 +141,25 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     return averages, weights
 
 
+def _unmasked(name: str, rows: int) -> ConfigError:
+    return ConfigError(
+        f"the task's {name!r} has shape [] for {rows} examples, not one number per "
+        "example; in evaluation the last ones may be padding: let the task take "
+        "`mask`, bool [B], which is False for padding"
+    )
+
+
 def _no_dictionary(values: Any) -> ConfigError:
     is_array = isinstance(values, jax.Array | np.ndarray)
-    kind = f"array {list(values.shape)}" if is_array else type(values).__name__
-    article = "an" if kind[0] in "aeiou" else "a"
+    kind = f"an array {list(values.shape)}" if is_array else type(values).__name__
     return ConfigError(
-        f"the task returns {article} {kind}; it must return a dictionary of "
+        f"the task returns {kind}; it must return a dictionary of "
         "per-example values [B], 'loss' among them: {'loss': ...}"
         + (", or the Task be named itself: module:TASK" * isinstance(values, Task))
     )
 
 
 def _refuse_dtypes(dtypes: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a loss without a gradient, or a complex value."""
     name = next((k for k, x in dtypes.items() if x.kind == "c"), "loss")
     raise ConfigError(
         f"the task's {name!r} is {dtypes[name]}; values are real, and a loss is of a "

@@ -233,7 +233,7 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
         ),
         (
             lambda outputs, batch: Task(cross_entropy),
-            "returns a Task; .* or the Task be named itself: module:TASK",
+            "returns Task; .* or the Task be named itself: module:TASK",
         ),
         (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, batch"),
     ],
