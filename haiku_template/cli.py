@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
+# Words joined by zeros: a shell leaves the ~ of these as it is, behind a =.
+HOME_PATH = re.compile(
+    r"(\0--?(?:config|workdir|trust|\w*(?:inputs?|output|file|tokenizer)|"
+    r"config\.(?:mirror|init_from|[\w.]*(?:path|tokenizer|adapters)))[=\0])(~[^\0]*)"
+)
 # `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
 # refuses both. Why: docs/decisions/training.md#none
-# A shell leaves the ~ of these as it is, since a word begins with --.
-HOME_PATH = re.compile(
-    r"--?(config|workdir|trust|\w*(inputs?|output|file|tokenizer)|"
-    r"config\.(mirror|init_from|[\w.]*(path|tokenizer)))=~/"
-)
 LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
 FLAGS = flags.FLAGS
 # What a path that was asked for may be, beside absent: Python raises where it looks.
@@ -326,8 +326,8 @@ def _unseen(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
-    home = os.path.expanduser("~")
-    argv = [x.replace("~", home, 1) if HOME_PATH.match(x) else x for x in argv]
+    at_home = lambda x: x[1] + os.path.expanduser(x[2])  # noqa: E731
+    argv = HOME_PATH.sub(at_home, "\0".join(argv)).split("\0")
     try:
         file = _config_file(argv)
         if file and not file.is_file():

@@ -45,7 +45,8 @@ def main() -> None:
     if run.config:
         special = run.config.data.name == "jsonl"
     else:
-        special = "loss_mask" in run.trainer.experiment.data.train.batch(0)
+        batch = run.trainer.experiment.data.train.batch(0)
+        special = isinstance(batch, dict) and "loss_mask" in batch
     tokens = tokenizer.encode(prompts, special=special)
     model = generation.load(run)
     sampling = generation.Sampling(

@@ -448,7 +448,17 @@ def test_a_path_that_others_code_looked_at_is_their_defect():
         ("train", ["--config=~/none.py", "--workdir=run"]),
         ("train", ["--config=digits", "--workdir=run", "--config.init_from=~/none"]),
         ("train", ["--config=mnist", "--workdir=run", "--config.data.path=~/none"]),
+        (
+            "train",
+            [
+                "--config=digits",
+                "--workdir=run",
+                "--config.init_from=~/none",
+                "--config.finetuning.adapters=~/none",
+            ],
+        ),
         ("evaluate", ["--workdir=~/none"]),
+        ("evaluate", ["--workdir", "~/none"]),
         ("predict", ["--workdir=~/none", "--inputs=~/x.npy"]),
         ("export", ["--workdir=~/none", "--format=npz", "--output=~/x.npz"]),
         ("convert", ["--input=~/none.pkl", "--output=~/x.safetensors"]),

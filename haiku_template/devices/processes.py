@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -136,7 +137,7 @@ def gather(value: Any) -> list[Any]:
     """Gathers a value that JSON can hold from all processes, in their order."""
     from jax.experimental import multihost_utils
 
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    data = np.frombuffer(json.dumps(value, default=index).encode(), np.uint8)
     with jax.transfer_guard("allow"), waiting():
         # Not an int64, which others may not have.
         sizes = multihost_utils.process_allgather(np.array(len(data), np.int32))

@@ -20,7 +20,7 @@ def objective(
     `suggest(trial)` makes the config. The value is the best of `config.best_metric`,
     and the study's direction must be `config.best_mode`'s. Each evaluation is reported,
     so that a pruner may end a run, saved. A run that is not finite is pruned, and so is
-    one that `max_minutes` ended.
+    one that ended before num_steps, as by `max_minutes`, but not by `early_stop`.
     """
     import optuna
 

@@ -104,10 +104,11 @@ class Experiment:
                 f"config.data.placement={self.placement!r}; possible are "
                 f"{', '.join(PLACEMENTS)}"
             )
-        is_data = isinstance(self.data, Data) and hasattr(self.data.train, "batch")
+        fits = isinstance(self.data, Data) and hasattr(self.data.train, "batch")
         held_out = getattr(self.data, "evaluation", None)
-        is_data = is_data and (held_out is None or hasattr(held_out, "num_batches"))
-        if not is_data or not hasattr(self.optimizer or optax.identity(), "init"):
+        fits = fits and (held_out is None or hasattr(held_out, "num_batches"))
+        fits = fits and (self.optimizer is None or hasattr(self.optimizer, "init"))
+        if not fits:
             _refuse_parts(self.data, self.optimizer)
         needs = {"model", "task", "optimizer"} if self.step is None else set()
         needs |= {"model"} if self.init is None else set()

@@ -131,8 +131,8 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
         weights = jnp.where(weights >= 0, weights, jnp.nan)
         weights = jnp.broadcast_to(weights, weights.shape or (rows,))
     averages = {k: jnp.asarray(x) for k, x in values.items()}
-    is_float = jnp.issubdtype(averages["loss"].dtype, jnp.floating)
-    if not is_float or any(map(jnp.iscomplexobj, averages.values())):
+    fits = not facts["is_training"] or averages["loss"].dtype.kind not in "iub"
+    if not fits or any(map(jnp.iscomplexobj, averages.values())):
         _refuse_dtypes({k: x.dtype for k, x in averages.items()})
     for name in [k for k, x in averages.items() if x.shape != (rows,)]:
         averages[name] = _per_example(name, averages[name], weights, rows)
@@ -143,9 +143,8 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
 
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
-        f"the task's {name!r} has shape [] for {rows} examples, not one number per "
-        "example; in evaluation the last ones may be padding: let the task take "
-        "`mask`, bool [B], which is False for padding"
+        f"the task's {name!r} is [] for {rows} examples, not one number per example; "
+        "some may be padding in evaluation: let it take `mask`, bool [B], False there"
     )
 
 

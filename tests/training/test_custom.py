@@ -221,7 +221,7 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
     [
         (
             lambda outputs, batch: {"loss": jnp.mean(outputs)},
-            "padding: let the task take",
+            "padding in evaluation: let it take",
         ),
         (
             lambda outputs, batch: {"loss": outputs[:3, 0]},

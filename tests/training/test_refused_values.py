@@ -251,6 +251,7 @@ def of_kind(**parts):
     return Experiment(data=data, **parts)
 
 
+SETS_TO_TRAIN = Batches(lambda step: batch())
 SETS = EvaluationSet(np.ones((4, 3), np.float32), np.zeros(4, np.int32), 2)
 
 
@@ -297,6 +298,16 @@ def test_values_without_a_gradient_or_an_order_are_refused(one_device, task, wor
     trainer = made(one_device, lambda step: batch(), task=task)
     with pytest.raises(ConfigError, match=words):
         trainer.step(trainer.init(), one_device.shard(batch()))
+
+
+def test_a_number_of_mistakes_may_be_the_loss_of_an_evaluation(one_device):
+    def task(outputs, is_training):
+        value = outputs[:, 0] ** 2
+        return {"loss": value if is_training else (value > 1).astype(jnp.int32)}
+
+    trainer = of_kind(data=Data(SETS_TO_TRAIN, SETS, 2), task=task).trainer(one_device)
+    state, _ = trainer.step(trainer.init(), one_device.shard(SETS_TO_TRAIN.batch(0)))
+    assert 0 <= trainer.evaluate(state)["eval/loss"] <= 1
 
 
 @pytest.mark.parametrize("option", ["hooks", "writers"])
