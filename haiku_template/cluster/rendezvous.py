@@ -111,9 +111,7 @@ def _receive(
     def welcome(link: socket.socket, hello: dict[str, Any], is_known: bool) -> None:
         if is_known and _is_hello(hello):
             return hellos.put((link, hello))
-        number = hello.get("unseen")  # Of who does not see the workdir, or a stranger.
-        if isinstance(number, int) and 0 < number < hello_0["count"]:
-            unseen.add(number)
+        unseen.update(_claimed(hello, hello_0["count"]))
         link.close()  # A stranger is told nothing, and ends nothing.
 
     with identity.announced(workdir) as start:
@@ -159,6 +157,12 @@ def _missing(
         f"{sentence}; process {numbers} came and did not find this start in its "
         f"--workdir: {SHARED}"
     )
+
+
+def _claimed(message: dict[str, Any], count: int) -> set[int]:
+    """Index that a process claims which does not see the workdir, or a stranger."""
+    number = message.get("unseen")
+    return {number} if isinstance(number, int) and 0 < number < count else set()
 
 
 def _name(hello: dict[str, Any]) -> str:
