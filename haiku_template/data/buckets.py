@@ -15,8 +15,6 @@ from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
 from haiku_template.data.trees import leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError
 
-INTEGERS = int | np.integer
-
 
 class Examples(Protocol):
     """Examples of different lengths, as a protocol."""
@@ -211,9 +209,9 @@ def bucketed(
     Raises `ConfigError` for no examples, sizes that do not rise, one too small for an
     example, or examples that do not fit together; it names the example and its array.
     """
-    numbers = isinstance(sizes, Sequence | np.ndarray)
-    lengths = tuple(n for n in sizes if isinstance(n, INTEGERS)) if numbers else ()
-    if not lengths or [*sizes] != sorted({n for n in lengths if n > 0}):
+    lengths = tuple(sizes) if isinstance(sizes, Sequence | np.ndarray) else ()
+    is_whole = lengths and all(isinstance(n, int | np.integer) for n in lengths)
+    if not is_whole or [*lengths] != sorted({n for n in lengths if n > 0}):
         raise ConfigError(
             f"sizes={sizes}; possible are lengths of 1 or more that rise, such as "
             "(64, 128, 256)"

@@ -704,9 +704,7 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 def _without_elements(state: Any) -> ConfigError:
     paths = [path for path, leaf in flatten(state).items() if not leaf.size]
-    return ConfigError(
-        f"{some(paths)} have no elements, and Orbax saves no such array: leave it out"
-    )
+    return ConfigError(f"{some(paths)} have no elements; Orbax saves no such array")
 
 
 def _on_host(state: Any) -> Any:
