@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
-# Words joined by zeros: a shell leaves the ~ of these as it is, behind a =.
-HOME_PATH = re.compile(
-    r"(\0--?(?:config|workdir|trust|\w*(?:inputs?|output|file|tokenizer)|"
-    r"config\.(?:mirror|init_from|[\w.]*(?:path|tokenizer|adapters)))[=\0])(~[^\0]*)"
+# The home folder in a value, which a shell leaves as it is behind a =; words are joined
+# by zeros. A prompt is text, and names of modules hold a ~, too: a pattern of remat.
+HOME = re.compile(
+    r"(?<=\0)(--?(?!prompt[=\0]|config\.model\.remat)[\w.]+[=\0])(~(?=[/\0]|$)[^\0]*)"
 )
 # `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
 # refuses both. Why: docs/decisions/training.md#none
@@ -326,8 +326,7 @@ def _unseen(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
-    at_home = lambda x: x[1] + os.path.expanduser(x[2])  # noqa: E731
-    argv = HOME_PATH.sub(at_home, "\0".join(argv)).split("\0")
+    argv = HOME.sub(_at_home, "\0".join(argv)).split("\0")
     try:
         file = _config_file(argv)
         if file and not file.is_file():
@@ -348,6 +347,10 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         raise
     except Exception as error:
         raise _unseen(error) or ConfigError(_sentence(error, argv)) from error
+
+
+def _at_home(match: re.Match) -> str:
+    return match[1] + os.path.expanduser(match[2])
 
 
 def _without_overridden(argv: list[str]) -> list[str]:

@@ -472,3 +472,36 @@ def test_a_flag_may_name_a_file_of_the_home_folder(tmp_path, command, flags):
     done = run_command(command, *flags, cwd=tmp_path, HOME=str(tmp_path / "home"))
     done.stderr = done.stderr.strip().splitlines()[-1]
     assert_sentence(done, f"{tmp_path}/home/none")
+
+
+# Every flag that takes text, of all commands, and every key of the shipped configs.
+STRINGS = re.compile(r"DEFINE_(?:multi_)?string\(\s*\"(\w+)\"")
+CODE = [
+    p for room in ("haiku_template", "haiku_text") for p in (ROOT / room).rglob("*.py")
+]
+NAMES = {name for path in CODE for name in STRINGS.findall(path.read_text())}
+KEYS = {
+    f"config.{key}"
+    for path in sorted((ROOT / "configs").glob("*.py"))
+    for key in configs.flatten(
+        importlib.import_module(f"configs.{path.stem}").get_config().to_dict()
+    )
+}
+TEXT = {"prompt", "config.model.remat"}  # No paths: one may begin with a ~.
+
+
+@pytest.mark.parametrize("name", sorted({"config", *NAMES, *KEYS, *TEXT}))
+def test_the_home_folder_is_found_in_the_value_of_any_flag(monkeypatch, name):
+    monkeypatch.setenv("HOME", "/a/home")
+    for word, expected in [
+        (f"--{name}=~/b c", f"--{name}=/a/home/b c"),
+        (f"--{name}\0~/b", f"--{name}\0/a/home/b"),
+        (f"-{name}=~", f"-{name}=/a/home"),
+        (f"--{name}=b/~/c", f"--{name}=b/~/c"),
+        (f"--{name}=~b*", f"--{name}=~b*"),
+    ]:
+        words = f"command\0{word}\0--other=1"
+        found = cli.HOME.sub(cli._at_home, words)
+        assert (
+            found == words if name in TEXT else found == words.replace(word, expected)
+        )

@@ -242,13 +242,14 @@ class Checkpoints:
         self.facts = functools.partial(self.facts, has_batch=False)
 
     def check_room(self, state: Any, steps: int, every: int | None) -> None:
-        """Raises `StorageError` without room, `ConfigError` for an array of none."""
+        """Raises `StorageError` without room, `ConfigError` for an empty array."""
         # Why: docs/decisions/storage.md#room
         saves = -(-steps // (every or steps or 1))
         count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
         leaves = jax.tree.leaves(state)
         if not all(leaf.size for leaf in leaves):
-            raise _without_elements(state)
+            paths = [path for path, leaf in flatten(state).items() if not leaf.size]
+            raise ConfigError(f"Orbax saves no array without elements: {some(paths)}")
         size = sum(leaf.nbytes for leaf in leaves)
         disk = os.statvfs(self.directory)
         free = disk.f_bavail * disk.f_frsize
@@ -700,11 +701,6 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
     return "never retrieved" not in record.getMessage()
-
-
-def _without_elements(state: Any) -> ConfigError:
-    paths = [path for path, leaf in flatten(state).items() if not leaf.size]
-    return ConfigError(f"{some(paths)} have no elements; Orbax saves no such array")
 
 
 def _on_host(state: Any) -> Any:
