@@ -114,8 +114,8 @@ def make_optimizer(
     if name in _optimizers() and (reason := _obstacle(name, schedule, keys)):
         raise ConfigError(
             f"config.optimizer.name={name!r} of optax cannot be made of a learning-"
-            "rate schedule and the other keys, and updated by gradients and parameters "
-            f"alone ({reason}); possible are {', '.join(_usable())}, or "
+            "rate schedule and the other keys, and updated by gradients, parameters "
+            f"and a loss ({reason}); possible are {', '.join(_usable())}, or "
             "module:function, which makes one of yours"
         )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
@@ -157,8 +157,9 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):
             optimizer = _optimizers()[name](schedule, **keys)
+            update = optax.with_extra_args_support(optimizer).update
             state = jax.eval_shape(optimizer.init, params)
-            jax.eval_shape(optimizer.update, params, state, params)
+            jax.eval_shape(update, params, state, params, value=0.0)
     except Exception as error:  # optax has many kinds.
         return str(error).partition("\n")[0]
     return ""

@@ -148,7 +148,7 @@ def make_update(recipe: Recipe) -> Update:
     ) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
         updates, opt_state = recipe.optimizer.update(
-            grads, state.opt_state, state.params
+            grads, state.opt_state, state.params, value=scalars["loss"]
         )
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params

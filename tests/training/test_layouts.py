@@ -245,11 +245,12 @@ def updated(name, rules, steps=3):
         def loss(params):
             return jnp.mean((batch @ params["w"].T + params["b"]) ** 2)
 
-        return mean_over("data", jax.grad(loss)(state["params"]))
+        return mean_over("data", jax.value_and_grad(loss)(state["params"]))
 
-    def update(state, grads):
+    def update(state, results):
+        value, grads = results
         updates, opt_state = optimizer.update(
-            grads, state["opt_state"], state["params"]
+            grads, state["opt_state"], state["params"], value=value
         )
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}

@@ -162,7 +162,7 @@ def test_first_moments_may_be_of_half_precision(name):
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-UNFIT = {"dpsgd", "lbfgs", "momo", "momo_adam", "optimistic_adam", "rprop"}
+UNFIT = {"dpsgd", "lbfgs", "optimistic_adam", "rprop"}
 UNFIT |= {"schedule_free", "sm3", "sophia"}
 
 
@@ -180,13 +180,62 @@ def test_each_name_of_optax_makes_a_step_or_is_refused_in_a_sentence():
             refused[name] = str(error)
             continue
         state = jax.eval_shape(optimizer.init, params)
-        updates, _ = jax.eval_shape(optimizer.update, params, state, params)
+        update = optax.with_extra_args_support(optimizer).update
+        updates, _ = jax.eval_shape(update, params, state, params, value=1.0)
         assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
     assert refused.keys() == UNFIT
     for name, words in refused.items():
         possible = words.partition("possible are ")[2].split(", ")
         assert f"name={name!r}" in words and "adamw" in possible
         assert not UNFIT & {*possible}
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", ["reduce_on_plateau", "momo"])
+def test_an_optimizer_gets_the_loss_of_the_whole_batch(
+    tmp_path, name, num_devices, accumulate_steps
+):
+    """As its `value`: a plateau lowers the rate, momo steps by the loss itself."""
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(16, 4)).astype(np.float32)
+    labels = (inputs.sum(1) > 0).astype(np.int32)
+    optimizer = optax.chain(
+        optax.adam(1e-2),
+        optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5),
+    )
+    if name == "momo":
+        optimizer = make_optimizer("momo", lambda step: 0.1, clip_norm=1.0)
+    experiment = Experiment(
+        model=hk.transform(lambda x: hk.Linear(2)(x)),
+        task=classification,
+        data=from_split(Split(inputs, labels, inputs, labels), BatchSpec(16)),
+        optimizer=optimizer,
+        accumulate_steps=accumulate_steps,
+    )
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    trainer = experiment.trainer(devices)
+    params = devices.fetch(trainer.init().params)
+    state = train(trainer, num_steps=9, workdir=tmp_path, log_every=None).state
+
+    def loss(params):
+        logits = inputs @ params["linear"]["w"] + params["linear"]["b"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
+
+    opt_state = optimizer.init(params)
+    for _ in range(9):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
+        params = optax.apply_updates(params, updates)
+    for got, expected in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((params, opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    if name != "momo":
+        assert float(state.opt_state[1].scale) < 1
 
 
 @pytest.mark.slow(but="sgd-1")
