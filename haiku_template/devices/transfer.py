@@ -331,12 +331,14 @@ def _holds(path: Any) -> str:
 
 
 def _dtype(path: Any, leaf: Any) -> np.dtype:
-    """JAX's dtype for a NumPy leaf, in this machine's byte order."""
+    """JAX's dtype for a leaf, in this machine's byte order."""
     try:
         return jax.typeof(np.empty(0, leaf.dtype.newbyteorder("="))).dtype
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        hint = "; jax.random.PRNGKey makes a key of numbers" * is_key
         raise PlacementError(
-            f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone"
+            f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone{hint}"
         ) from error
 
 
@@ -374,10 +376,8 @@ def canonical_shapes(
     """
 
     def canonical_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        is_numpy = isinstance(x, np.ndarray)
-        dtype = _dtype(path, x) if is_numpy else jax.dtypes.canonicalize_dtype(x.dtype)
         shape = np.shape(x) if rows is None else (rows, *np.shape(x)[1:])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, _dtype(path, x), sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(canonical_shape, tree)
 

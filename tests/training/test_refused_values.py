@@ -12,7 +12,7 @@ import pytest
 
 from haiku_template.config import RANGES
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.errors import ConfigError, NonFiniteError, PlacementError
 from haiku_template.models import losses
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
@@ -357,6 +357,21 @@ def test_a_leaf_without_elements_is_refused_before_step_0(tmp_path, one_device, 
     words = "Orbax saves no array without elements: .*params/side/w"
     with pytest.raises(ConfigError, match=words):
         train(trainer, num_steps=1, workdir=tmp_path)
+
+
+@pytest.mark.parametrize("part", ["optimizer", "model"])
+def test_a_key_of_jax_in_the_state_is_refused_before_step_0(tmp_path, devices, part):
+    def forward(inputs):
+        hk.get_state("key", [], init=lambda *_: jax.random.key(0))
+        return hk.Linear(2)(inputs)
+
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    parts = {"model": hk.transform_with_state(forward)}
+    if part == "optimizer":
+        parts = {"optimizer": optax.chain(noise, optax.sgd(0.1))}
+    words = r"key'?\]? holds key<fry>, .*; jax.random.PRNGKey makes a key of numbers"
+    with pytest.raises(PlacementError, match=words):
+        train(of_kind(**parts).trainer(devices), num_steps=1, workdir=tmp_path)
 
 
 # Complex parameters.
