@@ -82,8 +82,7 @@ def join(
 
     Raises:
       ConfigError: there are not so many processes, or they do not share the workdir.
-      DeviceError: not all come to `address`, HOST:PORT of process 0, or they have
-        different packages.
+      DeviceError: not all come to `address` of process 0, or their packages differ.
     """
     if count < 1 or not 0 <= index < count:
         raise ConfigError(

@@ -119,8 +119,7 @@ class BucketedEvaluationSet:
 class Trees:
     """Examples that are trees of arrays [L, ...], and of numbers [] without a length.
 
-    Raises `ConfigError` for examples of different trees, or arrays of one example that
-    differ in length.
+    Raises `ConfigError` if trees differ, or arrays of an example in their lengths.
     """
 
     def __init__(self, examples: Sequence[Any], mask: str | None, name: str) -> None:

@@ -99,8 +99,7 @@ class _Forward:
     def batch(self, step: int) -> Batch:
         """Reads forward to the batch of `step`, from the beginning if it has passed.
 
-        Two threads may ask: that of a run for the batch of a NaN, while the next ones
-        are read.
+        Two threads may ask: a run for the batch of a NaN, while the next are read.
         """
         if step == 0 and self._first:
             return _copy(self._first)

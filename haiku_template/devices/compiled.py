@@ -364,8 +364,7 @@ def over_devices(
     On one device it is called. On several it is `jax.pmap`ped over the first axis of
     its last argument, a batch [n, B / n, ...], and other arguments are replicated; with
     several processes, of whose rows `jax.pmap` would take its own alone, and for shares
-    of arguments, by `jax.shard_map`. Results are the same on all devices, but for these
-    shares, or, if `joined`, arrays [B, ...].
+    of arguments, by `jax.shard_map`. Results: replicated, shares, or `joined` [B, ...].
     """
     if devices.axis_name is None:  # Why: docs/decisions/devices.md#switch
         return fn

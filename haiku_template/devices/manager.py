@@ -46,8 +46,7 @@ class DeviceManager(NamedTuple):
           spec: `auto` (all GPUs or TPUs, else the CPU), `cpu`, `gpu`, `tpu`, or chosen
             devices: `gpu:1`, `gpu:0,2`.
 
-        Raises `DeviceError` if the request cannot be met; the message names what
-        exists.
+        Raises `DeviceError` if the request cannot be met; it names what exists.
         """
         memory = gpu_memory_fraction, gpu_preallocate, gpu_memory
         request = selection.parse(spec, num_devices, simulate_devices, *memory)
@@ -92,8 +91,7 @@ class DeviceManager(NamedTuple):
     ) -> Any:
         """Runs `fn(*args)`; its results are born replicated, or as a layout has them.
 
-        `fn` sees the mesh axis, as steps do, so that modules that average over it
-        (`hk.BatchNorm`) initialize too.
+        `fn` sees the mesh axis, as steps do: modules may average over it.
         """
         args = transfer.on_devices(args, self.replicated)
         program = self._once(fn, layout, *args)
@@ -202,8 +200,7 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        `PlacementError` names a leaf that was deleted, is no number, or whose replicas
-        differ.
+        `PlacementError` names a leaf that is deleted, no number or in unequal replicas.
         """
         transfer.check_numbers(tree)
         compiled.check_alive(tree)

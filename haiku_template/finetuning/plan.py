@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", *quantized.FORMS)
 EXACT = "bfloat16"  # Of those beside quantized ones.
+VECTORS = ("b", "bias", "offset", "scale")  # In a stack of layers a matrix by shape.
 # Why: docs/decisions/finetuning.md#unquantized
 UNQUANTIZED = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
 PATTERNS = ("train", "fresh", "unquantized", "ignore", "lora.patterns")
@@ -124,8 +125,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     ) -> hk.Params:
         """Merges trainable and frozen parameters, as `stored.py` has their forms.
 
-        Adapters are multiplied in a dtype; `rng` is the source of their dropout, None
-        drops nothing.
+        Adapters are multiplied in a dtype; `rng` is of their dropout, or None.
         """
         leaves = flatten((frozen, params), is_leaf=stored.is_form)
         leaves = {path.partition("/")[2]: leaf for path, leaf in leaves.items()}
@@ -136,8 +136,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
     ) -> hk.Params:
         """Merges `params` of the host and frozen ones to arrays there, one by one.
 
-        `fetch` copies one from its devices. Forms are undone in float32; other dtypes
-        stay.
+        `fetch` copies one from its devices. Forms become float32; other dtypes stay.
         """
         return jax.tree.map(
             lambda leaf: np.array(stored.use(fetch(leaf), jnp.float32)),
@@ -270,6 +269,7 @@ def _adapted(
     for entry in reversed(lora.axes):  # The first that fits counts.
         axes |= _axes_of_entry(entry, leaves)
     matrices = {path for path, leaf in leaves.items() if leaf.ndim == 2}
+    matrices -= {path for path in matrices if path.rpartition("/")[2] in VECTORS}
     for pattern in lora.patterns:
         flat, fits = matching(pattern, matrices), matching(pattern, leaves)
         tensors = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)

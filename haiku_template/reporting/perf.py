@@ -107,7 +107,7 @@ def matmul_peak(
     while _bytes(size, dtype) > most_bytes and size > 1:
         size //= 2
     while True:
-        seconds = _matmul_seconds(devices, dtype, size)
+        seconds = devices.processes.first(_matmul_seconds(devices, dtype, size))
         if seconds >= ENOUGH_SECONDS or _bytes(2 * size, dtype) > most_bytes:
             return 2 * size**3 * devices.num_devices / seconds
         size *= 2

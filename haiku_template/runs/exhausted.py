@@ -42,13 +42,12 @@ def explained(
     del arrays
     traceback.clear_frames(error.__traceback__)  # And with them the arrays.
     gc.collect()
-    expected = memory_budget(settle(trainer, workdir, limit), limit).peak
-    sentence = (
-        f"the memory of a device was full: {reason[:200]}; the budget expected "
-        f"{in_units(expected)} on each device, and arrays of {alive} were there (above)"
-    )
-    if devices.processes.count > 1:  # Each would compile on its own.
+    sentence = f"the memory of a device was full: {reason[:200]}; arrays of {alive} "
+    sentence += "were there (above)"
+    if devices.processes.count > 1:  # Others neither compile nor agree with this one.
         return MemoryFullError(f"{sentence}; --dry_run --fit says what needs less")
+    expected = memory_budget(settle(trainer, workdir, limit), limit).peak
+    sentence += f", and the budget expected {in_units(expected)} on each device"
     limit = limit or devices.memory_limit() or host_memory() // devices.num_devices
     most = min(limit, int(LESS * expected))
     best = closest_of([*candidates(build, workdir, most)])

@@ -6,6 +6,7 @@ TensorBoard's; an error in that is a warning.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,16 @@ def at_evaluations(
     name: str, trainer: Trainer, look: Callable[[int, Any], Callable[[], None]]
 ) -> Callable[[Any], None]:
     """Makes a hook of `look(step, state)`, whose result writes, in process 0 alone."""
+    processes = trainer.devices.processes
 
     def hook(event: Any) -> None:
         if event.what == "evaluation":
-            with dispensable(f"hook {name}"):
+            # One of several processes must not leave out what the others wait for.
+            with nullcontext() if processes.count > 1 else dispensable(f"hook {name}"):
                 write = look(event.step, event.state)
-                if trainer.devices.processes.index == 0:
-                    write()
+                if processes.index == 0:
+                    with dispensable(f"hook {name}"):
+                        write()
 
     return hook
 

@@ -209,7 +209,10 @@ class _Run(NamedTuple):
         self, state: TrainState, start: int, stop: int, unlogged: ExitStack
     ) -> tuple[TrainState, int]:
         every, timer = self.every, self.checkpoints.timer
-        if start and start not in self.checkpoints.evaluated:
+        facts = {"hooks": bool(self.hooks), "save_minutes": bool(timer)}
+        processes = self.trainer.devices.processes
+        processes.agree(facts | {"log_every, eval_every, save_every": [*every]})
+        if processes.first(start and start not in self.checkpoints.evaluated):
             self.checkpoints.add_metrics(start, self._evaluate(start, state, stop))
         if 0 < start < stop and self._stops_early():
             return state, start
@@ -266,10 +269,10 @@ class _Run(NamedTuple):
                     is_saving = self._save(steps, state, scalars, metrics, waits)
                     if waits:
                         self.signals.save = None
-                if is_saving:
+                # That one saves for all, which wait for it.
+                if self.trainer.devices.processes.first(is_saving):
                     self._tell("save", step, state, metrics)
             if waits:
-                self.trainer.devices.processes.first(None)  # That one saves for all.
                 raise self.signals.error(step)
         self.signals.restart()
         if self.report.due(step):

@@ -123,6 +123,7 @@ def restored_or_first(
         start = max([start, *copies])
     facts = {"the newest checkpoint": start, "num_steps": num_steps}
     facts |= {"the placement of the data": trainer.feed.placement}
+    facts |= {"the steps of a call": trainer.experiment.steps_per_call}
     trainer.devices.processes.agree(facts)
     if start:
         start, saved = _restored(trainer, checkpoints)

@@ -42,10 +42,12 @@ def run(
 ) -> None:
     """Trains the experiment that a config describes, in a new workdir or a run's.
 
-    `dry_run` prints the memory budget and writes nothing. `rewind` names steps to leave
-    out, as `runs/rewind.py` reads them; `fit` is as in `fitted`, `profile` START:STOP;
-    others are options of `runs/loop.py`.
+    `dry_run` prints the memory budget, and writes nothing; `rewind` is as `go_back`
+    reads it, `fit` as in `fitted`, `profile` START:STOP; others are of `runs/loop.py`.
     """
+    facts = {"--dry_run": dry_run, "--profile": profile}  # Calls are cut by it.
+    facts |= {"--rewind": rewind, "--fit": fit, "--device_memory_limit": memory_limit}
+    devices.processes.agree(flatten(to_dict(config), "config.") | facts)
     if config.num_epochs is not None:
         config = in_steps(config, devices)
     options |= {"profile": interval(profile, config.num_steps)} if profile else {}
@@ -55,8 +57,6 @@ def run(
             return
     saved = to_dict(config)
     check_workdir(Path(workdir), saved)
-    facts = {"--dry_run": dry_run, "--profile": profile}  # Calls are cut by it.
-    devices.processes.agree(flatten(saved, "config.") | facts | {"--rewind": rewind})
     if rewind is not None and not dry_run:
         _go_back(devices, Path(workdir), rewind)
     experiment = Experiment.from_config(config, devices)

@@ -25,8 +25,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
 
     It returns the new state, whose `step` is counted here, and scalars, `loss` among
     them; it averages over the devices itself. `rng` differs on each device. Raises
-    `ConfigError` when traced, if it returns other leaves than the state's, or other
-    scalars.
+    `ConfigError` when traced, for other leaves than the state's, or other scalars.
     """
 
     def train_step(

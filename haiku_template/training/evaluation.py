@@ -87,8 +87,7 @@ def placed_inputs(
 def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
     """Rows of a padded batch: a multiple of n, of the devices; 0 unless `pads`.
 
-    Raises `PlacementError` if it may not be padded and does not shard evenly, and
-    `ConfigError` for a set without batches.
+    Raises `PlacementError` if it would be padded and may not, `ConfigError` if empty.
     """
     if dataset.num_batches < 1:
         raise ConfigError(

@@ -152,6 +152,9 @@ class Feed:
             # A data set of the user's may copy, also in the loop's thread.
             make = self._devices.implicit_transfers()(make)
         stacks = range(first, stop, size)
+        # Other processes do not end their calls there.
+        cuts = errors if self._devices.processes.count == 1 else ()
+        cut = functools.partial(_cut, ends=ends, errors=errors, cuts=cuts)
         source = ahead(self._source, start, stop)
         # An iterator may wait for its source, which only a thread should.
         cheap = 0 if getattr(self._source, "once", False) else CHEAP * size
@@ -161,7 +164,7 @@ class Feed:
                 yield (
                     (steps, stack)
                     for n, stack in zip(stacks, arrays, strict=True)
-                    for steps in _cut(max(n, start), min(n + size, stop), ends, errors)
+                    for steps in cut(max(n, start), min(n + size, stop))
                 )
             finally:
                 errors[stop] = GeneratorExit()  # Ends a stack that is being made.
@@ -273,14 +276,14 @@ def _at(place: jax.Array, stack: jax.Array) -> jax.Array:
 
 
 def _cut(
-    start: int, stop: int, ends: Callable[[int], bool], errors: dict[int, Exception]
+    start: int, stop: int, ends: Callable[[int], bool], errors: Any, cuts: Any
 ) -> Iterator[range]:
-    """Cuts `start` to `stop - 1` into calls, of steps from 1; raises at its step."""
+    """Cuts `start` to `stop - 1` into calls, of steps from 1; an error is in none."""
     first = start + 1
     for step in range(start, stop):
-        if step in errors:
-            raise errors[step]
-        if step + 1 == stop or step + 1 in errors or ends(step + 1):
+        if step + 1 == stop or step + 1 in cuts or ends(step + 1):
+            for error in filter(None, map(errors.get, range(first - 1, step + 1))):
+                raise error
             yield range(first, step + 2)
             first = step + 2
 

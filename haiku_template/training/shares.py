@@ -56,8 +56,7 @@ def compile_exact(
 ) -> CompiledStep:
     """Compiles a step as `compile_call` does, by shares: `call(state, ..., batch)`.
 
-    Network state is of each share; its averages over them go on. Randomness is that of
-    a share, too.
+    Network state and randomness are of each share; averages of the state go on.
     """
 
     def gradients(share: jax.Array, *args: Any) -> Any:

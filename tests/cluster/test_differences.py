@@ -108,7 +108,9 @@ def test_a_dry_run_of_one(tmp_path, address):
     assert_named(errors, "--dry_run")
 
 
-@pytest.mark.parametrize("flag", ["--profile=2:4", "--rewind=3"])
+@pytest.mark.parametrize(
+    "flag", ["--profile=2:4", "--rewind=3", "--fit=apply", "--device_memory_limit=8GiB"]
+)
 def test_other_flags(tmp_path, address, flag):
     errors = refused(address, tmp_path / "run", flags=[flag])
     assert_named(errors, flag.partition("=")[0])

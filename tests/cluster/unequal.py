@@ -89,3 +89,24 @@ def spoiled(spec):
     found = digits(spec)
     train = Spoiled(found.train.inputs, found.train.labels, spec)
     return found._replace(train=train)
+
+
+class Late(ArrayDataset):
+    """A set whose batch of step 25 process 1 cannot read."""
+
+    def batch(self, step):
+        if step == 24 and jax.process_index() == 1:
+            raise RuntimeError("shard 17 is not there")
+        return super().batch(step)
+
+
+def late(spec):
+    """Such a training set."""
+    found = digits(spec)
+    train = Late(found.train.inputs, found.train.labels, spec)
+    return found._replace(train=train)
+
+
+def evaluates(trainer, workdir):
+    """A hook that evaluates at each save, which all processes do together."""
+    return lambda event: event.what == "save" and trainer.evaluate(event.state)
