@@ -41,7 +41,7 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for a result; leaves a function or class that it decorates."""
-        decorates = len(args) == 1 and not kwargs and hasattr(args[0], "__qualname__")
+        decorates = len(args) == 1 and hasattr(args[0], "__qualname__")
         return args[0] if decorates else StandIn(f"{self._name}()")
 
     def __getitem__(self, key: Any) -> "StandIn":

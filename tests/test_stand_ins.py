@@ -49,6 +49,9 @@ def other(x):
     return x
 
 
+kept = experimental.checked(other, typechecker=beam.typed)
+
+
 def later():
     import flow_not_here
     return flow_not_here
@@ -69,7 +72,7 @@ def test_code_is_imported_and_its_own_functions_work(folder):
     (folder / "their_code.py").write_text(CODE)
     with published.stand_ins("apache_not_here", "flow_not_here"):
         import their_code
-    assert their_code.model(1) == 2 and their_code.other(3) == 3
+    assert their_code.model(1) == 2 and their_code.other(3) == their_code.kept(3) == 3
     assert their_code.Reader().process(4) == [4] and their_code.Both()
     assert "not_here.compat.v1.Tensor" in repr(copy.deepcopy(their_code.Other))
     assert not any("not_here" in name for name in sys.modules)

@@ -301,7 +301,8 @@ def bound_text(metrics: dict[str, float]) -> str:
 def speed_text(metrics: dict[str, float]) -> str:
     """`1,234 tokens/s`, or `1,234 examples/s`."""
     unit = "tokens" if "perf/tokens_per_second" in metrics else "examples"
-    return f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
+    rate = metrics[f"perf/{unit}_per_second"]
+    return f"{rate:,.{2 * (rate < 10)}f} {unit}/s"  # Also of a large model on a CPU.
 
 
 def rate_text(metrics: dict[str, float]) -> str:

@@ -241,3 +241,24 @@ def test_a_pattern_that_fits_matrices_means_them_and_says_what_it_leaves(caplog)
     plan = make_plan(Finetuning(lora=Lora(rank=2, axes=axes)), SHAPES)
     assert plan.adapted == {"a/linear/w", "a/conv/w"} and not caplog.text
     assert plan.lora.axes == (("a/conv/w", "in in in out"),)  # The first that fits.
+
+
+def test_a_bias_of_a_stack_of_layers_is_no_matrix(one_device):
+    def stacked(images):
+        x = images.mean((1, 2))
+        x = hk.layer_stack(3)(lambda x: x + hk.Linear(3, name="layer")(jnp.tanh(x)))(x)
+        return hk.Linear(3)(x)
+
+    trainer = Experiment(
+        model=hk.without_apply_rng(hk.transform(stacked)),
+        task=classification,
+        data=DATA,
+        finetuning=Finetuning(
+            lora=Lora(2, patterns=("*",), axes=(("*/layer/w", "each in out"),))
+        ),
+        optimizer=optax.adam(1e-2),
+    ).trainer(one_device)
+    adapted = {path.rpartition("/")[2] for path in trainer.recipe.plan.adapted}
+    assert adapted == {"w"} and len(trainer.recipe.plan.adapted) == 2
+    params = flatten(run_steps(trainer, 2)[0].params)
+    assert all(np.any(x) for path, x in params.items() if path.endswith(B))

@@ -138,6 +138,7 @@ def test_the_peak_is_that_of_all_devices(one_device, four_devices):
 def test_what_is_not_known_is_not_reported():
     assert rates(Work(), 10.0, None) == {"perf/examples_per_second": 10.0}
     assert rate_text(rates(Work(), 1234.4, None)) == "1,234 examples/s"
+    assert rate_text(rates(Work(), 0.318, None)) == "0.32 examples/s"
     known = rates(Work(tokens=5, flops=100.0), 10.0, 4000.0)
     assert known["perf/utilisation"] == 0.25
     assert rate_text(known) == "50 tokens/s (25% of matmul peak)"
