@@ -173,8 +173,7 @@ class Replay:
     ) -> ReplayError:
         """Makes the error that says what differed, where, and how often.
 
-        `leaves` are those of the results of a run, by path; `shares` pairs of a shift
-        and digests.
+        `leaves` are of a run's results, by path; `shares` pairs of a shift and digests.
         """
         names = self._names()
         verdicts = (

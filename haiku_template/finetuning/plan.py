@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", *quantized.FORMS)
 EXACT = "bfloat16"  # Of those beside quantized ones.
-VECTORS = ("b", "bias", "offset", "scale")  # In a stack of layers a matrix by shape.
 # Why: docs/decisions/finetuning.md#unquantized
 UNQUANTIZED = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
 PATTERNS = ("train", "fresh", "unquantized", "ignore", "lora.patterns")
@@ -269,7 +268,7 @@ def _adapted(
     for entry in reversed(lora.axes):  # The first that fits counts.
         axes |= _axes_of_entry(entry, leaves)
     matrices = {path for path, leaf in leaves.items() if leaf.ndim == 2}
-    matrices -= {path for path in matrices if path.rpartition("/")[2] in VECTORS}
+    matrices -= matching("*__layer_stack*", matrices)  # Vectors, of each layer.
     for pattern in lora.patterns:
         flat, fits = matching(pattern, matrices), matching(pattern, leaves)
         tensors = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)

@@ -73,8 +73,7 @@ def repeated_blocks(init: Callable[[], Any]) -> list[tuple[str, ...]]:
     """Patterns of modules that a model repeats: the outermost, then those inside.
 
     Their names differ in numbers, and they hold others: of a single layer nearly all
-    that the backward pass needs are its inputs, which are kept in any case. `init` is
-    run, or traced.
+    that the backward pass needs are its inputs, kept in any case. `init` is called.
     """
     names: dict[str, type] = {}
     with hk.intercept_methods(_noting(names)):

@@ -56,6 +56,7 @@ def run(
         if dry_run and fit != "apply":
             return
     saved = to_dict(config)
+    devices.processes.agree(flatten(saved, "config."))  # As --fit has made it.
     check_workdir(Path(workdir), saved)
     if rewind is not None and not dry_run:
         _go_back(devices, Path(workdir), rewind)

@@ -74,8 +74,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
 def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    Raises `ConfigError` if another run is writing there, or for another's workdir, one
-    that lost a part, or holds exported files.
+    Raises `ConfigError` if another run is writing or was there, or a part was lost.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():

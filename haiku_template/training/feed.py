@@ -278,7 +278,7 @@ def _at(place: jax.Array, stack: jax.Array) -> jax.Array:
 def _cut(
     start: int, stop: int, ends: Callable[[int], bool], errors: Any, cuts: Any
 ) -> Iterator[range]:
-    """Cuts `start` to `stop - 1` into calls, of steps from 1; an error is in none."""
+    """Cuts `start` to `stop - 1` into calls, of steps from 1, none with an error."""
     first = start + 1
     for step in range(start, stop):
         if step + 1 == stop or step + 1 in cuts or ends(step + 1):

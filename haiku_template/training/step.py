@@ -50,8 +50,7 @@ def forward(
 ) -> tuple[dict[str, Any], hk.State]:
     """Runs the model in its precision; returns what a task may ask for, and net_state.
 
-    `rngs` are the model's and that of LoRA's dropout; None for one that is not used.
-    Without a model the outputs are None.
+    `rngs` are the model's and LoRA's dropout's, or None; outputs are None of no model.
     """
     precision, policy = recipe.precision, recipe.precision.policy
     cast = precision.cast_arrays if recipe.has_forms else policy.cast_to_compute
@@ -147,9 +146,13 @@ def make_update(recipe: Recipe) -> Update:
         state: TrainState, results: tuple[hk.Params, Scalars, hk.State]
     ) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
-        updates, opt_state = recipe.optimizer.update(
-            grads, state.opt_state, state.params, value=scalars["loss"]
-        )
+        change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
+        try:
+            updates, opt_state = change(state.params, value=scalars["loss"])
+        except TypeError as error:  # Few ask for it, and some take nothing else.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, opt_state = change(state.params)
         params = optax.apply_updates(state.params, updates)
         averages = state.ema_params
         if recipe.ema_decay is not None:

@@ -378,7 +378,7 @@ def _recipe(experiment: "Experiment", devices: DeviceManager) -> Recipe:
     return Recipe(
         model=model and for_devices(with_state(model), devices.devices),
         task=_with_outputs(task, data.num_outputs),
-        optimizer=optimizer and optax.with_extra_args_support(optimizer),
+        optimizer=optimizer,
         preprocess=data.preprocess,
         precision=Precision.create(experiment.precision, experiment.reduce_dtype),
         schedule=experiment.schedule,

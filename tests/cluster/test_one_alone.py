@@ -1,6 +1,5 @@
 """What one of two processes alone meets: both compute the same until they end."""
 
-import re
 import subprocess
 import sys
 
@@ -54,13 +53,22 @@ DeviceManager.gather = fails
 def ends(workdir, address, patch="", **changes):
     """Exit codes and errors of two processes that execute the patch."""
     keys = SHORT | {"data.placement": "host"} | changes
-    whole = [sys.executable, "-m", "tests.cluster.patched", "--stall_seconds=15"]
+    whole = [sys.executable, "-m", "tests.cluster.patched", "--stall_seconds=40"]
     whole += ["--config=configs/digits.py", "--simulate_devices=1"]
     whole += [f"--workdir={workdir}", *(f"--config.{k}={x}" for k, x in keys.items())]
     options = {"env": ENVIRONMENT | {"PATCH": patch}, "stdout": subprocess.DEVNULL}
     runs = by_hand(address, whole, whole, **options)
-    errors = [run.communicate(timeout=250)[1] for run in runs]
+    errors = ended(runs)
     return [run.returncode for run in runs], errors
+
+
+def ended(runs):
+    """Errors of processes, none of which stays behind."""
+    try:
+        return [run.communicate(timeout=280)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
 
 
 def saved(workdir):
@@ -117,12 +125,23 @@ from haiku_template.training import Experiment
 devices = DeviceManager.create("cpu", num_devices=1)
 trainer = Experiment.from_config(digits.get_config(), devices).trainer(devices)
 values = {"hooks": [print], "save_every": 10, "log_every": 5, "save_minutes": 1}
+values |= {"profile": (2, 4), "memory_limit": 2**40}
 own = {option: values[option]} if index == "0" else {}
 train(trainer, num_steps=20, workdir=workdir, **own)
 """
 
 
-@pytest.mark.parametrize("option", ["hooks", "save_every", "log_every", "save_minutes"])
+OPTIONS = (
+    "hooks",
+    "save_every",
+    "log_every",
+    "save_minutes",
+    "profile",
+    "memory_limit",
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_a_script_that_one_alone_has_is_refused(tmp_path, address, option):
     (tmp_path / "script.py").write_text(SCRIPT)
     runs = [
@@ -138,6 +157,5 @@ def test_an_option_of_a_script_that_one_alone_has_is_refused(tmp_path, address, 
         )
         for index in range(2)
     ]
-    for run in runs:
-        words = run.communicate(timeout=200)[1]
-        assert re.search(f"the processes of a run differ in .*{option}.*: ", words)
+    for words in ended(runs):
+        assert f"the processes of a run differ in {option}: " in words

@@ -243,10 +243,18 @@ def test_a_pattern_that_fits_matrices_means_them_and_says_what_it_leaves(caplog)
     assert plan.lora.axes == (("a/conv/w", "in in in out"),)  # The first that fits.
 
 
+class Layer(hk.Module):
+    """A layer whose parameters have AlphaFold's names."""
+
+    def __call__(self, x):
+        w = hk.get_parameter("output_w", (6, 6), init=hk.initializers.Orthogonal())
+        return x + x @ w + hk.get_parameter("output_b", (6,), init=jnp.zeros)
+
+
 def test_a_bias_of_a_stack_of_layers_is_no_matrix(one_device):
     def stacked(images):
-        x = images.mean((1, 2))
-        x = hk.layer_stack(3)(lambda x: x + hk.Linear(3, name="layer")(jnp.tanh(x)))(x)
+        x = hk.Bias(bias_dims=[1, 2], name="table")(images.mean(3)).mean(1)
+        x = hk.layer_stack(3)(lambda x: Layer(name="layer")(jnp.tanh(x)))(x)
         return hk.Linear(3)(x)
 
     trainer = Experiment(
@@ -254,11 +262,11 @@ def test_a_bias_of_a_stack_of_layers_is_no_matrix(one_device):
         task=classification,
         data=DATA,
         finetuning=Finetuning(
-            lora=Lora(2, patterns=("*",), axes=(("*/layer/w", "each in out"),))
+            lora=Lora(2, patterns=("*",), axes=(("*/layer/output_w", "each in out"),))
         ),
         optimizer=optax.adam(1e-2),
     ).trainer(one_device)
     adapted = {path.rpartition("/")[2] for path in trainer.recipe.plan.adapted}
-    assert adapted == {"w"} and len(trainer.recipe.plan.adapted) == 2
+    assert adapted == {"output_w", "w", "b"} and len(trainer.recipe.plan.adapted) == 3
     params = flatten(run_steps(trainer, 2)[0].params)
     assert all(np.any(x) for path, x in params.items() if path.endswith(B))

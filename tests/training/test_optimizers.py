@@ -238,6 +238,35 @@ def test_an_optimizer_gets_the_loss_of_the_whole_batch(
         assert float(state.opt_state[1].scale) < 1
 
 
+MORE = {
+    "no other arguments": optax.contrib.sam(
+        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    ),
+    "several steps": optax.MultiSteps(
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)), 2
+    ),
+    "no loss": optax.GradientTransformation(
+        lambda params: (), lambda grads, state, params: (grads, state)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_the_loss_is_for_those_that_take_it(tmp_path, one_device, name):
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(16, 4)).astype(np.float32), np.arange(16, dtype="i4") % 2
+    experiment = Experiment(
+        model=hk.transform(lambda x: hk.Linear(2)(x)),
+        task=classification,
+        data=from_split(Split(*arrays, *arrays), BatchSpec(16)),
+        optimizer=MORE[name],
+    )
+    trainer = experiment.trainer(one_device)
+    before = one_device.fetch(trainer.init().params)
+    after = train(trainer, num_steps=4, workdir=tmp_path, log_every=None).state.params
+    assert np.abs(one_device.fetch(after)["linear"]["w"] - before["linear"]["w"]).max()
+
+
 @pytest.mark.slow(but="sgd-1")
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", ["schedule_free_sgd", "schedule_free_adamw"])
