@@ -51,9 +51,6 @@ class Event(NamedTuple):
 
 
 Hook = Callable[[Event], None]
-# Options that all processes of a run must share: where calls end, and who gathers.
-SHARED = ("log_every", "eval_every", "save_every", "save_minutes", "memory_limit")
-SHARED += ("profile", "sdc_replay", "max_consecutive_nonfinite")
 
 
 class Result(NamedTuple):
@@ -115,8 +112,6 @@ def train(
     """
     check_some(locals())  # Options have the names of a config's keys.
     check_functions(hooks=hooks, writers=writers)
-    facts = {k: x for k, x in locals().items() if k in SHARED} | {"hooks": bool(hooks)}
-    trainer.devices.processes.agree(facts, advice="give all the same")
     directory, devices = brought_back(trainer, workdir, mirror, config), trainer.devices
     if config is None:
         ranks = {"best_metric": best_metric, "best_mode": best_mode}
@@ -214,8 +209,10 @@ class _Run(NamedTuple):
         self, state: TrainState, start: int, stop: int, unlogged: ExitStack
     ) -> tuple[TrainState, int]:
         every, timer = self.every, self.checkpoints.timer
-        is_new = start and start not in self.checkpoints.evaluated
-        if self.trainer.devices.processes.first(is_new):
+        facts = {"hooks": bool(self.hooks), "save_minutes": bool(timer)}
+        processes = self.trainer.devices.processes
+        processes.agree(facts | {"log_every, eval_every, save_every": [*every]})
+        if processes.first(start and start not in self.checkpoints.evaluated):
             self.checkpoints.add_metrics(start, self._evaluate(start, state, stop))
         if 0 < start < stop and self._stops_early():
             return state, start

@@ -1,5 +1,6 @@
 """What one of two processes alone meets: both compute the same until they end."""
 
+import re
 import subprocess
 import sys
 
@@ -125,23 +126,12 @@ from haiku_template.training import Experiment
 devices = DeviceManager.create("cpu", num_devices=1)
 trainer = Experiment.from_config(digits.get_config(), devices).trainer(devices)
 values = {"hooks": [print], "save_every": 10, "log_every": 5, "save_minutes": 1}
-values |= {"profile": (2, 4), "memory_limit": 2**40}
 own = {option: values[option]} if index == "0" else {}
 train(trainer, num_steps=20, workdir=workdir, **own)
 """
 
 
-OPTIONS = (
-    "hooks",
-    "save_every",
-    "log_every",
-    "save_minutes",
-    "profile",
-    "memory_limit",
-)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["hooks", "save_every", "log_every", "save_minutes"])
 def test_an_option_of_a_script_that_one_alone_has_is_refused(tmp_path, address, option):
     (tmp_path / "script.py").write_text(SCRIPT)
     runs = [
@@ -158,4 +148,4 @@ def test_an_option_of_a_script_that_one_alone_has_is_refused(tmp_path, address, 
         for index in range(2)
     ]
     for words in ended(runs):
-        assert f"the processes of a run differ in {option}: " in words
+        assert re.search(f"the processes of a run differ in .*{option}.*: ", words)
