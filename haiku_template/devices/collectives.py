@@ -27,7 +27,7 @@ def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any
 def sum_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
     """Adds up a tree over a mesh axis; the identity when the axis is None.
 
-    Real arrays, but not numbers [], travel as `dtype`, if any. A `Share` is a sum.
+    Real arrays, but not numbers [], travel as `dtype`, if any; a `Share` is summed up.
     """
     return tree if axis_name is None else _sum(axis_name, tree, dtype)
 

@@ -200,7 +200,7 @@ class DeviceManager(NamedTuple):
     def fetch(self, tree: Any) -> Any:
         """Copies a tree to NumPy arrays on the host; replicated leaves from one device.
 
-        `PlacementError` names a leaf that is deleted, no number or in unequal replicas.
+        `PlacementError` names a leaf that is deleted, no number, or of unequal copies.
         """
         transfer.check_numbers(tree)
         compiled.check_alive(tree)

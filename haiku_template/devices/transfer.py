@@ -335,8 +335,7 @@ def _dtype(path: Any, leaf: Any) -> np.dtype:
     try:
         return jax.typeof(np.empty(0, leaf.dtype.newbyteorder("="))).dtype
     except (AttributeError, TypeError) as error:
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        hint = "; jax.random.PRNGKey makes a key of numbers" * is_key
+        hint = "; jax.random.PRNGKey makes one of numbers" * ("key<" in str(leaf.dtype))
         raise PlacementError(
             f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone{hint}"
         ) from error

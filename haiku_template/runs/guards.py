@@ -134,7 +134,7 @@ class Guards:
             check_processes(self._devices.processes, common, agreed=self._agreed)
 
     def finite(self, steps: range, scalars: Scalars) -> dict[str, float]:
-        """Fetches a call's last scalars; `NonFiniteError` as of all until then."""
+        """Fetches a call's last scalars; `NonFiniteError` of any step until then."""
         columns = self._devices.fetch(scalars)
         self._scalars.look(steps[-1])
         values = {k: float(x[len(steps) - 1]) for k, x in columns.items()}

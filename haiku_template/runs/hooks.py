@@ -2,8 +2,8 @@
 
 Each function is called with the trainer and the workdir, before the first step, and
 returns a hook. Those here look at evaluations, and write files of the workdir and
-TensorBoard's; an error in that is a warning, and one in looking, of several processes,
-ends the run: the others would wait.
+TensorBoard's; an error is a warning. In several processes one before the writing ends
+the run: a process that went on would leave the others waiting.
 """
 
 from collections.abc import Callable, Sequence

@@ -269,8 +269,7 @@ class _Run(NamedTuple):
                     is_saving = self._save(steps, state, scalars, metrics, waits)
                     if waits:
                         self.signals.save = None
-                # That one saves for all, which wait for it.
-                if self.trainer.devices.processes.first(is_saving):
+                if self.trainer.devices.processes.first(is_saving):  # Process 0 saves.
                     self._tell("save", step, state, metrics)
             if waits:
                 raise self.signals.error(step)

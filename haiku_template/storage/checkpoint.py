@@ -182,8 +182,9 @@ class Checkpoints:
     ) -> bool:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
-        All processes call it. The first save waits until it is on disk, and is read
-        back; False if it failed. `StorageError`: too many saves in a row failed.
+        Every process calls it. The first save waits until it is on disk, and is read
+        back. False if it failed already; later it is known when the next one begins.
+        `StorageError`: too many in a row failed.
         """
         joint = [*filter(spans_processes, jax.tree.leaves(state))]
         if not (self._is_first or joint):

@@ -74,7 +74,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
 def check(workdir: Path, config: dict[str, Any]) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    Raises `ConfigError` if another run is writing or was there, or a part was lost.
+    Raises `ConfigError` for one in use, of another run, in part, or of exported files.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():

@@ -50,7 +50,8 @@ def forward(
 ) -> tuple[dict[str, Any], hk.State]:
     """Runs the model in its precision; returns what a task may ask for, and net_state.
 
-    `rngs` are the model's and LoRA's dropout's, or None; outputs are None of no model.
+    `rngs` are the model's and that of LoRA's dropout; None for one that is not used.
+    Without a model the outputs are None.
     """
     precision, policy = recipe.precision, recipe.precision.policy
     cast = precision.cast_arrays if recipe.has_forms else policy.cast_to_compute
@@ -149,7 +150,7 @@ def make_update(recipe: Recipe) -> Update:
         change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
         try:
             updates, opt_state = change(state.params, value=scalars["loss"])
-        except TypeError as error:  # Few ask for it, and some take nothing else.
+        except TypeError as error:  # Many take no loss.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
             updates, opt_state = change(state.params)

@@ -4,6 +4,7 @@ Or a batch that it cannot read.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -59,19 +60,24 @@ def shuffled(spec):
 
 
 class Unreadable(ArrayDataset):
-    """A set whose batch of step 5 process 1 cannot read."""
+    """A set whose batch of step 5, counted from 0, process 1 cannot read."""
+
+    def fail(self, step):
+        if step == 5:
+            raise ConfigError("shard 1 is not there")
 
     def batch(self, step):
-        if step == 5 and jax.process_index() == 1:
-            raise ConfigError("shard 1 is not there")
+        if jax.process_index() == 1:
+            self.fail(step)
         return super().batch(step)
 
 
-def unreadable(spec):
-    """Such a training set."""
-    found = digits(spec)
-    train = Unreadable(found.train.inputs, found.train.labels, spec)
-    return found._replace(train=train)
+class Late(Unreadable):
+    """The same of step 24, and an error that may not come again."""
+
+    def fail(self, step):
+        if step == 24:
+            raise RuntimeError("shard 17 is not there")
 
 
 class Spoiled(ArrayDataset):
@@ -84,27 +90,15 @@ class Spoiled(ArrayDataset):
         return batch
 
 
-def spoiled(spec):
-    """Such a training set."""
+def with_train(kind, spec):
+    """Digits whose training set is of this kind."""
     found = digits(spec)
-    train = Spoiled(found.train.inputs, found.train.labels, spec)
-    return found._replace(train=train)
+    return found._replace(train=kind(found.train.inputs, found.train.labels, spec))
 
 
-class Late(ArrayDataset):
-    """A set whose batch of step 25 process 1 cannot read."""
-
-    def batch(self, step):
-        if step == 24 and jax.process_index() == 1:
-            raise RuntimeError("shard 17 is not there")
-        return super().batch(step)
-
-
-def late(spec):
-    """Such a training set."""
-    found = digits(spec)
-    train = Late(found.train.inputs, found.train.labels, spec)
-    return found._replace(train=train)
+unreadable = functools.partial(with_train, Unreadable)
+late = functools.partial(with_train, Late)
+spoiled = functools.partial(with_train, Spoiled)
 
 
 def evaluates(trainer, workdir):
