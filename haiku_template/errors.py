@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
-# ORG/NAME on Hugging Face's hub, and endings that tell a file.
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", re.ASCII)
+# ORG/NAME on Hugging Face's hub, and gpt2; endings that tell a file.
+HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/|(?=gpt2))([A-Za-z0-9][\w.-]*)", re.ASCII)
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 
@@ -102,7 +102,7 @@ def near(
 
 def some(names: Iterable[str], most: int = 3, separator: str = ", ") -> str:
     """Lists the first names, and the number of the others."""
-    first, others = (names := [*names])[:most], len(names) - most
+    first, others = (names := [*map(str, names)])[:most], len(names) - most
     return separator.join(first) + f" and {others} more" * (others > 0)
 
 
@@ -119,7 +119,8 @@ def download(path: str | Path, kind: str = "model") -> str:
       kind: the hub's `model` or `dataset`.
     """
     match = HUB_ID.fullmatch(str(path))
-    if not match or Path(match[1]).exists() or Path(path).suffix in FILE_ENDINGS:
+    is_file = Path(path).suffix in FILE_ENDINGS
+    if not match or is_file or (match[1] and Path(match[1]).exists()):
         return ""
     option = "" if kind == "model" else f" --repo-type {kind}"
     return (

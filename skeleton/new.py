@@ -50,7 +50,8 @@ def check_name(name: str, root: Path) -> None:
     if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
         given = f"--name={name} cannot be a package" if name else "--name is needed"
         raise ArgumentError(None, f"{given}; use lower-case letters, as in my_project")
-    elsewhere = [path for path in sys.path if Path(path).resolve() != root]
+    own = root, root / SKELETON  # Where Python finds its first script.
+    elsewhere = [path for path in sys.path if Path(path).resolve() not in own]
     taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
     taken |= {"configs", "runs", "tests", "vendor"}
     if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):

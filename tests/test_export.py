@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -16,20 +17,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.config import default_config
-from haiku_template.data import EvaluationSet
+from haiku_template.data import BatchSpec, EvaluationSet, Split, from_split
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
 from haiku_template.models.precision import Precision
+from haiku_template.pretrained.writing import check_new, new_file
 from haiku_template.runs import (
     Run,
     export_forward,
     export_safetensors,
     export_stablehlo,
+    train,
     write_predictions,
 )
 from haiku_template.runs.start import run
-from haiku_template.training import Experiment
+from haiku_template.training import Experiment, Task
 from haiku_template.training.trainer import with_state
 from haiku_text.huggingface import describe
 from haiku_text.models import bert, gpt, multiply_out
@@ -215,6 +218,94 @@ def test_predictions_read_each_batch_once(tmp_path, one_device, shared, monkeypa
     with np.load(tmp_path / "out.npz") as arrays:
         assert arrays["outputs"].shape == (count, 10)
         np.testing.assert_array_equal(arrays["labels"], whole.labels)
+
+
+def draws(name):
+    """A model with dropout in evaluation, too, and one that can do without a key."""
+
+    def model(inputs, is_training):
+        key = hk.next_rng_key() if name == "always" else hk.maybe_next_rng_key()
+        hidden = hk.Linear(8)(inputs)
+        return hk.Linear(2)(hidden if key is None else hk.dropout(key, 0.5, hidden))
+
+    return hk.transform(model)
+
+
+def named(inputs, is_training):
+    return Outputs(hk.Linear(2)(inputs), {"more": Outputs(inputs, inputs[:, :1])})
+
+
+class Outputs(NamedTuple):
+    """Outputs of a user's class."""
+
+    logits: jax.Array
+    inputs: Any
+
+
+def of_script(model, workdir, devices, class_names=()):
+    """A run of one step of a script's model, and its first batch of inputs."""
+    x, y = np.ones((8, 3), np.float32), np.arange(8, dtype=np.int32) % 2
+    x *= np.arange(8)[:, None]
+    data = from_split(Split(x, y, x, y), BatchSpec(8))
+    data = data._replace(class_names=class_names)
+    task = Task(lambda outputs, batch: {"loss": batch["inputs"][:, 0]}, "any")
+    experiment = Experiment(
+        model=model, data=data, task=task, optimizer=optax.sgd(0.0), seed=7
+    )
+    train(experiment.trainer(devices), num_steps=1, workdir=workdir)
+    return Run.open(workdir, devices, experiment=experiment), x
+
+
+def exported_of(run, folder):
+    export_stablehlo(run, folder)
+    program = bytearray((folder / "forward.stablehlo").read_bytes())
+    return jax.export.deserialize(program)
+
+
+@pytest.mark.parametrize("name", ["always", "if there is a key"])
+def test_a_model_that_draws_in_evaluation_is_exported_as_it_predicts(
+    tmp_path, one_device, name
+):
+    pytest.importorskip("flatbuffers")
+    run, inputs = of_script(draws(name), tmp_path / "run", one_device)
+    found = exported_of(run, tmp_path / "out").call(inputs)
+    np.testing.assert_allclose(found, run.predict(inputs), atol=1e-6)
+
+
+def test_outputs_of_a_users_class_are_exported_as_dictionaries(tmp_path, one_device):
+    pytest.importorskip("flatbuffers")
+    names = tuple(np.unique([3, 7]))  # Which JSON does not know.
+    model = hk.without_apply_rng(hk.transform(named))
+    run, inputs = of_script(model, tmp_path / "run", one_device, class_names=names)
+    found = exported_of(run, tmp_path / "out").call(inputs)
+    assert found.keys() == {"logits", "inputs"}
+    np.testing.assert_array_equal(found["inputs"]["more"]["logits"], inputs)
+    described = json.loads((tmp_path / "out/forward.json").read_text())
+    assert described["class_names"] == ["3", "7"]
+    assert "inputs/more/logits" in described["outputs"]
+
+
+def test_an_error_without_words_has_its_class(tmp_path):
+    def forward(inputs):
+        if not isinstance(inputs.shape[0], int):
+            raise AssertionError
+        return inputs
+
+    with pytest.raises(ConfigError, match="AssertionError; --batch_size=1 is for a"):
+        export_forward(forward, np.zeros((3, 5), np.float32))
+
+
+def test_what_another_has_written_meanwhile_is_left_alone(tmp_path):
+    file = tmp_path / "out.npz"
+    words = "exists, and nothing is overwritten"
+    with pytest.raises(ConfigError, match=words), new_file(file) as partial:
+        partial.write_text("second")
+        file.write_text("first")
+    assert file.read_text() == "first" and [*tmp_path.iterdir()] == [file]
+    link = tmp_path / "link.npz"
+    link.symlink_to("absent")
+    with pytest.raises(ConfigError, match=words):
+        check_new(link)
 
 
 def test_a_model_of_one_batch_size_is_refused():

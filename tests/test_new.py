@@ -274,6 +274,11 @@ def test_a_wheel_holds_every_module(checkout, tmp_path):
     }
 
 
+def test_the_name_that_the_sentences_give_can_be_taken(checkout, tmp_path):
+    made(checkout, tmp_path / "project", "--name=my_project")
+    assert (tmp_path / "project/my_project/__init__.py").is_file()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arguments", [[], ["--vendor"]], ids=["git", "wheel"])

@@ -1,5 +1,6 @@
 """Exports as ONNX, by the real jax2onnx and onnxruntime: `make test-onnx`."""
 
+import functools
 import importlib.metadata
 import json
 
@@ -9,7 +10,7 @@ import pytest
 
 from haiku_template.errors import ConfigError
 from haiku_template.runs import Run, export_onnx
-from haiku_template.runs.onnx import convert_onnx
+from haiku_template.runs.onnx import _check, convert_onnx
 from tests.runs import ROOT
 from tests.test_export import trained
 
@@ -79,6 +80,28 @@ def test_a_program_that_computes_something_else_is_not_written(
     with pytest.raises(ConfigError, match="onnxruntime's outputs differ"):
         export_onnx(Run.open(workdir, one_device), tmp_path / "a.onnx")
     assert not (tmp_path / "a.onnx").exists()
+
+
+@pytest.mark.onnx
+def test_infinities_must_be_the_same():
+    inputs = np.ones((4, 3), np.float32)
+
+    def masked(x, value=-np.inf):
+        return jax.numpy.where(jax.numpy.arange(3) == 2, value, x)
+
+    program = convert_onnx(masked, inputs).SerializeToString()
+    _check(program, masked, inputs, None)
+    for other in (np.inf, 0.0, np.nan):
+        wrong = functools.partial(masked, value=other)
+        with pytest.raises(ConfigError, match="onnxruntime's outputs differ"):
+            _check(program, wrong, inputs, None)
+
+
+@pytest.mark.onnx
+def test_an_output_that_is_named_as_an_input_is_told_apart():
+    inputs = {"a": np.ones((4, 3), np.float32)}
+    model = convert_onnx(lambda x: {"a": x["a"] * 2, "b": x["a"] * 3}, inputs)
+    assert {x.name for x in model.graph.output} == {"outputs/a", "b"}
 
 
 def test_what_is_not_installed_is_named(tmp_path, one_device, monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,41 @@ def test_whole_numbers_are_labels_of_a_regression_too(tmp_path, one_device):
     errors = run.predict(NEW)[:, 0] - np.arange(11)
     loss = run.evaluate(read_labelled(run, table))["eval/loss"]
     assert loss == pytest.approx(np.square(errors).mean(), rel=1e-5)
+
+
+class Broken:
+    """A set whose second batch a disk does not give."""
+
+    num_batches = 2
+
+    def batch(self, index):
+        if index:
+            raise OSError(5, "Input/output error")
+        return {"inputs": NEW}
+
+
+@pytest.mark.parametrize("ending", ["npz", "jsonl"])
+def test_an_error_of_the_data_is_none_of_the_file(run, tmp_path, ending):
+    file = tmp_path / f"out.{ending}"
+    examples = SimpleNamespace(dataset=Broken(), files=())
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        write_predictions(run, file, examples)
+    assert any(x.name == "batch" for x in caught.traceback)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_set_without_batches_is_refused(run, tmp_path, capsys):
+    empty = SimpleNamespace(num_batches=0, batch=None)
+    examples = SimpleNamespace(dataset=empty, files=())
+    for predict in (
+        lambda: write_predictions(run, tmp_path / "out.npz", examples),
+        lambda: write_predictions(run, tmp_path / "out.jsonl", examples),
+        lambda: print_predictions(run, examples),
+        lambda: run.predict(empty),
+    ):
+        with pytest.raises(ConfigError, match="no examples to predict"):
+            predict()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_is_evaluated_on_arrays(run, expected):

@@ -116,13 +116,12 @@ def _norms_alone(
 # Why: docs/decisions/training.md#traced-evaluation
 def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
     """Traces the evaluation, whose metrics must have the best and early stopping's."""
-    devices, dataset = trainer.devices, trainer.experiment.data.evaluation
-    early = getattr(stop_when, "metric", None)
-    if dataset is None:
+    data, early = trainer.experiment.data, getattr(stop_when, "metric", None)
+    if (dataset := data.evaluation) is None:
         if early:
             check_measured("early_stop.metric", early, ())
         return
-    for evaluation in (dataset, *trainer.experiment.data.evaluations.values()):
+    for evaluation in (dataset, *(sets := data.evaluations).values()):
         trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
     if not trainer.pads:
         logger.warning(
@@ -131,14 +130,13 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         )
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
-    sums = devices.abstract(eval_step, state.variables(), state.frozen, shapes)
+    sums = trainer.devices.abstract(eval_step, state.variables(), state.frozen, shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names, _ = summarize(numbers, trainer.recipe.task.derive)
     except Exception:  # A derived metric may refuse these made-up numbers.
         return
-    further = trainer.experiment.data.evaluations
-    names = [*names, *(k.replace("/", f"/{s}/", 1) for s in further for k in names)]
+    names = [*names, *(k.replace("/", f"/{s}/", 1) for s in sets for k in names)]
     check_measured("best_metric", best_metric, names)
     if early and not early.startswith(("train/", "perf/")):
         check_measured("early_stop.metric", early, names)

@@ -1,7 +1,6 @@
 """Export of NumPy archives in the names that a publisher's own loader reads."""
 
 import functools
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,5 +86,8 @@ def _copy_others(source: Path, archive: zipfile.ZipFile, names: set[str]) -> Non
     members = [f"{name}.npy" for name in plain if name not in names]
     with zipfile.ZipFile(source) as old:
         for x in members:
-            with old.open(x) as member, archive.open(x, "w", force_zip64=True) as new:
-                shutil.copyfileobj(member, new)
+            try:
+                data = old.read(x)
+            except npz.DAMAGE as error:
+                raise ConfigError(f"{source}: {x} is damaged: {error}") from error
+            archive.writestr(x, data)

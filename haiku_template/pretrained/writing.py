@@ -19,7 +19,7 @@ from haiku_template.errors import ConfigError, StorageError
 def check_new(folder: Path) -> None:
     """Raises `ConfigError` if `folder` exists."""
     try:
-        exists = folder.exists()
+        exists = folder.is_symlink() or folder.exists()
     except OSError as error:  # A name that is too long, say.
         raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
     if exists:
@@ -51,6 +51,7 @@ def new_file(file: Path) -> Iterator[Path]:
             partial = Path(folder) / file.name
             with signals.called(lambda *_: shutil.rmtree(folder)):
                 yield partial
+                check_new(file)  # Another may have written it meanwhile.
                 partial.rename(file)  # Why: docs/decisions/finetuning.md#folders
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} cannot be written: {error}") from error

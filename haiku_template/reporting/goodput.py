@@ -64,7 +64,7 @@ def _began() -> float:
     return time.time()
 
 
-def goodput(workdir: Path) -> dict[str, float]:
+def goodput(workdir: str | Path) -> dict[str, float]:
     """Seconds of all starts of a run by what they were spent on.
 
     `steps` that the run is made of, its `data`, `evaluation` and `saving`; `starting`
@@ -75,7 +75,7 @@ def goodput(workdir: Path) -> dict[str, float]:
     """
     starts: list[list[dict[str, Any]]] = []
     with suppress(OSError, ValueError):
-        for line in contents(workdir / GOODPUT, MOST_METRICS).splitlines():
+        for line in contents(Path(workdir) / GOODPUT, MOST_METRICS).splitlines():
             with suppress(ValueError, KeyError):  # A kill cuts off the last one.
                 row = parse(line, dict)
                 if not all(map(is_number, (row["time"], row["step"], *row.values()))):

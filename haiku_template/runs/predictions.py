@@ -59,23 +59,41 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
     check_new(output)
     run.check_outputs()
     count, batches = 0, _batches(run, examples)
-    with new_file(output) as file, run.devices.explicit_transfers():
+    with run.devices.explicit_transfers():
         if output.suffix == ".npz":
-            batches = [*batches]
-            shapes = {str(jax.tree.map(lambda x: x.shape[1:], x)) for x in batches}
-            if len(shapes) > 1:
-                raise ConfigError(
-                    "batches have outputs of several lengths, which are no arrays; "
-                    f"--output={output.with_suffix('.jsonl')} has a line for each"
-                )
-            joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-            np.savez(file, **flatten(joined))
-            return num_rows(joined)
-        with file.open("w") as lines:
-            for batch in batches:
-                lines.writelines(map(json_line, _rows(batch)))
-                count += num_rows(batch)
+            return _write_arrays(output, [*batches])
+        try:
+            with new_file(output) as file, file.open("w") as lines:
+                for batch in _apart(batches):
+                    lines.writelines(map(json_line, _rows(batch)))
+                    count += num_rows(batch)
+        except _UnreadError as error:
+            raise error.__cause__ from None
     return count
+
+
+def _write_arrays(output: Path, batches: list[Any]) -> int:
+    shapes = {str(jax.tree.map(lambda x: x.shape[1:], x)) for x in batches}
+    if len(shapes) > 1:
+        raise ConfigError(
+            "batches have outputs of several lengths, which are no arrays; "
+            f"--output={output.with_suffix('.jsonl')} has a line for each"
+        )
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+    with new_file(output) as file:
+        np.savez(file, **flatten(joined))
+    return num_rows(joined)
+
+
+class _UnreadError(Exception):
+    """Error of the data, and not of the file that is written."""
+
+
+def _apart(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except OSError as error:
+        raise _UnreadError from error
 
 
 def print_predictions(run: Run, examples: Any = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
@@ -25,6 +26,7 @@ from haiku_template.preflight import fingerprint
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
 from haiku_template.training import Experiment, Trainer
+from haiku_template.training.evaluation import evaluation_rng
 from haiku_template.training.experiment import check_code, family_of
 from haiku_template.training.state import TrainState
 
@@ -155,7 +157,8 @@ class Run:  # Why: docs/decisions/house.md#run
         )
 
         def forward(variables: Any, inputs: Any) -> Any:
-            batch, rngs = {"inputs": inputs}, (None, None)
+            places = jnp.arange(jax.tree.leaves(inputs)[0].shape[0])
+            batch, rngs = {"inputs": inputs}, (evaluation_rng(recipe, places), None)
             run_model = experiment.steps.forward
             facts, _ = run_model(recipe, variables, {}, batch, rngs, False)
             return plain_outputs(facts["outputs"])

@@ -47,7 +47,7 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
         "platforms": list(exported.platforms),
         "inputs": _described(inputs),
         "outputs": _described(outputs),
-        "class_names": list(run.trainer.experiment.data.class_names),
+        "class_names": [*map(str, run.trainer.experiment.data.class_names)],
     }
     with new_folder(output) as folder:
         (folder / "forward.stablehlo").write_bytes(serialized)
@@ -79,20 +79,35 @@ def export_forward(
 
     Raises `ConfigError` with JAX's reason.
     """
+    of_dictionaries = lambda inputs: _in_dictionaries(forward(inputs))  # noqa: E731
     specs, size = canonical_shapes(inputs, rows=batch_size), f"of {batch_size}"
     if batch_size is None:
         size = "of any size"
         specs = jax.export.symbolic_args_specs(specs, "b, ...")
     try:
-        exported = jax.export.export(jax.jit(forward), platforms=PLATFORMS)(specs)
+        exported = jax.export.export(jax.jit(of_dictionaries), platforms=PLATFORMS)(
+            specs
+        )
         return exported, exported.serialize()
     except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
             f"the model cannot be exported for a batch {size}, on "
-            f"{' and '.join(PLATFORMS)}: {str(error).splitlines()[0]}"
+            f"{' and '.join(PLATFORMS)}: {in_a_line(error)}"
             + "; --batch_size=1 is for a model of one size"
             * (batch_size is None)
         ) from error
+
+
+def _in_dictionaries(tree: Any) -> Any:
+    """Named tuples as dictionaries: JAX serializes no class of a user's."""
+    is_named = lambda x: hasattr(x, "_asdict")  # noqa: E731
+    plain = lambda x: _in_dictionaries(x._asdict()) if is_named(x) else x  # noqa: E731
+    return jax.tree.map(plain, tree, is_leaf=is_named)
+
+
+def in_a_line(error: Exception) -> str:
+    """First line of an error's words, or its class, where it has none."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _described(tree: Any) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def run(
             return
     saved = to_dict(config)
     devices.processes.agree(flatten(saved, "config."))  # As --fit has made it.
-    check_workdir(Path(workdir), saved)
+    if not (config.mirror and _comes_back(Path(workdir), config.mirror)):
+        check_workdir(Path(workdir), saved)
     if rewind is not None and not dry_run:
         _go_back(devices, Path(workdir), rewind)
     experiment = Experiment.from_config(config, devices)
@@ -80,6 +81,12 @@ def run(
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
         _explain(error, trainer, config, Path(workdir), memory_limit)
         raise
+
+
+def _comes_back(workdir: Path, mirror: str) -> bool:
+    """True if the loop brings a run back from its mirror, and then checks it."""
+    copy = Path(mirror).expanduser()
+    return has_checkpoints(copy) and not has_checkpoints(workdir)
 
 
 def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:

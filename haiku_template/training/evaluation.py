@@ -78,8 +78,11 @@ def placed_inputs(
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
-    `whole_batch` is a task's; `alone` makes a context to read in.
+    `whole_batch` is a task's; `alone` makes a context to read in. Raises `ConfigError`
+    if there are none.
     """
+    if dataset.num_batches < 1:
+        raise ConfigError("there are no examples to predict: the set has no batch")
     for batch, places in _padded(dataset, 0, alone):
         yield inputs_of(batch, whole_batch), places
 
@@ -147,7 +150,7 @@ def make_eval_step(
         variables: Variables, frozen: hk.Params, padded: tuple[Any, jax.Array]
     ) -> dict[str, Any]:
         batch, places = padded
-        rngs = _rng(recipe, places), None
+        rngs = evaluation_rng(recipe, places), None
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         facts["mask"] = mask = places >= 0
         values, weights = example_values(recipe.task, **facts)
@@ -173,14 +176,15 @@ def make_predict_step(
     def predict_step(
         variables: Variables, frozen: hk.Params, inputs: tuple[Any, jax.Array]
     ) -> Any:
-        batch, rngs = {"inputs": inputs[0]}, (_rng(recipe, inputs[1]), None)
+        batch, rngs = {"inputs": inputs[0]}, (evaluation_rng(recipe, inputs[1]), None)
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         return plain_outputs(facts["outputs"])
 
     return predict_step
 
 
-def _rng(recipe: Recipe, places: jax.Array) -> jax.Array:
+def evaluation_rng(recipe: Recipe, places: jax.Array) -> jax.Array:
+    """PRNG key of examples at these places of their set, or one for each of them."""
     rng = split_seed(recipe.seed).evaluation
     if isinstance(recipe.model, PerExample):  # The same on any number of devices.
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, places)

@@ -51,12 +51,13 @@ DeviceManager.gather = fails
 """
 
 
-def ends(workdir, address, patch="", **changes):
+def ends(workdir, address, patch="", *flags, config="digits", **changes):
     """Exit codes and errors of two processes that execute the patch."""
     keys = SHORT | {"data.placement": "host"} | changes
     whole = [sys.executable, "-m", "tests.cluster.patched", "--stall_seconds=40"]
-    whole += ["--config=configs/digits.py", "--simulate_devices=1"]
+    whole += [f"--config=configs/{config}.py", "--simulate_devices=1"]
     whole += [f"--workdir={workdir}", *(f"--config.{k}={x}" for k, x in keys.items())]
+    whole += flags
     options = {"env": ENVIRONMENT | {"PATCH": patch}, "stdout": subprocess.DEVNULL}
     runs = by_hand(address, whole, whole, **options)
     errors = ended(runs)

@@ -83,6 +83,25 @@ def test_what_was_read_is_written_as_it_was(one, tmp_path):
     assert params.keys() == flatten(PARAMS).keys()
 
 
+def test_what_is_copied_of_a_damaged_file_is_named(one, tmp_path):
+    published, words = tmp_path / "published.npz", "words of a licence. " * 500
+    export_npz(
+        tmp_path / "a.npz", leaves_of(PARAMS, STATE), PARAMS, None, one, "graphcast"
+    )
+    with np.load(tmp_path / "a.npz") as arrays:
+        np.savez(published, **arrays, license=np.array(words))
+    data = bytearray(published.read_bytes())
+    data[data.rfind(b"w\0\0\0o\0\0\0r")] ^= 1
+    published.write_bytes(data)
+    (params, state), source = read(one, published)
+    leaves = params | leaves_of({}, state)
+    with pytest.raises(
+        ConfigError, match="published.npz: license.npy is damaged: Bad C"
+    ):
+        export_npz(tmp_path / "b.npz", leaves, PARAMS, source, one, "graphcast")
+    assert not (tmp_path / "b.npz").exists()
+
+
 @pytest.mark.parametrize("form", ["haiku", "alphafold"])
 def test_names_are_the_publishers_again_and_what_was_left_out_is_kept(
     one, tmp_path, form

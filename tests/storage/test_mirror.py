@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from configs import digits
 from haiku_template.errors import ConfigError, StorageError
-from haiku_template.runs import train
+from haiku_template.runs import start, train
 from haiku_template.storage import mirror as mirrors
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.workdir import run_id, saved_steps
@@ -114,6 +115,24 @@ def test_a_mirror_that_is_brought_back_by_halves_is_brought_back(copy, monkeypat
     assert run(workdir, 6) == expected
     assert steps(workdir) == [4, 6]
     assert not [*workdir.glob("*copied*")]
+
+
+def test_a_config_s_run_is_brought_back(tmp_path, one_device):
+    """Whatever of it is lost; its config is checked once it is back."""
+    config, workdir = digits.get_config(), tmp_path / "run"
+    keys = {"num_steps": 4, "save_every": 2, "mirror": str(tmp_path / "m")}
+    config.update(keys | {"eval_every": None})
+    for num_steps, lost in ((4, None), (6, "checkpoints"), (8, ".")):
+        config.num_steps = num_steps
+        if lost:
+            shutil.rmtree(workdir / lost)
+        start.run(config, one_device, str(workdir))
+        assert steps(workdir)[-1] == num_steps
+    assert steps(workdir)[0] > 2  # It went on, and did not begin anew.
+    shutil.rmtree(workdir / "checkpoints")
+    config.batch_size = 7
+    with pytest.raises(ConfigError, match="another config"):
+        start.run(config, one_device, str(workdir))
 
 
 def test_an_empty_mirror_is_none(tmp_path, monkeypatch):
