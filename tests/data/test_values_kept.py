@@ -214,14 +214,14 @@ def test_masked_examples_are_refused():
         as_dataset(inputs, data("float32"), 4)
 
 
-def test_names_of_classes_are_as_many_as_the_outputs(one_device):
-    with pytest.raises(
-        ConfigError, match="class_names has 2 names, a, b, and data.num"
-    ):
+@pytest.mark.parametrize("names", [("a", "b"), (np.int64(3), 7)])
+def test_names_of_classes_are_as_many_as_the_outputs(one_device, names):
+    words = f"class_names has 2 names, {names[0]}, {names[1]}, and data.num"
+    with pytest.raises(ConfigError, match=words):
         Experiment(
             model=mlp(3, width=4),
             task=classification,
-            data=data("float32")._replace(class_names=("a", "b")),
+            data=data("float32")._replace(class_names=names),
             optimizer=optax.sgd(0.1),
         )
 
