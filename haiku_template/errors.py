@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
-# ORG/NAME on Hugging Face's hub, and gpt2; endings that tell a file.
-HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/|(?=gpt2))([A-Za-z0-9][\w.-]*)", re.ASCII)
+# ORG/NAME on Hugging Face's hub, and those of GPT-2; endings that tell a file.
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", re.ASCII)
+GPT2 = re.compile("()(gpt2(?:-medium|-large|-xl)?)")
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 
@@ -100,7 +101,7 @@ def near(
     return template.format(originals[matches[0]]) if matches else ""
 
 
-def some(names: Iterable[str], most: int = 3, separator: str = ", ") -> str:
+def some(names: Iterable[object], most: int = 3, separator: str = ", ") -> str:
     """Lists the first names, and the number of the others."""
     first, others = (names := [*map(str, names)])[:most], len(names) - most
     return separator.join(first) + f" and {others} more" * (others > 0)
@@ -115,10 +116,12 @@ def download(path: str | Path, kind: str = "model") -> str:
     """Names the command that downloads a Hugging Face id; "" for what looks like none.
 
     Args:
-      path: what was asked for and does not exist: ORG/NAME, where no folder is ORG.
+      path: what was asked for and does not exist: ORG/NAME, where no folder is ORG, or
+        the name of a model of GPT-2.
       kind: the hub's `model` or `dataset`.
     """
-    match = HUB_ID.fullmatch(str(path))
+    pattern = GPT2 if kind == "model" and str(path).startswith("gpt2") else HUB_ID
+    match = pattern.fullmatch(str(path))
     is_file = Path(path).suffix in FILE_ENDINGS
     if not match or is_file or (match[1] and Path(match[1]).exists()):
         return ""

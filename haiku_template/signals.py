@@ -22,7 +22,7 @@ EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 EXIT_CODES |= {signal.SIGHUP: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 NOTHING_SAVED = (
     "received while nothing was being trained, and nothing new was saved; the same "
-    "command begins again, or resumes what was"
+    "command resumes the last checkpoint, or begins anew without one"
 )
 AGAIN = "received again: what was not saved by then is lost; the same command resumes "
 AGAIN += "the last checkpoint"

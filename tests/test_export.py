@@ -272,6 +272,21 @@ def test_a_model_that_draws_in_evaluation_is_exported_as_it_predicts(
     np.testing.assert_allclose(found, run.predict(inputs), atol=1e-6)
 
 
+def test_a_program_that_draws_nothing_has_no_key(tmp_path, one_device):
+    """Although Haiku's stacks of layers ask for one."""
+
+    def stacked(inputs, is_training):
+        layers = hk.layer_stack(2)(lambda x: jax.nn.relu(hk.Linear(3)(x)))
+        return hk.Linear(2)(layers(inputs))
+
+    run, inputs = of_script(hk.transform(stacked), tmp_path / "run", one_device)
+    model, variables = run.model()
+    assert "random" not in str(jax.make_jaxpr(model)(variables, inputs))
+    outputs = jax.jit(model)(variables, inputs)
+    np.testing.assert_allclose(outputs, run.predict(inputs), atol=1e-6)
+    assert model(variables, inputs[:0]).shape == (0, 2)
+
+
 def test_outputs_of_a_users_class_are_exported_as_dictionaries(tmp_path, one_device):
     pytest.importorskip("flatbuffers")
     names = tuple(np.unique([3, 7]))  # Which JSON does not know.

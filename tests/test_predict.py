@@ -276,7 +276,7 @@ class Broken:
 
     def batch(self, index):
         if index:
-            raise OSError(5, "Input/output error")
+            raise OSError(5, "Input/output error") from KeyError("the disk")
         return {"inputs": NEW}
 
 
@@ -287,6 +287,7 @@ def test_an_error_of_the_data_is_none_of_the_file(run, tmp_path, ending):
     with pytest.raises(OSError, match="Input/output error") as caught:
         write_predictions(run, file, examples)
     assert any(x.name == "batch" for x in caught.traceback)
+    assert caught.value.__cause__.args == ("the disk",)
     assert not [*tmp_path.iterdir()]
 
 

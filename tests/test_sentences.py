@@ -368,6 +368,7 @@ def test_a_hugging_face_id_gets_the_command_that_downloads_it(
         place(one_device)
     with pytest.raises(ConfigError, match="hf download gpt2 --local-dir gpt2"):
         open_source("gpt2", None, one_device)
+    assert not download("gpt2_corpus") and not download("gpt2", "dataset")
     (tmp_path / "google-bert").mkdir()  # It is a path of this machine.
     with pytest.raises(ConfigError, match=r"^((?!hf download).)*$"):
         place(one_device)

@@ -60,28 +60,29 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
     run.check_outputs()
     count, batches = 0, _batches(run, examples)
     with run.devices.explicit_transfers():
-        if output.suffix == ".npz":
-            return _write_arrays(output, [*batches])
         try:
-            with new_file(output) as file, file.open("w") as lines:
-                for batch in _apart(batches):
-                    lines.writelines(map(json_line, _rows(batch)))
-                    count += num_rows(batch)
+            with new_file(output) as file:
+                if output.suffix == ".npz":
+                    return _write_arrays(file, [*_apart(batches)])
+                with file.open("w") as lines:
+                    for batch in _apart(batches):
+                        lines.writelines(map(json_line, _rows(batch)))
+                        count += num_rows(batch)
         except _UnreadError as error:
-            raise error.__cause__ from None
+            fault = error.args[0]
+            raise fault from fault.__cause__
     return count
 
 
-def _write_arrays(output: Path, batches: list[Any]) -> int:
+def _write_arrays(file: Path, batches: list[Any]) -> int:
     shapes = {str(jax.tree.map(lambda x: x.shape[1:], x)) for x in batches}
     if len(shapes) > 1:
         raise ConfigError(
             "batches have outputs of several lengths, which are no arrays; "
-            f"--output={output.with_suffix('.jsonl')} has a line for each"
+            f"--output={file.stem}.jsonl has a line for each"
         )
     joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    with new_file(output) as file:
-        np.savez(file, **flatten(joined))
+    np.savez(file, **flatten(joined))
     return num_rows(joined)
 
 
@@ -93,7 +94,7 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except OSError as error:
-        raise _UnreadError from error
+        raise _UnreadError(error) from error
 
 
 def print_predictions(run: Run, examples: Any = None) -> None:

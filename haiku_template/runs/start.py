@@ -57,8 +57,8 @@ def run(
             return
     saved = to_dict(config)
     devices.processes.agree(flatten(saved, "config."))  # As --fit has made it.
-    if not (config.mirror and _comes_back(Path(workdir), config.mirror)):
-        check_workdir(Path(workdir), saved)
+    returns = bool(config.mirror) and devices.processes.first(_copied(config.mirror))
+    check_workdir(Path(workdir), saved, returns)
     if rewind is not None and not dry_run:
         _go_back(devices, Path(workdir), rewind)
     experiment = Experiment.from_config(config, devices)
@@ -83,10 +83,9 @@ def run(
         raise
 
 
-def _comes_back(workdir: Path, mirror: str) -> bool:
-    """True if the loop brings a run back from its mirror, and then checks it."""
-    copy = Path(mirror).expanduser()
-    return has_checkpoints(copy) and not has_checkpoints(workdir)
+def _copied(mirror: str) -> bool:
+    """True if a mirror has a run's checkpoints, and the loop can bring them back."""
+    return has_checkpoints(Path(mirror).expanduser())
 
 
 def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:

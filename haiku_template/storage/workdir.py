@@ -71,18 +71,21 @@ def _make_inner(workdir: Path, index: int) -> Path:
     return inner
 
 
-def check(workdir: Path, config: dict[str, Any]) -> None:
+def check(workdir: Path, config: dict[str, Any], returns: bool = False) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
+    `returns`: checkpoints that are lost will come back from a mirror.
     Raises `ConfigError` for one in use, of another run, in part, or of exported files.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():
             _wait_for_lock(workdir, lambda: not is_locked(workdir))
-        _check_contents(workdir, config)
+        _check_contents(workdir, config, returns)
 
 
-def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
+def _check_contents(
+    workdir: Path, config: dict[str, Any], returns: bool = False
+) -> None:
     """Asserts what `check` does, under the lock."""
     if glob.has_magic(str(workdir.absolute())):
         raise ConfigError(
@@ -99,7 +102,7 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
             "exported parameters, config.finetuning.adapters from adapters)"
         )
     if (workdir / CONFIG).exists():
-        return check_same_run(workdir, config)
+        return check_same_run(workdir, config, returns)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
     if names := [name for name in names if (workdir / name).exists()]:
         raise ConfigError(
@@ -108,10 +111,12 @@ def _check_contents(workdir: Path, config: dict[str, Any]) -> None:
         )
 
 
-def check_same_run(workdir: Path, config: dict[str, Any]) -> None:
+def check_same_run(
+    workdir: Path, config: dict[str, Any], returns: bool = False
+) -> None:
     """Raises `ConfigError` for another run's workdir, or one with missing files."""
     run = read_json(workdir / RUN)
-    if not has_checkpoints(workdir):
+    if (is_empty := not has_checkpoints(workdir)) and not returns:
         return _check_nothing_lost(workdir, run)
     saved = read_json(workdir / CONFIG)
     if lines := differences(fixed(completed(saved)), fixed(completed(config))):
@@ -120,7 +125,7 @@ def check_same_run(workdir: Path, config: dict[str, Any]) -> None:
             f"{workdir} belongs to a run with another config, and nothing was changed "
             f"there; use another --workdir or restore:{apart}{apart.join(lines)}"
         )
-    if "id" not in run:
+    if "id" not in run and not is_empty:
         raise ConfigError(
             f"{workdir} holds checkpoints but no {RUN}, so it is not known whose they "
             "are; restore it, or use another --workdir (config.init_from starts from a "

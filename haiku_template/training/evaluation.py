@@ -79,7 +79,7 @@ def placed_inputs(
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
     `whole_batch` is a task's; `alone` makes a context to read in. Raises `ConfigError`
-    if there are none.
+    for a set without a batch.
     """
     if dataset.num_batches < 1:
         raise ConfigError("there are no examples to predict: the set has no batch")

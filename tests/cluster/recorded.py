@@ -1,44 +1,38 @@
-"""Writes what a process does together with the others, and where in the code."""
+"""Digits whose training set notes the batches that each process reads."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import json
+import os
+from pathlib import Path
 
-from jax.experimental import multihost_utils
+import jax
 
-from haiku_template.devices import DeviceManager, processes, replicas
-from haiku_template.devices.compiled import CompiledStep
-from tests.runs import ROOT
+from haiku_template.data import ArrayDataset, BatchSpec
+from haiku_template.data.datasets import digits
 
-PACKAGE = str(ROOT / "haiku_template")
-THEMSELVES = (processes.__file__, __file__)
-
-
-def record(path: str) -> None:
-    """Appends a line `what FILE:FUNCTION` to a file before each collective."""
-    lines = open(path, "a", buffering=1)  # noqa: SIM115
-    for owner, name in (
-        (multihost_utils, "process_allgather"),
-        (multihost_utils, "reached_preemption_sync_point"),
-        (replicas, "_all_fingerprints"),
-        (CompiledStep, "__call__"),
-        (DeviceManager, "gather"),
-    ):
-        setattr(owner, name, _recorded(getattr(owner, name), name, lines.write))
+FOLDER = "RECORDED_BATCHES"
 
 
-def _recorded(function: Callable, name: str, write: Callable[[str], Any]) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        write(f"{name} {_site(sys._getframe(1))}\n")
-        return function(*args, **kwargs)
+@dataclasses.dataclass(frozen=True)
+class Recorded(ArrayDataset):
+    """A set that appends [step, numbers of its examples] to a file of its process.
 
-    return call
+    But not of whole batches, whose digest process 0 saves.
+    """
+
+    def rows(self, step):
+        rows, path = (
+            super().rows(step),
+            Path(os.environ[FOLDER]) / str(jax.process_index()),
+        )
+        if self.spec.process_count == jax.process_count():
+            with path.open("a") as file:
+                file.write(json.dumps([step, rows.tolist()]) + "\n")
+        return rows
 
 
-def _site(frame: Any) -> str:
-    """Function of the package that called, other than those of `Processes`."""
-    code = frame.f_code
-    if not code.co_filename.startswith(PACKAGE) or code.co_filename in THEMSELVES:
-        return _site(frame.f_back)
-    file = code.co_filename.removeprefix(PACKAGE + "/")
-    return f"{file}:{code.co_name}"
+def data(spec: BatchSpec):
+    """Digits from the same arrays in the same order."""
+    found = digits(spec)
+    train = Recorded(found.train.inputs, found.train.labels, spec)
+    return found._replace(train=train)

@@ -2,15 +2,16 @@
 
 import ast
 import functools
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.recorded import PACKAGE
+from tests.cluster.recorder import PACKAGE
 from tests.cluster.test_one_alone import SHARDED, ends
 
 pytestmark = pytest.mark.cluster
-RECORD = "from tests.cluster.recorded import record; record(f'{path}{{index}}')"
+RECORD = "from tests.cluster.recorder import record; record(f'{path}{{index}}')"
 METHODS = ("first", "agree", "least")  # Of `Processes`, called `processes` everywhere.
 METHODS_OF = "devices/processes.py:"  # And its `_joined`, before all that is recorded.
 FLAGS = "--fit=true", "--device_memory_limit=4GiB"
@@ -24,6 +25,7 @@ RUNS = {
     "evaluated": [
         ((), {"early_stop.patience": 5, "hooks": "('histograms',)", "mirror": "COPY"}),
         (("--rewind=15",), {"num_steps": 30, "mirror": "COPY"}),
+        ((), {"num_steps": 40, "mirror": "COPY", "lost": True}),
     ],
     "sharded": [((), {"sharding": SHARDED, "hooks": "('histograms',)"})],
     "elastic": [(FLAGS, {"exact_elastic": 2})],
@@ -41,6 +43,8 @@ def recorded(tmp_path_factory, free):
         folder = tmp_path_factory.mktemp(name)
         for flags, changes in RUNS[name]:
             changes = {k: folder / x if x == "COPY" else x for k, x in changes.items()}
+            if changes.pop("lost", False):
+                shutil.rmtree(folder / "run/checkpoints")
             patch = RECORD.format(path=f"{folder}/process_")
             codes, errors = ends(folder / "run", free(), patch, *flags, **changes)
             assert codes == [0, 0], errors

@@ -1,6 +1,7 @@
 """The way back: archives that a publisher's own loader reads, and init_from again."""
 
 import functools
+import zipfile
 from pathlib import Path
 
 import jax
@@ -73,6 +74,8 @@ def test_what_was_read_is_written_as_it_was(one, tmp_path):
     (params, state), source = read(one, tmp_path / "published.npz")
     again = tmp_path / "again.npz"
     export_npz(again, params | leaves_of({}, state), PARAMS, source, one, "graphcast")
+    with zipfile.ZipFile(again) as archive:  # The same bytes at any time.
+        assert {x.date_time for x in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     expected = {
         "params": PARAMS,
         "state": STATE,

@@ -131,8 +131,19 @@ def test_a_config_s_run_is_brought_back(tmp_path, one_device):
     assert steps(workdir)[0] > 2  # It went on, and did not begin anew.
     shutil.rmtree(workdir / "checkpoints")
     config.batch_size = 7
-    with pytest.raises(ConfigError, match="another config"):
+    with pytest.raises(ConfigError, match="another config, and nothing was changed"):
         start.run(config, one_device, str(workdir))
+    assert steps(workdir) == []
+    # What a new run would refuse gets no copies.
+    (workdir / "config.json").unlink()
+    with pytest.raises(ConfigError, match="not known what made them"):
+        start.run(config, one_device, str(workdir))
+    shutil.rmtree(workdir)
+    workdir.mkdir()
+    (workdir / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="model.safetensors, which was exported"):
+        start.run(config, one_device, str(workdir))
+    assert [x.name for x in workdir.iterdir()] == ["model.safetensors"]
 
 
 def test_an_empty_mirror_is_none(tmp_path, monkeypatch):
