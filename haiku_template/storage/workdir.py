@@ -74,8 +74,8 @@ def _make_inner(workdir: Path, index: int) -> Path:
 def check(workdir: Path, config: dict[str, Any], returns: bool = False) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    `returns`: checkpoints that are lost will come back from a mirror.
-    Raises `ConfigError` for one in use, of another run, in part, or of exported files.
+    Raises `ConfigError` for one in use, of another run, in part, of exported files, or
+    without its checkpoints, unless a mirror `returns` them.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():
@@ -83,9 +83,7 @@ def check(workdir: Path, config: dict[str, Any], returns: bool = False) -> None:
         _check_contents(workdir, config, returns)
 
 
-def _check_contents(
-    workdir: Path, config: dict[str, Any], returns: bool = False
-) -> None:
+def _check_contents(workdir: Path, config: dict[str, Any], returns: bool) -> None:
     """Asserts what `check` does, under the lock."""
     if glob.has_magic(str(workdir.absolute())):
         raise ConfigError(
@@ -216,7 +214,7 @@ def open_workdir(
     """
     number, num_steps = steps or (1, None)
     with usable(workdir):
-        _check_contents(workdir, config)
+        _check_contents(workdir, config, False)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
             run = {"id": uuid.uuid4().hex, "steps_per_call": number}
