@@ -74,8 +74,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
 def check(workdir: Path, config: dict[str, Any], returns: bool = False) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    Raises `ConfigError` for one in use, of another run, in part, of exported files, or
-    without its checkpoints, unless a mirror `returns` them.
+    `ConfigError`: it is in use, another's, exported, or, unless it `returns`, in part.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():
