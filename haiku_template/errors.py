@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
-# ORG/NAME on Hugging Face's hub, and those of GPT-2; endings that tell a file.
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", re.ASCII)
-GPT2 = re.compile("()(gpt2(?:-medium|-large|-xl)?)")
+# NAME or ORG/NAME on Hugging Face's hub, and endings that tell a file.
+HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/)?([A-Za-z0-9][\w.-]*)", re.ASCII)
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # Of no ORG.
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 
@@ -120,10 +120,11 @@ def download(path: str | Path, kind: str = "model") -> str:
         the name of a model of GPT-2.
       kind: the hub's `model` or `dataset`.
     """
-    pattern = GPT2 if kind == "model" and str(path).startswith("gpt2") else HUB_ID
-    match = pattern.fullmatch(str(path))
-    is_file = Path(path).suffix in FILE_ENDINGS
-    if not match or is_file or (match[1] and Path(match[1]).exists()):
+    match = HUB_ID.fullmatch(str(path))
+    if not match or Path(path).suffix in FILE_ENDINGS:
+        return ""
+    known = GPT2 if kind == "model" else ()
+    if Path(match[1]).exists() if match[1] else match[2] not in known:
         return ""
     option = "" if kind == "model" else f" --repo-type {kind}"
     return (

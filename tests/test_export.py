@@ -263,13 +263,11 @@ def exported_of(run, folder):
 
 
 @pytest.mark.parametrize("name", ["always", "if there is a key"])
-def test_a_model_that_draws_in_evaluation_is_exported_as_it_predicts(
-    tmp_path, one_device, name
-):
-    pytest.importorskip("flatbuffers")
-    run, inputs = of_script(draws(name), tmp_path / "run", one_device)
-    found = exported_of(run, tmp_path / "out").call(inputs)
-    np.testing.assert_allclose(found, run.predict(inputs), atol=1e-6)
+def test_a_model_that_draws_in_evaluation_is_refused(tmp_path, one_device, name):
+    run, _ = of_script(draws(name), tmp_path / "run", one_device)
+    with pytest.raises(ConfigError, match="cannot be exported.*only if is_training"):
+        export_stablehlo(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_program_that_draws_nothing_has_no_key(tmp_path, one_device):
@@ -279,11 +277,12 @@ def test_a_program_that_draws_nothing_has_no_key(tmp_path, one_device):
         layers = hk.layer_stack(2)(lambda x: jax.nn.relu(hk.Linear(3)(x)))
         return hk.Linear(2)(layers(inputs))
 
+    pytest.importorskip("flatbuffers")
     run, inputs = of_script(hk.transform(stacked), tmp_path / "run", one_device)
+    outputs = exported_of(run, tmp_path / "out").call(inputs)
+    np.testing.assert_allclose(outputs, run.predict(inputs), atol=1e-6)
     model, variables = run.model()
     assert "random" not in str(jax.make_jaxpr(model)(variables, inputs))
-    outputs = jax.jit(model)(variables, inputs)
-    np.testing.assert_allclose(outputs, run.predict(inputs), atol=1e-6)
     assert model(variables, inputs[:0]).shape == (0, 2)
 
 

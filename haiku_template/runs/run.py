@@ -8,7 +8,6 @@ from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
@@ -20,15 +19,13 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning import ADAPTERS, Plan, check_same_frozen, read_facts
 from haiku_template.models import Family, plain_outputs
 from haiku_template.models.attention import for_devices
-from haiku_template.models.forms import inputs_of, with_state
+from haiku_template.models.forms import with_state
 from haiku_template.models.precision import Precision
 from haiku_template.preflight import fingerprint
 from haiku_template.reporting import plots
 from haiku_template.storage.checkpoint import restore
 from haiku_template.training import Experiment, Trainer
-from haiku_template.training.evaluation import evaluation_rng
 from haiku_template.training.experiment import check_code, family_of
-from haiku_template.training.initial import dependents
 from haiku_template.training.state import TrainState
 
 
@@ -145,8 +142,8 @@ class Run:  # Why: docs/decisions/house.md#run
         """Pure function of (variables, inputs [B, ...]), and the variables.
 
         It gives the outputs of evaluation, [B, ...], and is for `jax.jit`, `jax.grad`
-        and `jax.vmap`. Variables are parameters, network state and step. Each call of a
-        model that draws random numbers has the PRNG key of a set's first batch.
+        and `jax.vmap`. Variables are parameters, network state and step. A third
+        argument is the model's PRNG key, by default None.
         """
         self.check_outputs()
         experiment = self.trainer.experiment
@@ -163,25 +160,11 @@ class Run:  # Why: docs/decisions/house.md#run
             facts, _ = run_model(recipe, variables, {}, batch, (rng, None), False)
             return plain_outputs(facts["outputs"])
 
-        def drawing(variables: Any, inputs: Any) -> Any:
-            places = jnp.arange(jax.tree.leaves(inputs)[0].shape[0])
-            return forward(variables, inputs, evaluation_rng(recipe, places))
-
+        function = with_axis(forward, self.devices.axis_name)
         params, net_state = self.parameters()
         if self.trainer.recipe.plan.frozen:
             params = self.devices.replicate(params)
-        variables = params, net_state, np.int32(self.step)
-        axis_name = self.devices.axis_name
-        batch = inputs_of(self.trainer.feed.example, recipe.task.whole_batch)
-
-        def of_key(rng: Any) -> Any:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-            return forward(variables, zeros, rng)
-
-        rows = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:1], jnp.int32)
-        key = jax.eval_shape(functools.partial(evaluation_rng, recipe), rows)
-        draws = dependents(of_key, key, axis_name)[1]
-        return with_axis(drawing if draws else forward, axis_name), variables
+        return function, (params, net_state, np.int32(self.step))
 
     @property
     def family(self) -> Family | None:

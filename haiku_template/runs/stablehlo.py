@@ -9,6 +9,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
@@ -17,6 +18,9 @@ from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
+from haiku_template.training.evaluation import evaluation_rng
+from haiku_template.training.initial import dependents
+from haiku_template.training.state import Recipe
 
 PLATFORMS = ("cpu", "cuda")  # Why: docs/decisions/finetuning.md#lowered
 MOST_BYTES = 2**31  # Most that jax.export and ONNX serialize, parameters included.
@@ -58,7 +62,8 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
 def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
     """Outputs [B, ...] as a function of the inputs, and inputs of the largest shape.
 
-    Raises `ConfigError` for parameters that are too large for a file of a program.
+    Raises `ConfigError` for parameters that are too large for a file of a program, and
+    outputs that depend on a PRNG key.
     """
     model, variables = run.model()
     variables = run.devices.fetch(variables)
@@ -69,7 +74,23 @@ def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
         )
     batch = each_shape(run.trainer.experiment.data.train)[0]
     inputs = inputs_of(batch, run.trainer.recipe.task.whole_batch)
-    return functools.partial(model, variables), inputs
+    program = functools.partial(model, variables)
+    _check_draws_nothing(program, inputs, run.trainer.recipe)
+    return program, inputs
+
+
+def _check_draws_nothing(
+    program: Callable[..., Any], inputs: Any, recipe: Recipe
+) -> None:
+    """Raises `ConfigError` unless outputs are the same with any key of evaluation."""
+    places = jax.ShapeDtypeStruct(jax.tree.leaves(inputs)[0].shape[:1], jnp.int32)
+    key = jax.eval_shape(functools.partial(evaluation_rng, recipe), places)
+    # Layers in a stack ask for a key, too, and do without.
+    if dependents(functools.partial(program, inputs), key, None)[1]:
+        raise ConfigError(
+            "the model cannot be exported: its outputs depend on a PRNG key in "
+            "evaluation, too; let it draw random numbers only if is_training"
+        )
 
 
 def export_forward(
@@ -85,9 +106,8 @@ def export_forward(
         size = "of any size"
         specs = jax.export.symbolic_args_specs(specs, "b, ...")
     try:
-        exported = jax.export.export(jax.jit(of_dictionaries), platforms=PLATFORMS)(
-            specs
-        )
+        export = jax.export.export(jax.jit(of_dictionaries), platforms=PLATFORMS)
+        exported = export(specs)
         return exported, exported.serialize()
     except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
@@ -99,7 +119,7 @@ def export_forward(
 
 
 def _in_dictionaries(tree: Any) -> Any:
-    """Named tuples as dictionaries: JAX serializes no class of a user's."""
+    """Named tuples as dictionaries, which `jax.export` can serialize."""
     is_named = lambda x: hasattr(x, "_asdict")  # noqa: E731
     plain = lambda x: _in_dictionaries(x._asdict()) if is_named(x) else x  # noqa: E731
     return jax.tree.map(plain, tree, is_leaf=is_named)

@@ -57,10 +57,10 @@ def run(
             return
     saved = to_dict(config)
     devices.processes.agree(flatten(saved, "config."))  # As --fit has made it.
-    returns = bool(config.mirror) and devices.processes.first(_copied(config.mirror))
-    check_workdir(Path(workdir), saved, returns)
+    mirrored = bool(config.mirror) and devices.processes.first(_copied(config.mirror))
+    check_workdir(Path(workdir), saved, mirrored)
     if rewind is not None and not dry_run:
-        _go_back(devices, Path(workdir), rewind)
+        _go_back(devices, Path(workdir), rewind, config.mirror if mirrored else None)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
@@ -90,9 +90,8 @@ def _copied(mirror: str) -> bool:
 
 def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
     """`train` of the module that `config.loop` names, by default the template's."""
-    if config.loop is None:
-        return loop.train
-    return users_module("loop", config.loop, "train").train
+    is_own = config.loop is not None
+    return (users_module("loop", config.loop, "train") if is_own else loop).train
 
 
 def fitted(
@@ -124,10 +123,15 @@ def fitted(
     return config
 
 
-def _go_back(devices: DeviceManager, workdir: Path, steps: str) -> None:
+def _go_back(
+    devices: DeviceManager, workdir: Path, steps: str, mirror: str | None
+) -> None:
     from haiku_template.runs.rewind import go_back
+    from haiku_template.storage.mirror import bring_back
 
     if devices.processes.index == 0:
+        if mirror is not None:  # What is lost has to be back before.
+            bring_back(workdir, Path(mirror).expanduser())
         go_back(workdir, steps)
     devices.processes.first(None)  # All wait for it.
 

@@ -179,7 +179,7 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
     if (workdir / workdirs.CHECKPOINTS).is_symlink():
         return  # Which a run refuses.
     if config is not None:
-        workdirs.check_same_run(folder, config)
+        workdirs.check_same_run(folder, config, False)
     with workdirs.locked(workdir), workdirs.usable(workdir):
         steps = workdirs.saved_steps(folder / workdirs.CHECKPOINTS)
         logger.warning(

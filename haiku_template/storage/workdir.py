@@ -71,18 +71,19 @@ def _make_inner(workdir: Path, index: int) -> Path:
     return inner
 
 
-def check(workdir: Path, config: dict[str, Any], returns: bool = False) -> None:
+def check(workdir: Path, config: dict[str, Any], mirrored: bool = False) -> None:
     """Asserts that a run with this config may start in `workdir`; writes nothing.
 
-    `ConfigError`: it is in use, another's, exported, or, unless it `returns`, in part.
+    Raises `ConfigError` if it is in use, of another run, or of exported files, or if
+    its checkpoints are lost and not `mirrored`: those will be brought back.
     """
     with usable(workdir):
         if (workdir / LOCK).exists():
             _wait_for_lock(workdir, lambda: not is_locked(workdir))
-        _check_contents(workdir, config, returns)
+        _check_contents(workdir, config, mirrored)
 
 
-def _check_contents(workdir: Path, config: dict[str, Any], returns: bool) -> None:
+def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> None:
     """Asserts what `check` does, under the lock."""
     if glob.has_magic(str(workdir.absolute())):
         raise ConfigError(
@@ -99,7 +100,7 @@ def _check_contents(workdir: Path, config: dict[str, Any], returns: bool) -> Non
             "exported parameters, config.finetuning.adapters from adapters)"
         )
     if (workdir / CONFIG).exists():
-        return check_same_run(workdir, config, returns)
+        return check_same_run(workdir, config, mirrored)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
     if names := [name for name in names if (workdir / name).exists()]:
         raise ConfigError(
@@ -108,12 +109,10 @@ def _check_contents(workdir: Path, config: dict[str, Any], returns: bool) -> Non
         )
 
 
-def check_same_run(
-    workdir: Path, config: dict[str, Any], returns: bool = False
-) -> None:
+def check_same_run(workdir: Path, config: dict[str, Any], mirrored: bool) -> None:
     """Raises `ConfigError` for another run's workdir, or one with missing files."""
     run = read_json(workdir / RUN)
-    if (is_empty := not has_checkpoints(workdir)) and not returns:
+    if (is_empty := not has_checkpoints(workdir)) and not mirrored:
         return _check_nothing_lost(workdir, run)
     saved = read_json(workdir / CONFIG)
     if lines := differences(fixed(completed(saved)), fixed(completed(config))):

@@ -78,8 +78,7 @@ def placed_inputs(
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
-    `whole_batch` is a task's; `alone` makes a context to read in. Raises `ConfigError`
-    for a set without a batch.
+    `whole_batch` is a task's, `alone` a context to read in; `ConfigError` if empty.
     """
     if dataset.num_batches < 1:
         raise ConfigError("there are no examples to predict: the set has no batch")

@@ -130,6 +130,9 @@ def test_a_config_s_run_is_brought_back(tmp_path, one_device):
         assert steps(workdir)[-1] == num_steps
     assert steps(workdir)[0] > 2  # It went on, and did not begin anew.
     shutil.rmtree(workdir / "checkpoints")
+    start.run(config, one_device, str(workdir), rewind="7")
+    assert steps(workdir)[-1] == 8 and [*workdir.glob("*.before")] == []
+    shutil.rmtree(workdir / "checkpoints")
     config.batch_size = 7
     with pytest.raises(ConfigError, match="another config, and nothing was changed"):
         start.run(config, one_device, str(workdir))
