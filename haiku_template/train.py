@@ -51,7 +51,7 @@ flags.DEFINE_flag(
         flags.EnumParser(["true", "false", "apply"]),
         None,
         "fit",
-        "false",
+        None,
         "Try what makes the run fit, and print the cheapest; =apply: the run takes it.",
         boolean=True,
     )
@@ -132,7 +132,7 @@ def _several_targets() -> None:
 
     text, trainers = FLAGS.device_memory_limit, {}
     limit, workdir = text and parse_bytes(text), Path(FLAGS.workdir or NOWHERE)
-    if FLAGS.fit != "false":
+    if FLAGS.fit not in (None, "false"):
         return start.fit_targets(FLAGS.config, targets, workdir, limit)
     for name, devices in targets.items():
         trainer = Experiment.from_config(FLAGS.config, devices).trainer(devices)

@@ -184,6 +184,7 @@ def test_help_lists_the_keys_of_the_config(command):
     shown = command("train", *flags).stdout
     assert "keys of configs/digits.py, and their values" in shown
     assert "\n  --config.num_steps=7\n" in shown and "--device" in shown
+    assert "--[no]fit" in shown and "(default: 'true')" not in shown  # None is on.
 
 
 def test_parts_of_others_are_sentences(tmp_path):

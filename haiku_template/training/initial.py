@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import haiku as hk
@@ -16,7 +16,7 @@ from haiku_template.data import whole_batches
 from haiku_template.devices import DeviceManager, Layout, canonical_shapes
 from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.transfer import check_host_batch
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, unflatten
 from haiku_template.stored import is_form
@@ -65,6 +65,8 @@ class Initializer:
         if experiment.finetuning != tuning.Finetuning():
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
             plan = tuning.make_plan(experiment.finetuning, _named(self._params), axes)
+        if experiment.step is None:
+            _check_gradients(plan.trained, flatten(self._params))
         if experiment.init_from is not None:  # These do not depend on the batch.
             read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
@@ -183,6 +185,16 @@ class Initializer:
 
     def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
         return self.recipe.plan.split(self._first(inputs)["params"])[1]
+
+
+def _check_gradients(trained: Iterable[str], shapes: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a parameter to train that is of whole numbers."""
+    kinds = {k: x.dtype for k, x in shapes.items() if k in trained}
+    if odd := [k for k, x in kinds.items() if not jnp.issubdtype(x, jnp.inexact)]:
+        raise ConfigError(
+            f"{some(odd)} would train, and {kinds[odd[0]]} has no gradient; make it by "
+            "hk.get_state, or let finetuning.train name the other parameters"
+        )
 
 
 def init_model(

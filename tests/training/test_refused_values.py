@@ -13,6 +13,7 @@ import pytest
 from haiku_template.config import RANGES
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.errors import ConfigError, NonFiniteError, PlacementError
+from haiku_template.finetuning import Finetuning
 from haiku_template.models import losses
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
@@ -403,3 +404,24 @@ def test_complex_parameters_descend_in_both_parts(
     assert losses[0] == pytest.approx(18, rel=1e-5) and losses[-1] < 0.1
     weights = devices.fetch(result.state.params)["~"]["w"]
     assert np.abs(weights).max() < 0.1
+
+
+# Parameters without a gradient.
+
+
+def permuted(x):
+    def order(shape, dtype):
+        return jnp.arange(shape[0], dtype=dtype)
+
+    return hk.Linear(2)(x[:, hk.get_parameter("order", [3], jnp.int32, order)])
+
+
+def test_a_parameter_of_whole_numbers_does_not_train(one_device):
+    model = hk.transform(permuted)
+    with pytest.raises(ConfigError, match="~/order would train, and int32 has no"):
+        made(one_device, lambda step: batch(), model=model)
+    others = Finetuning(train=("linear/*",))
+    trainer = made(one_device, lambda step: batch(), model=model, finetuning=others)
+    state = trainer.init()
+    new, scalars = trainer.step(state, one_device.shard(batch()))
+    assert np.isfinite(scalars["loss"]) and new.frozen["~"]["order"].dtype == np.int32
