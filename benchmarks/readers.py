@@ -828,5 +828,6 @@ ELSEWHERE = {
     "storage.mirror": "copies files, which `checkpoint` then reads",
     "haiku_text.prepare": "asks for the first bytes of a text, and copies a tokenizer",
     "haiku_text.huggingface.export_like": "a folder that `weights` has read",
+    "haiku_text.huggingface.export": "a tokenizer.json, which `Tokenizer` has read",
     "pretrained.archive._copy_others": "an archive that `weights` has read",
 }

@@ -10,7 +10,8 @@ is {"text": "A fine film.", "label": "positive"}. All parameters train;
 with `--config.finetuning.lora.rank=8`. For Hugging Face's own classifiers train with
 `--config.model.pooling=cls`: they cannot average the tokens, which only
 `--format=stablehlo` exports. To start from such a folder, its head included:
-`--config.finetuning.fresh='()'`.
+`--config.finetuning.fresh='()'`, and `--config.data.classes="('positive','negative')"`
+where its classes are not in the order of their names.
 
 Lab record, all-MiniLM-L6-v2 on 9,531 snippets of film reviews, positive or negative by
 their mean rating (vaderSentiment 3.3.2's sources, movieReviewSnippets_GroundTruth.txt),
@@ -45,6 +46,7 @@ def get_config() -> config_dict.ConfigDict:
         "vocab_size": placeholder(int),
         "validation_path": placeholder(str),
         "validation_fraction": 0.1,
+        "classes": (),  # In the order of FOLDER's head, if that is kept.
         "placement": "host",
     }
     # Its sizes are FOLDER's.

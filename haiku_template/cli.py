@@ -333,7 +333,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
             argv, file = _shipped(argv, file)
         if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
             argv = _print_keys(argv)
-        argv = _without_overridden(argv)
+        argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {word: LITERAL.fullmatch(word) for word in argv}
         arguments = FLAGS([word for word in argv if not literals[word]])
         if len(arguments) > 1 and not has_arguments:

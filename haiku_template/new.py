@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
     signals.install()
 
+import os
 import runpy
 import shutil
 import sys
@@ -36,7 +37,13 @@ def main(words: list[str]) -> int:
     if copies:
         if Path(copies[0]).exists():
             return _refuse(f"{copies[0]} exists, and nothing is overwritten")
-        shutil.copytree(home, copies[0])
+        partial = Path(f"{copies[0]}.{os.getpid()}")
+        try:
+            shutil.copytree(home, partial)
+            partial.rename(copies[0])
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            return _refuse(f"{copies[0]} cannot be written: {error}")
         print(f"{copies[0]}: {len(list(home.glob('*.ipynb')))} notebooks")
         return 0
     if name is not None:

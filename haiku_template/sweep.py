@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,11 @@ def _train_here(members: list[Member]) -> dict[str, int]:
 
 def _state(member: Member) -> str:
     """State of a run with nothing to do; raises `ConfigError` for another's workdir."""
-    from haiku_template.runs import comparison
+    from haiku_template.runs import comparison, start
     from haiku_template.storage import read, workdir
 
     values = config.to_dict(member.config)
-    workdir.check(member.workdir, values)
+    workdir.check(member.workdir, values, start.is_copied(member.config.mirror))
     saved = workdir.read_json(member.workdir / workdir.CONFIG)
     epochs = values.get("num_epochs")
     if epochs is not None and saved.get("num_epochs") == epochs:
@@ -108,7 +109,7 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
     places, waiting = shares(FLAGS.device, FLAGS.parallel), list(members)
     running: dict[subprocess.Popen, tuple[str, str, Any]] = {}
     codes: dict[str, int] = {}
-    ends = signals.called(lambda *_: [process.terminate() for process in running])
+    ends = signals.called(lambda *_: _end(running))
     with contextlib.ExitStack() as files, ends:
         while waiting or running:
             while waiting and places:
@@ -128,6 +129,14 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
                 word = (lines or [word])[-1] if code else "done"
                 print(f"          {name}: {word}", flush=True)
     return codes
+
+
+def _end(running: Iterable[subprocess.Popen]) -> None:
+    """Ends processes, and waits: in a container they end with this one."""
+    for process in (processes := [*running]):
+        process.terminate()
+    for process in processes:
+        process.wait()
 
 
 def _start(name: str, place: str, errors: Any) -> subprocess.Popen:

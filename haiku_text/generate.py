@@ -3,8 +3,8 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -59,7 +59,8 @@ def main() -> None:
             stream(token)  # The text of later tokens may depend on it.
     with run.devices.explicit_transfers():
         rows = generate(tokens, FLAGS.num_tokens)
-        _show(prompts, _pieces(rows, streams, tokenizer.end if special else None))
+        end = tokenizer.end if special else None
+        _show(prompts, generation.pieces(rows, streams, end))
 
 
 def read_prompts() -> list[str]:
@@ -84,6 +85,7 @@ def read_prompts() -> list[str]:
 
 def tokenizer_of(run: "Run") -> str:
     """Names the tokenizer of a run's data: `bytes`, or a file."""
+    from haiku_template.finetuning import trains_a_part
     from haiku_template.training.experiment import make_data
 
     try:
@@ -94,22 +96,12 @@ def tokenizer_of(run: "Run") -> str:
                 f"the data set{name} of the run does not say what its tokens stand for"
             )
     except ConfigError as error:  # Also of data that are not there any more.
+        if run.config and trains_a_part(run.config.finetuning):
+            raise  # Its frozen parameters need them, whatever the tokenizer.
         raise ConfigError(
             f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
         ) from error
     return data.text
-
-
-def _pieces(
-    rows: Iterable[Any], streams: list[Callable[[int], str]], end: int | None
-) -> Iterator[list[str]]:
-    """Decodes a token of each text at a time, until all have come to their `end`."""
-    left = dict(enumerate(streams))
-    for tokens in rows:
-        left = {i: stream for i, stream in left.items() if tokens[i] != end}
-        if not left:
-            return
-        yield [left[i](int(x)) if i in left else "" for i, x in enumerate(tokens)]
 
 
 def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:
@@ -126,6 +118,7 @@ def _show(prompts: list[str], pieces: Iterator[list[str]]) -> None:
 def guarded() -> None:
     """Runs `main`; a closed pipe or Ctrl-C ends it quietly."""
     signals.be_quiet()
+    sys.stdout.reconfigure(errors="replace")  # Characters that a terminal lacks.
     try:
         main()
     except BrokenPipeError:

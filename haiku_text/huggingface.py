@@ -1,5 +1,6 @@
 """Folders of Hugging Face's models: config.json, and safetensors in its names."""
 
+import fnmatch
 import functools
 import logging
 import re
@@ -18,6 +19,7 @@ from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import new_folder, read, save_tensors, tensors, to_json
 from haiku_template.pretrained.rules import TRANSFORMS, find, tensor_name
 from haiku_template.pretrained.tensors import read_json
+from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer
 from haiku_text.models import bert, gpt
 from haiku_text.models.family import Family
 
@@ -85,6 +87,32 @@ def describe(folder: str | Path, expected: Family | None = None) -> Description:
     return Description(config, family, arguments)
 
 
+def check_classes(
+    folder: str | Path, names: Sequence[str], fresh: Sequence[str]
+) -> None:
+    """Compares the classes of a classifier's head with those of the data.
+
+    Raises `ConfigError` if they have another order, and warns of other names. A head
+    that is `fresh`, patterns of paths, has none.
+    """
+    labels = describe(folder).config.get("id2label")
+    is_new = any(fnmatch.fnmatchcase(f"{bert.HEAD}/w", x) for x in fresh)
+    if is_new or not isinstance(labels, dict):
+        return
+    order = [str(labels[k]) for k in sorted(labels, key=lambda k: (len(k), k))]
+    fault = f"the classes of the head in {folder} are {order}"
+    ours, theirs = ([x.casefold() for x in xs] for xs in (names, order))
+    if sorted(ours) != sorted(theirs):
+        if not all(map(str.isdecimal, names)):  # Which are the head's own numbers.
+            logger.warning("%s, taken in this order for the data's %s", fault, names)
+    elif ours != theirs:
+        right = tuple(sorted(names, key=lambda name: theirs.index(name.casefold())))
+        raise ConfigError(
+            f"{fault}, and those of the data {names}, in another order; set "
+            f'--config.data.classes="{right}"'
+        )
+
+
 def to_config(family: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     """Makes the config.json of a model made here, for other software to load it.
 
@@ -140,18 +168,27 @@ def export(
     source: str | Path | None,
     arguments: dict[str, Any],
     class_names: Sequence[str],
+    tokenizer: str | None = None,
 ) -> None:
     """Writes a model as the folder `source` that it started from, or a new one.
 
-    `arguments` made the model. Raises as `export_like` and `export_new`, and
-    `ConfigError` if transformers would compute something else from the classifier.
+    `arguments` made the model; a new folder has the `tokenizer`, too. Raises as
+    `export_like` and `export_new`, and `ConfigError` if transformers would compute
+    something else from the classifier.
     """
     labels = family.describe_classes(params, arguments, class_names)
     if source is not None:
         export_like(source, folder, params, family.rules, devices, config=labels)
     else:
-        config = to_config(family, family.sizes(arguments)) | labels
-        export_new(folder, params, family.rules, devices, config=config)
+        config, files = to_config(family, family.sizes(arguments)) | labels, {}
+        if tokenizer is not None and Tokenizer(tokenizer).name != BYTES:
+            files[FILE] = Path(tokenizer).read_bytes()
+        if family.tables is not None:  # Else transformers takes GPT-2's own.
+            end = tokenizer and Tokenizer(tokenizer).end
+            config |= {"bos_token_id": None, "eos_token_id": end}
+            dropouts = ("embd_pdrop", "attn_pdrop")
+            config |= dict.fromkeys(dropouts, config["resid_pdrop"])
+        export_new(folder, params, family.rules, devices, config=config, files=files)
 
 
 def export_like(
@@ -230,12 +267,14 @@ def export_new(
     devices: DeviceManager,
     *,
     config: dict[str, Any],
+    files: dict[str, bytes] | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes the parameters of a model made here, in Hugging Face's names.
 
     Args:
       config: the content of config.json, as from `to_config`.
+      files: the content of others, by name.
       shard_bytes: the most that a file and host memory hold, unless one parameter has
         more.
 
@@ -256,7 +295,8 @@ def export_new(
     names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     if total == 1:
         names, located = [tensors.SINGLE], tensors.SINGLE
-    shards, files = dict(zip(names, groups, strict=True)), {CONFIG: to_json(config)}
+    shards = dict(zip(names, groups, strict=True))
+    files = (files or {}) | {CONFIG: to_json(config)}
     _write(Path(folder), shards, files, located, dict.fromkeys(names, FORMAT))
 
 

@@ -64,8 +64,9 @@ def _write(
     dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
-        for writer, files in zip(writers, file_sets, strict=True):
+        for writer in writers:
             stack.enter_context(signals.called(writer.__exit__))
+        for writer, files in zip(writers, file_sets, strict=True):
             with _progress("write", files) as report:
                 write_tokens(files, tokenizer, writer, report)
         for writer, files in zip(writers, file_sets, strict=True):
@@ -142,7 +143,8 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
         raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
     for path in [*outputs, *[tokenizer, beside] * (FLAGS.train_vocab_size is not None)]:
         if path.exists():
-            raise ConfigError(f"{path} exists; remove it, or name another file")
+            hint = ", or leave out --train_vocab_size to use it" * (path == tokenizer)
+            raise ConfigError(f"{path} exists; remove it, or name another file{hint}")
         if not path.parent.is_dir():
             raise ConfigError(f"the folder {path.parent} of {path.name} does not exist")
         if path in outputs and path.suffix != ".safetensors":

@@ -14,10 +14,10 @@ from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.reporting import tensorboard
 from haiku_template.runs.hooks import at_evaluations
-from haiku_template.storage.files import appended
+from haiku_template.storage.files import append_whole
 from haiku_template.training.trainer import Trainer
 from haiku_text.data import Tokenizer
-from haiku_text.generation import LanguageModel, Sampling, make_generate
+from haiku_text.generation import LanguageModel, Sampling, make_generate, pieces
 
 PROMPTS, BEGINNING, WRITTEN = 3, 16, 100  # Texts, and tokens of each.
 
@@ -43,7 +43,9 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     tokenizer = Tokenizer(data.text)
     # The first, alone: text is generated on one device.
     one = DeviceManager(devices.devices[:1], devices.reason, devices.ledger)
-    prompts = _beginnings(data.evaluation.batch(0))
+    batch = data.evaluation.batch(0)
+    # Where completions alone are learned, their ends are, too.
+    prompts, end = _beginnings(batch), tokenizer.end if "loss_mask" in batch else None
     precision = Precision.create(experiment.precision)
     board = tensorboard.Board(workdir, "samples")
     generators: list[Callable[..., Any]] = []  # Compiled at the first evaluation.
@@ -61,18 +63,16 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
             "".join(map(stream, prompt))
             for stream, prompt in zip(streams, prompts, strict=True)
         ]
-        written = [""] * len(prompts)
-        for tokens in generators[0](prompts, WRITTEN, params):
-            for i, token in enumerate(tokens.tolist()):
-                written[i] += streams[i](token)
+        rows = generators[0](prompts, WRITTEN, params)
+        columns = zip(*pieces(rows, streams, end), strict=True)
+        written = [*map("".join, columns)] or [""] * len(prompts)
         return lambda: write(step, texts, written)
 
     def write(step: int, texts: list[str], written: list[str]) -> None:
         pairs = list(zip(texts, written, strict=True))
-        with appended(workdir / "samples.jsonl") as file:
-            for prompt, text in pairs:
-                line = {"step": step, "prompt": prompt, "text": text}
-                file.write(json.dumps(line).encode() + b"\n")
+        lines = [{"step": step, "prompt": a, "text": b} for a, b in pairs]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        append_whole(workdir / "samples.jsonl", text.encode())
         # Indented, Markdown leaves them as they are.
         blocks = [f"    {a}|{b}".replace("\n", "\n    ") for a, b in pairs]
         board.write(step, tensorboard.text("samples", "\n\n---\n\n".join(blocks)))
@@ -82,7 +82,7 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
 
 def _beginnings(batch: dict[str, np.ndarray]) -> list[list[int]]:
     """First tokens of the first texts: prompts, where completions alone are learned."""
-    masks = batch.get("loss_mask", np.ones((PROMPTS, 1)))
-    ends = [int(mask.argmax()) + 1 for mask in masks]
-    pairs = zip(batch["inputs"][:PROMPTS], ends, strict=False)
-    return [row[: n if n > 1 else BEGINNING].tolist() for row, n in pairs]
+    rows, ends = batch["inputs"][:PROMPTS], [BEGINNING] * PROMPTS
+    if "loss_mask" in batch:
+        ends = [int(mask.argmax()) + 1 for mask in batch["loss_mask"]]
+    return [row[:n].tolist() for row, n in zip(rows, ends, strict=False)]

@@ -34,7 +34,7 @@ from haiku_template.runs import (
 from haiku_template.runs.start import run
 from haiku_template.training import Experiment, Task
 from haiku_template.training.trainer import with_state
-from haiku_text.huggingface import describe
+from haiku_text.huggingface import check_classes, describe
 from haiku_text.models import bert, gpt, multiply_out
 from haiku_text.models.gpt import PRESETS
 
@@ -594,3 +594,39 @@ def test_the_command_writes_and_says_mistakes_in_one_sentence(
         assert done.returncode == 64, done.stderr
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1 and words in lines[0], done.stderr
+
+
+def test_classes_of_a_head_are_those_of_the_data_in_their_order(
+    tmp_path, one_device, shared, caplog
+):
+    """Else a head would be taken for one of permuted classes, in silence."""
+    _, workdir = shared("bert")
+    run_, output = Run.open(workdir, one_device, "latest"), tmp_path / "out"
+    export_safetensors(run_, output)
+    assert describe(output).config["problem_type"] == "single_label_classification"
+    check_classes(output, ("bad", "good"), ())
+    check_classes(output, ("0", "1"), ())  # Its own numbers.
+    assert "head" not in caplog.text
+    check_classes(output, ("left", "right"), ())
+    assert "['bad', 'good'], taken in this order for the data's" in caplog.text
+    file = output / "config.json"
+    labels = {"id2label": {"0": "Good", "1": "Bad"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | labels))
+    check_classes(output, ("bad", "good"), ("bert/head/*",))
+    config = run_.config.copy_and_resolve_references()
+    config.init_from = str(output)
+    config.model = {"name": "bert", "pooling": "cls"}
+    with pytest.raises(ConfigError, match=r"data.classes=\"\('good', 'bad'\)\""):
+        Experiment.from_config(config, one_device)
+    config.data.classes = ("good", "bad")
+    data = Experiment.from_config(config, one_device).data
+    assert data.class_names == ("good", "bad")
+
+
+def test_a_gpt_made_here_says_what_ends_its_texts(tmp_path, one_device, shared):
+    """transformers takes 50256 for it, and rates of dropout of 0.1."""
+    _, workdir = shared("gpt")
+    export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
+    config = describe(tmp_path / "out").config
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
+    assert config["embd_pdrop"] == config["attn_pdrop"] == config["resid_pdrop"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from haiku_template import new as command
 from skeleton import new
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -412,3 +413,11 @@ def test_runs_with_nothing_installed():
     # -S: no site-packages; -I would also hide the working directory.
     done = run(ROOT, sys.executable, "-S", "skeleton/new.py", "--name=1")
     assert_refused(done, "cannot be a package")
+
+
+def test_notebooks_are_copied_whole_or_not_at_all(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command.main([f"--notebooks={tmp_path / 'file/books'}"]) == 64
+    assert "books cannot be written" in capsys.readouterr().err
+    assert command.main([f"--notebooks={tmp_path / 'books'}"]) == 0
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["books", "file"]

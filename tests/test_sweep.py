@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -221,3 +222,38 @@ def test_a_process_of_a_sweep_that_is_killed_is_said_as_a_shell_does():
     command = [sys.executable, "-c", KILLED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "seed=0: killed\n{'seed=0': 137}" in done.stdout, done.stderr
+
+
+ENDED = """
+import subprocess, sys
+from haiku_template import sweep
+
+code = '''
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(75)))
+print("ready", flush=True)
+time.sleep(60)
+'''
+command = [sys.executable, "-c", code]
+running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+for process in running:
+    process.stdout.readline()
+sweep._end(running)
+print([(process.poll(), process.stdout.read()) for process in running])
+"""
+
+
+def test_a_sweep_that_ends_waits_for_what_its_processes_save():
+    command = [sys.executable, "-c", ENDED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == str([(75, b"saved\n")] * 2), done.stderr
+
+
+@pytest.mark.slow
+def test_a_member_that_lost_its_checkpoints_comes_back_from_its_mirror(tmp_path):
+    flag = f"--config.mirror={tmp_path / 'm'}"
+    assert sweep_in(tmp_path / "s", "seed=0,1", flag).returncode == 0
+    shutil.rmtree(tmp_path / "s/seed=0/checkpoints")
+    done = sweep_in(tmp_path / "s", "seed=0,1", flag)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "s/seed=0/checkpoints/60").is_dir()

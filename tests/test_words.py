@@ -18,7 +18,7 @@ from haiku_template.data import (
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, DeviceError
 from haiku_template.models import mlp
-from haiku_template.runs import early_stop, start, train
+from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.trial import check_run
 from haiku_template.storage import read
 from haiku_template.training import Experiment, classification
@@ -44,7 +44,7 @@ def test_epochs_are_steps_and_the_first_lines_say_both(config, tmp_path, capsys)
     config.num_epochs = 3.0
     start.run(config, CPU, str(tmp_path / "run"))
     assert "resumed at step 18" in capsys.readouterr().out
-    assert evaluated(tmp_path / "run", CPU)[0] == 26
+    assert evaluated(tmp_path / "run", CPU)[0] == 27
 
 
 def endless(spec):
@@ -207,3 +207,33 @@ def test_parts_of_others_are_sentences(tmp_path):
     with pytest.raises(ConfigError, match="train\\(experiment.trainer\\(devices\\)"):
         train(Experiment(**parts), num_steps=1, workdir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def of_32(spec):
+    x, y = np.zeros((64, 3), np.float32), np.zeros(64, np.int32)
+    return from_split(Split(x, y, x, y), BatchSpec(32))
+
+
+def test_epochs_are_of_the_batches_that_the_data_makes(config, tmp_path):
+    config.data, config.num_epochs = {"name": "tests.test_words:of_32"}, 2.0
+    with pytest.raises(ConfigError, match="batch_size=8, and the data's are of 32"):
+        start.run(config, CPU, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_epoch_holds_each_example(config, tmp_path):
+    config.num_epochs = 1.0
+    assert start.in_steps(config, CPU).num_steps == 9  # 70 examples in batches of 8.
+
+
+def test_patience_without_evaluations_is_told(config, tmp_path, caplog):
+    config.num_steps, config.early_stop.patience = 2, 1
+    start.run(config, CPU, str(tmp_path / "run"))
+    assert "patience counts evaluations, and config.eval_every=None" in caplog.text
+
+
+def test_a_function_that_returns_a_trainer_is_no_experiment_s(tmp_path):
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", None, CPU, "latest", lambda devices: "a trainer")
+    with pytest.raises(ConfigError, match="--experiment returned a str, and no Exp"):
+        _ = run.trainer

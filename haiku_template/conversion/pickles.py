@@ -201,13 +201,17 @@ def load(path: Path, place: int = 0) -> Any:
     """Reads the pickle that begins at byte `place` of a file.
 
     Returns:
-      Containers, numbers and text; each array is an `Array`.
+      Containers, numbers and text; each array is an `Array`. Of several pickles, one
+      after another, it is a list.
 
     Raises `ConfigError` if it is damaged, or names anything that has no stand-in.
     """
     file = MappedFile(path, place)
     try:
-        return Reader(file).load()
+        trees = [Reader(file).load()]
+        while file.place < len(file.data):
+            trees.append(Reader(file).load())
+        return trees if len(trees) > 1 else trees[0]
     except ConfigError:
         raise
     except DAMAGE as error:

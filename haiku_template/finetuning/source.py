@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,8 @@ def open_source(
     """
     if init_from is None:
         return None
+    _check_readable(init_from)
     path, finetuning = Path(init_from), finetuning or Finetuning()
-    if not (init_from and os.access(path, os.R_OK)):
-        fault = "may not be read" if init_from and path.exists() else "is not there"
-        raise ConfigError(
-            f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
-            "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, "
-            "a safetensors file or .npz; if the files were moved, edit init_from in "
-            "the run's config.json" + download(init_from)
-        )
     if (path / ADAPTERS).is_file():
         raise ConfigError(
             f"config.init_from={init_from} holds adapters and no whole model; give the "
@@ -84,6 +77,19 @@ def open_source(
     if trees.is_tree(path):
         return functools.partial(read, list_tensors=_tensors_of_tree)
     return read
+
+
+def _check_readable(init_from: str) -> None:
+    if init_from and os.access(init_from, os.R_OK):
+        return
+    is_there = init_from and Path(init_from).exists()
+    fault = "may not be read" if is_there else "is not there"
+    raise ConfigError(
+        f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
+        "possible are a workdir, a Hugging Face or exported folder, an Orbax tree, a "
+        "safetensors file or .npz; if the files were moved, edit init_from in the "
+        "run's config.json" + download(init_from)
+    )
 
 
 def _tensors_of_tree(folder: Path) -> list[Tensor]:
@@ -167,6 +173,8 @@ def with_sizes(
     Other kinds of `init_from` change nothing. A key that contradicts the folder, or a
     damaged folder, is a `ConfigError`.
     """
+    if init_from is not None:
+        _check_readable(init_from)
     if not is_folder(init_from):
         return values
     sizes = _describe(init_from, family).arguments.items()
@@ -194,6 +202,11 @@ def vocabulary_of(init_from: str | None) -> int | None:
 
 def _describe(folder: str | Path, family: Family | None = None) -> Any:
     return resolve("init_from", "describe", HUGGING_FACE)(folder, family)
+
+
+def check_classes(folder: str, names: Sequence[str], fresh: Sequence[str]) -> None:
+    """Raises `ConfigError` if a classifier's folder has other classes than the data."""
+    resolve("init_from", "check_classes", HUGGING_FACE)(folder, names, fresh)
 
 
 def is_folder(init_from: str | None) -> bool:

@@ -34,4 +34,5 @@ MODELS: dict[str, Callable[..., Model] | str] = {
 HUGGING_FACE = {
     "describe": "haiku_text.huggingface:describe",
     "export": "haiku_text.huggingface:export",
+    "check_classes": "haiku_text.huggingface:check_classes",
 }

@@ -196,8 +196,8 @@ def _forward_arguments(
         except TypeError:
             continue
         second = parameters[1] if len(args) == 2 and len(parameters) > 1 else None
-        if second and second.default is not second.empty and "train" not in second.name:
-            continue  # An option of the user's, which has its default.
+        if second and "train" not in second.name and not second.name.startswith("_"):
+            continue  # An option of the user's, or its opposite: `deterministic`.
         return form
     raise ConfigError(
         f"the model is made of forward{signature}; possible are {FORWARDS}"

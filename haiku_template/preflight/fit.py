@@ -119,7 +119,8 @@ def _of_temporaries(
 ) -> Iterator[Candidate]:
     """Yields `base` with rematerialized blocks, with micro-batches, and with both."""
     again = _remat(trainer)
-    share = trainer.feed.batch_size // trainer.devices.num_devices
+    shares = trainer.experiment.exact_elastic or trainer.devices.num_devices
+    share = trainer.feed.batch_size // shares
     first = trainer.experiment.accumulate_steps + 1
     counts = [n for n in range(first, share + 1) if share % n == 0]
 

@@ -84,7 +84,8 @@ def read_published(
             _say_once(text, source, fact, some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
-    if state and not any(map(_is_state, tensors)) and beside.is_file():
+    may_have = state is None or state  # Patterns may be of what a pass leaves out.
+    if may_have and not any(map(_is_state, tensors)) and beside.is_file():
         tensors |= {MARK + path: x for path, x in read_headers(beside).items()}
     if state and not any(map(_is_state, tensors)):
         logger.warning(

@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
+from haiku_template.devices.layout import device_bytes
 from haiku_template.errors import ConfigError, some
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
@@ -225,7 +226,7 @@ def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
         places = ", ".join(sorted(set(map(describe, leaves))))
         rows.append((name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", places))
     total = f"{tree_size(groups):,} parameters"
-    totals = (total, "", "", f"{tree_bytes(groups):,}", "on each device")
+    totals = (total, "", "", f"{device_bytes(groups):,}", "on each device")
     columns = ("name", "shape", "dtype", "bytes", "where")
     return table("Parameters", columns, rows, [totals])
 

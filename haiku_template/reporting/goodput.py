@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +77,21 @@ def goodput(workdir: str | Path) -> dict[str, float]:
     with suppress(OSError, ValueError):
         for line in contents(Path(workdir) / GOODPUT, MOST_METRICS).splitlines():
             with suppress(ValueError, KeyError):  # A kill cuts off the last one.
-                row = parse(line, dict)
+                row = parse(line[line.rfind(b'{"time"') :], dict)
                 if not all(map(is_number, (row["time"], row["step"], *row.values()))):
                     continue
                 starts += [[]] * ("began" in row)
                 for rows in starts[-1:]:
                     rows.append(row)
     seconds: Counter[str] = Counter()
-    for rows, following in zip_longest(starts, starts[1:]):
-        seconds.update(_of_start(rows, following and following[0]["step"]))
+    for i, rows in enumerate(starts, 1):
+        later = (following[0]["step"] for following in starts[i:])
+        seconds.update(_of_start(rows, min(later, default=None)))
     return dict(seconds)
 
 
 def _of_start(rows: list[dict[str, Any]], resumed: int | None) -> Counter[str]:
-    """Seconds of a start, of which the next one resumed a step; None for the last."""
+    """Seconds of a start, up to the first step of those behind it; None: of none."""
     lost = f"lost {rows[-1].get('code', 'killed')}"
     compilation = rows[0].get("compilation", 0.0)
     starting = rows[0]["time"] - rows[0]["began"] - compilation

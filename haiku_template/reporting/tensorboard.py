@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from haiku_template.storage import metrics
-from haiku_template.storage.files import appended
+from haiku_template.storage.files import append_whole
 from haiku_template.storage.metrics import SUMMARY, event, sized, varint
 from haiku_template.storage.workdir import TENSORBOARD, write_atomically
 
@@ -32,8 +32,7 @@ class Board:
         data = event(SUMMARY, b"".join(values), step)
         if not self._path.exists():
             data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
-        with appended(self._path) as file:
-            file.write(data)
+        append_whole(self._path, data)
 
 
 def picture(tag: str, png: bytes) -> bytes:

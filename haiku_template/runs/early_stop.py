@@ -1,9 +1,11 @@
 """Early stopping."""
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
 
+from haiku_template.config import check_some
 from haiku_template.preflight.checks import check_measured
 
 
@@ -14,8 +16,14 @@ def early_stop(
 
     It ends a run after `patience` evaluations without a value of `metric` (such as
     `eval/loss`) that is better than the best by more than `min_delta`; `mode` is `min`
-    or `max`. Its attribute `reason` then says which was the best.
+    or `max`. Its attribute `reason` then says which was the best. Raises `ConfigError`
+    for values out of their ranges.
     """
+    options = {"mode": mode, "patience": patience, "min_delta": min_delta}
+    check_some({f"early_stop.{key}": value for key, value in options.items()})
+
+    def has_metrics(row: dict[str, Any]) -> bool:
+        return any(name.startswith("eval/") for name in row)
 
     # Why: docs/decisions/training.md#early-stopping
     def stops(rows: list[dict[str, Any]]) -> bool:
@@ -27,6 +35,13 @@ def early_stop(
         sign, best = -1 if mode == "max" else 1, 0
         # A step counts once; None, which is no number, is no better than any.
         values = {row["step"]: row[metric] for row in rows if metric in row}
+        if kind != "eval/":  # Lines are not evaluations: the last one before each.
+            steps, evaluated = (
+                sorted(values),
+                {x["step"] for x in rows if has_metrics(x)},
+            )
+            places = ((i, bisect.bisect(steps, i)) for i in sorted(evaluated))
+            values = {i: values[steps[n - 1]] for i, n in places if n}
         points = [(sign * math.inf if x is None else x, i) for i, x in values.items()]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:

@@ -286,7 +286,8 @@ class _Run(NamedTuple):
         self.report.training(steps[-1], values | derived, speed)
 
     def _stops_early(self) -> bool:
-        stops = self.stop_when(read(self.workdir / workdirs.METRICS))
+        with self.trainer.devices.implicit_transfers():
+            stops = self.stop_when(read(self.workdir / workdirs.METRICS))
         if not self.trainer.devices.processes.first(stops):
             return False
         reason = getattr(self.stop_when, "reason", "as the evaluations so far say")
@@ -294,8 +295,9 @@ class _Run(NamedTuple):
         return True
 
     def _tell(self, what: str, step: int, state: TrainState, values: Any) -> None:
-        for hook in self.hooks:
-            hook(Event(what, step, state, values))
+        with self.trainer.devices.implicit_transfers():  # A user's own arithmetic.
+            for hook in self.hooks:
+                hook(Event(what, step, state, values))
 
     def _evaluate(self, step: int, state: TrainState, stop: int) -> Metrics | None:
         """Evaluates, if it is due and there is data to evaluate on."""

@@ -162,6 +162,8 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
             text = "step %d is that of %s, and copied from there"
             logger.warning(text, step, places[place].directory)
             mirror.give_back(step)
+        if mirror is not None:
+            mirror.update()  # It may be new, or cut off.
         facts = places[place].saved_facts(step)
         _warn_of_changes(step, facts, checkpoints.facts(step))
     processes.first(None)  # All read what the first has copied or renamed.

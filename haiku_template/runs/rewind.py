@@ -57,7 +57,7 @@ def go_back(workdir: Path, text: str) -> None:
     the same command resumes the run. Raises `ConfigError` if the steps are not
     understood, the run has no checkpoint before them, or is running.
     """
-    with workdirs.locked(workdir):
+    with workdirs.locked(workdir), workdirs.usable(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)
         before = workdirs.left_out(workdir)
         steps = {*before} | steps_of(text, workdir)

@@ -84,6 +84,9 @@ class Run:  # Why: docs/decisions/house.md#run
             experiment = self.script
         else:
             experiment = self.script(self.devices)
+            if not isinstance(experiment, Experiment):
+                kind = type(experiment).__name__
+                raise ConfigError(f"--experiment returned a {kind}, and no Experiment")
         experiment = dataclasses.replace(experiment, placement="host")
         trainer = experiment.trainer(self.devices)
         is_cut = self.config is not None and self.config.eval_batches is not None

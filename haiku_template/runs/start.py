@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def run(
             return
     saved = to_dict(config)
     devices.processes.agree(flatten(saved, "config."))  # As --fit has made it.
-    mirrored = bool(config.mirror) and devices.processes.first(_copied(config.mirror))
+    mirrored = bool(config.mirror) and devices.processes.first(is_copied(config.mirror))
     check_workdir(Path(workdir), saved, mirrored)
     if rewind is not None and not dry_run:
         _go_back(devices, Path(workdir), rewind, config.mirror if mirrored else None)
@@ -65,6 +66,8 @@ def run(
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
     trainer = experiment.trainer(devices)
+    if config.num_epochs is not None:
+        _check_batch_size(config, trainer.feed.batch_size)
     if dry_run:
         return print_budget(settle(trainer, Path(workdir), memory_limit), memory_limit)
     how = {key: config[key] for key in LOOP_KEYS} | {"config": saved}
@@ -83,9 +86,17 @@ def run(
         raise
 
 
-def _copied(mirror: str) -> bool:
+def _check_batch_size(config: config_dict.ConfigDict, size: int) -> None:
+    if size != config.batch_size:
+        raise ConfigError(
+            f"config.num_epochs counts batches of config.batch_size={config.batch_size}"
+            f", and the data's are of {size}; give config.num_steps"
+        )
+
+
+def is_copied(mirror: str | None) -> bool:
     """True if a mirror has a run's checkpoints, and the loop can bring them back."""
-    return has_checkpoints(Path(mirror).expanduser())
+    return bool(mirror) and has_checkpoints(Path(mirror).expanduser())
 
 
 def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
@@ -138,6 +149,11 @@ def _go_back(
 
 def _warn_of_unsaved(config: config_dict.ConfigDict) -> None:
     saves, evaluates = config.save_every, config.eval_every
+    if evaluates is None:
+        logger.warning(
+            "config.early_stop.patience counts evaluations, and config.eval_every=None "
+            "makes one, at the end"
+        )
     if config.keep_best and evaluates and (not saves or evaluates % saves):
         logger.warning(
             f"config.save_every={saves}: the step whose {config.early_stop.metric} is "
@@ -204,5 +220,5 @@ def in_steps(
             f"size, and a {type(dataset).__name__} has no num_examples; give "
             "config.num_steps, or your data set that attribute"
         )
-    config.num_steps = max(1, round(config.num_epochs * size / config.batch_size))
+    config.num_steps = math.ceil(config.num_epochs * size / config.batch_size - 1e-6)
     return config

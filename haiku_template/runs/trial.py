@@ -7,10 +7,12 @@ import io
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from haiku_template import signals
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs.limits import with_eval_batches
@@ -38,7 +40,7 @@ def check_run(config: Any, devices: DeviceManager) -> None:
     batch = experiment.data.train.batch(0)
     data = experiment.data._replace(train=SimpleNamespace(batch=lambda step: batch))
     experiment = dataclasses.replace(experiment, data=data, steps_per_call=1)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, signals.called(lambda *_: rmtree(folder)):
         train = functools.partial(loop_of(config), workdir=Path(folder) / "run")
         shown = _train(train, experiment.trainer(devices), STEPS)
         _train(train, experiment.trainer(devices), STEPS + 1)

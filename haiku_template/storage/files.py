@@ -29,6 +29,18 @@ def appended(path: Path) -> BinaryIO:
     return bounded.opened(path, "ab", flags)
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Appends all of `data`, or raises `OSError` and leaves the file as it was."""
+    with appended(path).detach() as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            os.ftruncate(file.fileno(), size)
+            raise
+
+
 class Note:  # Why: docs/decisions/storage.md#notes
     """A file to append to, text or bytes: only its first error is a warning.
 

@@ -22,8 +22,9 @@ from haiku_template.storage.files import dispensable
 logger = logging.getLogger(__name__)
 
 # What a run needs beside its checkpoints to go on.
-NAMES = (workdirs.CONFIG, workdirs.RUN, workdirs.PROGRAM, workdirs.BASE)
-MOST_BYTES = 2**24  # Of each of them.
+# The run's id is first: a config alone is another's.
+NAMES = (workdirs.RUN, workdirs.CONFIG, workdirs.PROGRAM, workdirs.BASE)
+NAMES += (workdirs.METRICS,)  # By which early stopping goes.
 CLOSING_SECONDS = 600.0  # At the end of a run, for a copy that is under way.
 
 
@@ -87,8 +88,13 @@ class _Copies(Checkpoints):
     @property
     def steps(self) -> list[int]:
         """Steps on disk, but for those that the run went back from."""
-        folder = self._workdir / workdirs.CHECKPOINTS
-        return [x for x in super().steps if not any(folder.glob(f"{x}.rewound*"))]
+
+        def is_rewound(step: int) -> bool:
+            rewound = (self._workdir / workdirs.CHECKPOINTS).glob(f"{step}.rewound*")
+            copy = _manifest(self.directory / str(step))  # It may be of a later save.
+            return any(_manifest(folder) == copy for folder in rewound)
+
+        return [step for step in super().steps if not is_rewound(step)]
 
     def restore(self, *args: Any) -> Any:
         """Restores as `Checkpoints.restore` does; what is not there is damaged."""
@@ -105,15 +111,17 @@ class _Copies(Checkpoints):
 def copy_run(source: Path, target: Path) -> None:
     """Copies what a run needs to go on, and its checkpoints; removes older ones.
 
-    Raises `OSError`, or `ValueError` for a checkpoint that is damaged.
+    Raises `OSError`, `ValueError` for a checkpoint that is damaged, or `ConfigError`
+    for a folder that another run has taken.
     """
+    check(source, target)
     steps = workdirs.saved_steps(source / workdirs.CHECKPOINTS)
     folder = target / workdirs.CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.remove_unfinished(folder)
     for name in NAMES:
         if (source / name).is_file():
-            data = bounded.contents(source / name, MOST_BYTES)
+            data = bounded.contents(source / name, workdirs.MOST_METRICS)
             workdirs.write_atomically(target / name, data)
     for step in sorted(steps, reverse=True):
         _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
@@ -154,6 +162,11 @@ def check(workdir: Path, folder: Path) -> None:
     """Raises `ConfigError` for a mirror that is the workdir, or of another run."""
     if folder.resolve() == workdir.resolve():
         raise ConfigError(f"config.mirror={folder} is --workdir; use another disk")
+    if (folder / workdirs.CONFIG).exists() and not (folder / workdirs.RUN).exists():
+        raise ConfigError(
+            f"config.mirror={folder} holds a {workdirs.CONFIG} that is no run's, and "
+            "nothing is overwritten; use another folder"
+        )
     run = workdirs.run_id(workdir)
     if run is None or not workdirs.has_checkpoints(folder):
         return
@@ -179,7 +192,11 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
     if (workdir / workdirs.CHECKPOINTS).is_symlink():
         return  # Which a run refuses.
     if config is not None:
-        workdirs.check_same_run(folder, config, False)
+        try:
+            workdirs.check_same_run(folder, config, False)
+        except ConfigError as error:
+            sentence = str(error).replace("another --workdir", "another config.mirror")
+            raise ConfigError(sentence) from error
     with workdirs.locked(workdir), workdirs.usable(workdir):
         steps = workdirs.saved_steps(folder / workdirs.CHECKPOINTS)
         logger.warning(
@@ -188,7 +205,7 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
         )
         for name in NAMES:
             if (folder / name).is_file() and not (workdir / name).exists():
-                data = bounded.contents(folder / name, MOST_BYTES)
+                data = bounded.contents(folder / name, workdirs.MOST_METRICS)
                 workdirs.write_atomically(workdir / name, data)
         copies = workdir / f"{workdirs.CHECKPOINTS}.copied"  # Half of them are no run.
         shutil.rmtree(copies, ignore_errors=True)

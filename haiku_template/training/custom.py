@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.training.state import Recipe, TrainState, check_leaves
-from haiku_template.training.step import Batch, Gradients, Scalars, step_rng
+from haiku_template.training.step import Batch, Gradients, Scalars, averaged, step_rng
 
 
 def preprocessed(recipe: Recipe, batch: Any) -> Any:
@@ -42,6 +42,10 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
             )
         new, scalars = results
         new = new._replace(step=state.step + 1, frozen={})
+        averages = new.ema_params
+        if averages is not None and averages is state.ema_params:  # Not the step's own.
+            averages = averaged(recipe, averages, new.params, new.opt_state)
+            new = new._replace(ema_params=averages)
         check_leaves(state, new, "the step")
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
         if "loss" not in shapes or any(shapes.values()):
@@ -49,6 +53,11 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
                 f"the step returns scalars of shapes {shapes}; each must be one number "
                 "([]), 'loss' among them"
             )
+        if "skipped_steps" in scalars:
+            raise ConfigError("the step returns 'skipped_steps', which a run counts")
+        if recipe.schedule is not None:
+            rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+            scalars = {"learning_rate": rate} | scalars
         return new, scalars
 
     return train_step

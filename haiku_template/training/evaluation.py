@@ -157,7 +157,7 @@ def make_eval_step(
         sums = {
             "values": {k: weighted_sum(v, weights) for k, v in values.items()},
             "weight": jnp.sum(weights),
-            "counts": recipe.task.count(facts["outputs"], batch, mask),
+            "counts": recipe.task.count(facts["outputs"], batch, weights > 0),
         }
         return sum_over(recipe.axis_name, sums)
 

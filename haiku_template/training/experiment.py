@@ -108,6 +108,9 @@ class Experiment:
         held_out = getattr(self.data, "evaluation", None)
         fits = fits and (held_out is None or hasattr(held_out, "num_batches"))
         fits = fits and (self.optimizer is None or hasattr(self.optimizer, "init"))
+        functions = filter(None, (self.schedule, self.init_from, self.init))
+        if self.step or not all(map(callable, functions)):
+            _check_functions(self)
         if not fits:
             _refuse_parts(self.data, self.optimizer)
         needs = {"model", "task", "optimizer"} if self.step is None else set()
@@ -152,6 +155,8 @@ class Experiment:
             finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
             source = tuning.open_source(config.init_from, family, devices, finetuning)
         data = make_data(config, *devices.processes[:2])
+        if data.class_names and tuning.is_folder(config.init_from):
+            tuning.check_classes(config.init_from, data.class_names, finetuning.fresh)
         keys = model_keys(config)
         del keys["name"]
         if data.vocab_size:
@@ -208,6 +213,20 @@ def _check_classes(names: Sequence[str], count: int) -> None:
         raise ConfigError(
             f"data.class_names has {len(names)} names, {some(names, 8)}, and "
             f"data.num_outputs is {count}"
+        )
+
+
+def _check_functions(experiment: Experiment) -> None:
+    """Raises `ConfigError` for a part that is no function, or beside a custom step."""
+    for name in ("schedule", "init_from", "init", "step"):
+        part = getattr(experiment, name)
+        if part is not None and not callable(part):
+            raise ConfigError(f"Experiment({name}={part!r:.60}) is no function")
+    scales = experiment.precision == "float16"
+    if experiment.step and (experiment.accumulate_steps > 1 or scales):
+        raise ConfigError(
+            "step makes the whole update; accumulate_steps and the loss scale of "
+            "float16 are for the template's own"
         )
 
 

@@ -65,8 +65,9 @@ class Initializer:
         if experiment.finetuning != tuning.Finetuning():
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
             plan = tuning.make_plan(experiment.finetuning, _named(self._params), axes)
-        if experiment.step is None:
-            _check_gradients(plan.trained, flatten(self._params))
+        kinds = {x.dtype for x in jax.tree.leaves(self._params)}
+        if not all(jnp.issubdtype(x, jnp.inexact) for x in kinds):
+            _check_gradients(experiment, plan.trained, flatten(self._params))
         if experiment.init_from is not None:  # These do not depend on the batch.
             read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
@@ -187,10 +188,13 @@ class Initializer:
         return self.recipe.plan.split(self._first(inputs)["params"])[1]
 
 
-def _check_gradients(trained: Iterable[str], shapes: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a parameter to train that is of whole numbers."""
+def _check_gradients(
+    experiment: "Experiment", trained: Iterable[str], shapes: dict[str, Any]
+) -> None:
+    """Raises `ConfigError` for whole numbers to train, but by a step of one's own."""
     kinds = {k: x.dtype for k, x in shapes.items() if k in trained}
-    if odd := [k for k, x in kinds.items() if not jnp.issubdtype(x, jnp.inexact)]:
+    odd = [k for k, x in kinds.items() if not jnp.issubdtype(x, jnp.inexact)]
+    if odd and experiment.step is None:
         raise ConfigError(
             f"{some(odd)} would train, and {kinds[odd[0]]} has no gradient; make it by "
             "hk.get_state, or let finetuning.train name the other parameters"

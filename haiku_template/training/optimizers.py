@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ NOT_DECAYED = ("b", "offset", "scale")  # Why: docs/decisions/training.md#weight
 # Keys of `config.optimizer` beside an optimizer's own.
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
-DECAY_FRACTION = 0.2  # Of the steps, in which `wsd` decays.
+KINDS = types.FunctionType, functools.partial  # Of optax's optimizers.
+DECAY_FRACTION = 0.2  # Of the steps after the warm-up, in which `wsd` decays.
 
 
 def make_schedule(
@@ -35,9 +37,9 @@ def make_schedule(
     """Builds a learning-rate schedule: linear warm-up from 0, then a decay by name.
 
     Names are `cosine`, `linear`, `constant`, `wsd` (warm-up-stable-decay: constant,
-    then linear in the last fifth of the steps), and `module:function`, called with all
-    these arguments, which makes its own warm-up; `ConfigError` for another. A warm-up
-    of all steps is cut, so that a long run's settings can be tried for a few.
+    then linear in the last fifth of the steps behind it), and `module:function`, called
+    with all these arguments, which makes its own warm-up; `ConfigError` for another. A
+    warm-up of all steps is cut, so that a long run's settings can be tried for a few.
     """
     if warmup_steps >= num_steps:
         fault = f"warmup_steps={warmup_steps} leaves nothing of num_steps={num_steps}"
@@ -119,13 +121,16 @@ def make_optimizer(
             "module:function, which makes one of yours"
         )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
+    decays = "weight_decay" in parameters and name != "muon"  # Of no convolution.
+    if (is_yours := name not in _optimizers()) and "clip_norm" in parameters:
+        keys["clip_norm"], clip_norm = clip_norm, None
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
         optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | keys))
-    elif "weight_decay" in parameters and mask is not None:
+    elif decays and mask is not None:
         keys |= {"weight_decay": weight_decay, mask: matrices}
         optimizer = function(schedule, **keys)
-    elif "weight_decay" in parameters and weight_decay and name in _optimizers():
+    elif decays and (weight_decay or is_yours):
         optimizer = function(schedule, **_all_decay(name, weight_decay), **keys)
     else:
         optimizer = function(schedule, **keys)
@@ -140,7 +145,8 @@ def make_optimizer(
 
 def _all_decay(name: str, weight_decay: float) -> dict[str, float]:
     # Behind it, a decay would be by another rate, or of other parameters than its.
-    logger.warning("%s takes no mask: it decays biases and norms, too", name)
+    if name in _optimizers():
+        logger.warning("%s takes no mask: it decays biases and norms, too", name)
     return {"weight_decay": weight_decay}
 
 
@@ -199,7 +205,7 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
     return {
         name: function
         for module in (optax.contrib, optax)  # Why: docs/decisions/house.md#optimizers
-        for name, function in inspect.getmembers(module, inspect.isfunction)
+        for name, function in inspect.getmembers(module, lambda x: isinstance(x, KINDS))
         if not name.startswith(("_", "scale_by_"))
         and "learning_rate" in inspect.signature(function).parameters
     }

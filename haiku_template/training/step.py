@@ -155,11 +155,8 @@ def make_update(recipe: Recipe) -> Update:
                 raise
             updates, opt_state = change(state.params)
         params = optax.apply_updates(state.params, updates)
-        averages = state.ema_params
-        if recipe.ema_decay is not None:
-            averages = optax.incremental_update(params, averages, 1 - recipe.ema_decay)
-        elif averages is not None:
-            averages = own_averages(opt_state, params)
+        if (averages := state.ema_params) is not None:
+            averages = averaged(recipe, averages, params, opt_state)
         new = state._replace(
             step=state.step + 1,
             params=params,
@@ -177,6 +174,14 @@ def make_update(recipe: Recipe) -> Update:
         return new, scalars
 
     return update
+
+
+def averaged(recipe: Recipe, averages: Any, params: Any, opt_state: Any) -> Any:
+    """Averages the parameters after an update, or leaves what a custom init made."""
+    if recipe.ema_decay is not None:
+        return optax.incremental_update(params, averages, 1 - recipe.ema_decay)
+    of_optimizer = own_averages(opt_state, params)
+    return averages if of_optimizer is None else of_optimizer
 
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:

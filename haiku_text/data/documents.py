@@ -222,8 +222,9 @@ def pieces(
 
 
 def _last_cut(text: str) -> int:
-    """Position of the last space between two letters; 0 for none."""
-    at = text.rfind(" ", 0, len(text) - 1)
+    """Position of the last space between two letters, not far back; 0 for none."""
+    low = max(0, len(text) - 2 * PIECE)  # What is before was looked at.
+    at = text.rfind(" ", low, len(text) - 1)
     while at > 0 and not (text[at - 1].isalpha() and text[at + 1].isalpha()):
-        at = text.rfind(" ", 0, at)
+        at = text.rfind(" ", low, at)
     return max(at, 0)

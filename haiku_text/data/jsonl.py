@@ -8,7 +8,8 @@ The same columns may be those of a CSV or Parquet file.
 
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import data_path
 from haiku_template.data.rows import Row, read_rows
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
@@ -76,17 +77,18 @@ def jsonl(
     text: str = "text",  # Names of columns, or of keys in each line of JSON.
     text_pair: str | None = None,  # Of a second text, which the first is read with.
     label: str = "label",
+    classes: Sequence[Any] = (),  # In the order of a head's outputs; else sorted.
     prompt: str = "prompt",
     completion: str = "completion",
 ) -> Data:
     """Reads JSON-lines, .csv or .parquet: texts with labels, prompts with completions.
 
-    For the task `classification`, inputs are an encoder's, and the classes are the
-    labels to train on, sorted. For `language_model`, an input is prompt, completion and
-    the end of a text, and the loss is of the last two. Others take either. `truncate`
-    cuts the end of a text, or the beginning of a prompt and its completion. With
-    `packing`, an example of a batch is a window; evaluation is of each line alone.
-    Pairs of texts are held out by the first.
+    For the task `classification`, inputs are an encoder's, and the labels to train on,
+    sorted or as `classes` has them, are the classes. For `language_model`, an input is
+    prompt, completion and the end of a text, and the loss is of the last two. Others
+    take either. `truncate` cuts the end of a text, or the beginning of a prompt and its
+    completion. With `packing`, an example of a batch is a window; evaluation is of each
+    line alone. Pairs of texts are held out by the first.
     """
     file = data_path(path, "jsonl", "a file of JSON-lines, .csv or .parquet")
     columns = Columns(text, text_pair, label, prompt, completion)
@@ -114,9 +116,9 @@ def jsonl(
         )
     cut = context if truncate else None
     if labels == "classes":
-        classes = _classes(training)
-        num_outputs, names = len(classes), tuple(map(str, classes))
-        encode = functools.partial(_texts, tokenizer=coder, classes=classes, cut=cut)
+        numbers = _classes(training, classes)
+        num_outputs, names = len(numbers), tuple(numbers)
+        encode = functools.partial(_texts, tokenizer=coder, numbers=numbers, cut=cut)
     else:
         num_outputs, names = size, ()
         encode = functools.partial(_completions, tokenizer=coder, cut=cut)
@@ -200,7 +202,8 @@ def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
     return hold_out(lines, keys, fraction, alone + "be held out")
 
 
-def _classes(lines: list[Line]) -> dict[Any, int]:
+def _classes(lines: list[Line], order: Sequence[Any]) -> dict[str, int]:
+    """Numbers of the classes by label, in this order; by default they are sorted."""
     where, _, first, _ = lines[0]
     for line in lines:
         if type(line.target) is not type(first):
@@ -208,14 +211,19 @@ def _classes(lines: list[Line]) -> dict[Any, int]:
                 f"{line.where} has the label {line.target!r} and {where} the label "
                 f"{first!r}; all are text, or all whole numbers"
             )
-    return {label: i for i, label in enumerate(sorted({x.target for x in lines}))}
+    labels = {str(line.target) for line in lines}
+    are_numbers = all(re.fullmatch(r"-?\d+", label) for label in labels)  # Also CSV's.
+    number = (lambda label: (int(label), label)) if are_numbers else None
+    order = dict.fromkeys(map(str, order)) or sorted(labels, key=number)
+    if odd := sorted(labels - {*order}):
+        raise ConfigError(f"classes={tuple(order)!r} lacks the labels {some(odd)}")
+    return {label: i for i, label in enumerate(order)}
 
 
 def _texts(
-    lines: list[Line], tokenizer: Tokenizer, classes: dict, cut: int | None
+    lines: list[Line], tokenizer: Tokenizer, numbers: dict, cut: int | None
 ) -> Texts:
     has_labels = any(line.target is not None for line in lines)
-    numbers = {str(label): number for label, number in classes.items()}  # CSV has text.
     for line in lines:
         if has_labels and str(line.target) not in numbers:
             possible = ", ".join([*numbers][:20])

@@ -162,11 +162,17 @@ class Tokenizer:
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
             return lambda token: decoder.decode(bytes([token])).translate(CONTROLS)
         library = self._library
-        decoder = _tokenizers().decoders.DecodeStream(skip_special_tokens=False)
+        new = _tokenizers().decoders.DecodeStream
+        decoder = new(skip_special_tokens=False)
 
         def decode(token: int) -> str:
-            with self._errors(f"decode the token {token}"):
-                return (decoder.step(library, token) or "").translate(CONTROLS)
+            nonlocal decoder
+            try:
+                text = decoder.step(library, token) or ""
+            except Exception:  # Of bytes that end in the middle of a character.
+                decoder = new(skip_special_tokens=False)
+                text = "\ufffd" + (decoder.step(library, token) or "")
+            return text.translate(CONTROLS)
 
         return decode
 

@@ -1,7 +1,7 @@
 """Generator: a language model that continues prompts, with a KV cache."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -136,6 +136,18 @@ def make_generate(
             yield new
 
     return generate
+
+
+def pieces(
+    rows: Iterable[Any], streams: list[Callable[[int], str]], end: int | None
+) -> Iterator[list[str]]:
+    """Decodes a token of each text at a time, until all have come to their `end`."""
+    left = dict(enumerate(streams))
+    for tokens in rows:
+        left = {i: stream for i, stream in left.items() if tokens[i] != end}
+        if not left:
+            return
+        yield [left[i](int(x)) if i in left else "" for i, x in enumerate(tokens)]
 
 
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:

@@ -191,6 +191,7 @@ def describe_classes(
         )
     return {
         "architectures": ["BertForSequenceClassification"],
+        "problem_type": "single_label_classification",
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
     }

@@ -100,7 +100,8 @@ def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
 
     Gradients of a row add up in float32. Why: docs/decisions/models.md#embeddings
     """
-    rows = jnp.take(embeddings.astype(jnp.float32), ids, axis=0, mode="fill")
+    rows = embeddings.astype(jnp.float32).at[ids]
+    rows = rows.get(mode="fill", wrap_negative_indices=False)
     return rows.astype(embeddings.dtype)
 
 

@@ -605,3 +605,19 @@ def test_a_lying_size_of_an_archive_has_a_reason(tmp_path):
     with pytest.raises(ConfigError, match="is truncated or damaged: .") as caught:
         convert(tmp_path / "a.npz", tmp_path / "new.safetensors")
     assert not str(caught.value).rstrip().endswith(":")
+
+
+def test_pickles_one_after_another_are_all_read(tmp_path):
+    """As parameters and state, each dumped to the same open file."""
+    with (tmp_path / "two.pkl").open("wb") as file:
+        for value in (
+            {"linear": {"w": np.ones((2, 3))}},
+            {"norm": {"mean": np.ones(3)}},
+        ):
+            pickle.dump(value, file)
+    first, second = pickles.load(tmp_path / "two.pkl")
+    assert (*first, *second) == ("linear", "norm")
+    with (tmp_path / "two.pkl").open("ab") as file:
+        file.write(b"\x00" * 9)
+    with pytest.raises(ConfigError, match="no pickle, or a damaged one"):
+        pickles.load(tmp_path / "two.pkl")

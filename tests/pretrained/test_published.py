@@ -474,3 +474,10 @@ def test_damaged_trees_and_folders_of_steps_are_one_sentence(tmp_path, one_devic
     (folder / "_METADATA").write_text("{")
     with pytest.raises(ConfigError, match="Orbax tree in .* is damaged"):
         read(folder, one_device, state=None)
+
+
+def test_patterns_of_state_hold_where_a_pass_leaves_it_out(tmp_path, one_device):
+    """Frozen parameters are read without it, from the file beside which it is."""
+    in_two_files(tmp_path / "model")
+    found, state = read(tmp_path / "model", one_device, state=None, ignore=("state:*",))
+    assert found.keys() == flatten(PARAMS).keys() and state is None

@@ -189,3 +189,32 @@ def test_lost_seconds_are_those_of_known_losses(tmp_path):
     seconds = goodput(tmp_path)
     assert seconds["lost killed"] == pytest.approx(sum(truth), rel=0.05)
     assert "lost killed" in done.stdout
+
+
+def goodput_of(path, *rows):
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (path / "goodput.jsonl").write_text(text)
+    return goodput(path)
+
+
+def test_steps_that_a_later_start_made_again_are_lost(tmp_path):
+    rows = [
+        {"time": 0.0, "step": 0, "began": 0.0},
+        {"time": 100.0, "step": 100, "code": 75},
+    ]
+    rows += [{"time": 200.0, "step": 100, "began": 200.0}]
+    rows += [{"time": 210.0, "step": 110, "code": 70}]
+    rows += [{"time": 300.0, "step": 40, "began": 300.0}]  # Of --rewind.
+    rows += [{"time": 460.0, "step": 200, "code": 0}]
+    assert goodput_of(tmp_path, *rows) == {"steps": 200, "lost 75": 60, "lost 70": 10}
+
+
+def test_a_start_behind_half_a_line_is_read(tmp_path):
+    rows = [{"time": 0.0, "step": 0, "began": 0.0}, {"time": 10.0, "step": 10}]
+    rows += [{"time": 100.0, "step": 10, "began": 100.0}, {"time": 110.0, "step": 20}]
+    lines = [json.dumps(row) for row in rows]
+    half = lines[1][:20]
+    (tmp_path / "goodput.jsonl").write_text(
+        "\n".join([*lines[:2], half + lines[2], lines[3]])
+    )
+    assert goodput(tmp_path) == {"steps": 20.0}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from haiku_template.devices import DeviceManager, Layout
 from haiku_template.reporting import Report, Work, display, plots
 
 METRICS = {
@@ -120,3 +121,11 @@ def test_the_report_draws_any_number_of_panels(tmp_path):
         text = "".join(f'"train/m{i}": {-i}, ' for i in range(count))
         (tmp_path / "metrics.jsonl").write_text(f'{{{text}"step": 1}}\n')
         assert plots.write(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_of_a_sharded_parameter_are_those_of_a_device():
+    devices = DeviceManager.create("cpu", num_devices=2)
+    layout = Layout(devices.devices, (("*", "data"),))
+    params = devices.place({"a": {"w": np.zeros((8, 4), np.float32)}}, layout)
+    table, _ = display.parameter_tables(params)
+    assert [*table.columns[3].cells][-1] == "64"

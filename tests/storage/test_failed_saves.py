@@ -29,6 +29,7 @@ from haiku_template.runs import train
 from haiku_template.runs.loop import Event
 from haiku_template.storage import checkpoint
 from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.files import append_whole
 from haiku_template.storage.workdir import saved_steps
 from haiku_template.training import Experiment, classification
 from tests.runs import ROOT
@@ -408,3 +409,19 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "step 6 could not be saved" in run.stderr and "Traceback" not in run.stderr
     assert "[Errno 28] No space left on device" in run.stderr
+
+
+def test_what_is_appended_is_whole_or_not_there(tmp_path):
+    file = tmp_path / "events"
+    append_whole(file, b"a" * 10)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))  # As a full disk.
+    try:
+        with pytest.raises(OSError):
+            append_whole(file, b"b" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    append_whole(file, b"c" * 10)
+    assert file.read_bytes() == b"a" * 10 + b"c" * 10

@@ -9,6 +9,7 @@ import pytest
 from configs import digits
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.runs import start, train
+from haiku_template.runs.rewind import go_back
 from haiku_template.storage import mirror as mirrors
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.workdir import run_id, saved_steps
@@ -235,3 +236,41 @@ def test_a_step_that_the_run_went_back_from_is_not_read_from_the_mirror(copy):
         assert mirror.checkpoints.steps == [2]
     assert run(workdir, 6) == expected
     assert steps(workdir.with_name("m")) == [4, 6]
+
+
+def test_a_step_that_is_saved_anew_after_a_rewind_is_read_from_the_mirror(copy):
+    workdir, _ = copy
+    go_back(workdir, "3")
+    run(workdir, 6)  # Without step 3: its 4 is another.
+    with Checkpoints(workdir / "checkpoints", run=run_id(workdir)):
+        mirror = mirrors.Mirror(workdir, workdir.with_name("m"), run_id(workdir))
+        assert mirror.checkpoints.steps == [4, 6]
+
+
+def test_lines_of_metrics_come_back_by_which_early_stopping_goes(copy):
+    workdir, (_, expected) = copy
+    shutil.rmtree(workdir)
+    run(workdir, 6)
+    assert lines(workdir) == expected
+
+
+def test_a_mirror_that_is_new_beside_a_run_that_is_done_is_filled(copy):
+    workdir, _ = copy
+    run(workdir, mirror=workdir.with_name("new"))
+    assert steps(workdir.with_name("new")) == steps(workdir)
+
+
+def test_a_folder_with_another_s_config_is_no_mirror(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="m holds a config.json that is no run's"):
+        run(tmp_path / "run")
+    assert (tmp_path / "m/config.json").read_text() == '{"model_type": "gpt2"}'
+
+
+def test_two_runs_with_one_mirror_do_not_remove_each_other_s_copies(copy, tmp_path):
+    workdir, _ = copy
+    run(workdir.with_name("b"), mirror=None)
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run than"):
+        mirrors.copy_run(workdir.with_name("b"), workdir.with_name("m"))
+    assert steps(workdir.with_name("m")) == [2, 4]

@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from haiku_template.storage import checkpoint
 from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.checkpoint import Checkpoints
-from tests.runs import run_command
+from tests.runs import ROOT, run_command
 
 RNG = np.random.default_rng(0)
 TREE = {
@@ -344,3 +346,31 @@ def test_leaves_of_each_kind_are_verified_on_several_devices(
         ):
             checkpoints.restore(1, shapes)
         file.write_text(json.dumps(manifest))
+
+
+TAKEN = """
+import shutil, sys
+from pathlib import Path
+from types import SimpleNamespace
+from haiku_template import checkpoints
+from haiku_template.storage import Checkpoints
+
+verify = Checkpoints.verify
+
+def taken(self, step):
+    if step == 2:
+        shutil.rmtree(self.directory / "2")
+    return verify(self, step)
+
+Checkpoints.verify = taken
+checkpoints.FLAGS = SimpleNamespace(workdir=sys.argv[1], repair=False)
+checkpoints.main()
+"""
+
+
+def test_a_step_that_a_live_run_takes_away_is_no_damage(tmp_path, stopped):
+    shutil.copytree(stopped[0], tmp_path / "run")
+    command = [sys.executable, "-c", TAKEN, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["4"]

@@ -58,6 +58,8 @@ def test_a_prompt_is_continued_as_it_was_trained(tmp_path):
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     prompts = {json.loads(line)["prompt"].removeprefix("<bos>") for line in lines}
     assert prompts <= {row["prompt"] for row in rows}
+    texts = [json.loads(line)["text"] for line in lines]
+    assert max(map(len, texts)) < 20  # They end where completions do.
     (tmp_path / "prompts.txt").write_text("ah>\nbg>\ncf>\n")
     # It ends where the completions end.
     flags = [f"--workdir={tmp_path / 'run'}", f"--prompt_file={tmp_path}/prompts.txt"]

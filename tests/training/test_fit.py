@@ -153,3 +153,15 @@ def test_the_command_says_what_fits(tmp_path):
     assert fitting.returncode == 0, fitting.stderr
     none = run_command("train", *flags[:-1], "--device_memory_limit=9KiB")
     assert none.returncode == 64 and "nothing that --fit tries" in none.stderr
+
+
+def test_micro_batches_of_logical_shares_split_those(capsys):
+    devices = DeviceManager.create("cpu", num_devices=1)
+    config = config_of(exact_elastic=8, batch_size=64)
+    trainer = Experiment.from_config(config, devices).trainer(devices)
+    limit = device_bytes(trainer.abstract) * 2
+    tried = list(candidates(builder(config, devices), NEW, limit))  # Raises of none.
+    counts = [
+        x.changes["accumulate_steps"] for x in tried if "accumulate_steps" in x.changes
+    ]
+    assert counts and max(counts) <= 8

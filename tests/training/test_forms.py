@@ -123,3 +123,14 @@ def test_a_model_that_is_not_there_is_refused_with_those_that_are(
     config.model = model
     with pytest.raises(ConfigError, match=words):
         Experiment.from_config(config, one_device)
+
+
+def test_a_second_argument_that_is_no_is_training_is_not_taken_for_it():
+    """`deterministic` is the opposite: a model would train without its dropout."""
+    for forward in (
+        lambda inputs, deterministic: inputs,
+        lambda inputs, mask: inputs,
+    ):
+        with pytest.raises(ConfigError, match="possible are forward"):
+            with_state(hk.transform(forward))
+    with_state(hk.transform(lambda inputs, _: inputs))

@@ -301,3 +301,36 @@ def test_what_a_schedule_free_optimizer_averages_is_the_model(
     twice = dataclasses.replace(experiment, ema_decay=0.9)
     with pytest.raises(ConfigError, match="leave out ema_decay"):
         twice.trainer(devices)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_kernels_of_convolutions_decay(name):
+    params = {
+        "conv": {"w": jnp.full((3, 3, 4, 4), 2.0)},
+        "linear": {"w": jnp.full((4, 4), 2.0)},
+    }
+    params |= {"norm": {"scale": jnp.ones(4)}}
+    optimizer = make_optimizer(name, lambda step: 0.1, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    moved = {k: float(x.ravel()[0]) for k, d in updates.items() for x in d.values()}
+    assert moved == pytest.approx({"conv": -0.1, "linear": -0.1, "norm": 0.0})
+
+
+@pytest.mark.parametrize("name", ["nadam", "nadamw"])
+def test_optimizers_that_are_partials_are_there_by_name(name):
+    assert hasattr(make_optimizer(name, lambda step: 0.1), "update")
+
+
+def yours(schedule, weight_decay, clip_norm, b1=0.5):
+    yours.got = weight_decay, clip_norm, b1
+    return optax.sgd(schedule)
+
+
+def test_an_optimizer_of_yours_gets_the_keys_that_it_takes():
+    keys = {"weight_decay": 0.3, "clip_norm": 2.0, "b1": None}
+    optimizer = make_optimizer(f"{__name__}:yours", lambda step: 0.1, **keys)
+    assert yours.got == (0.3, 2.0, 0.5)
+    grads = {"w": jnp.full((2, 2), 100.0)}
+    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    assert float(updates["w"][0, 0]) == pytest.approx(-10.0)  # Neither again.

@@ -1,6 +1,8 @@
 """Row C23 of the reliability bench: back to a good step, and on without bad ones."""
 
+import errno
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +17,7 @@ from haiku_template.errors import ConfigError, NonFiniteError
 from haiku_template.runs import start, train
 from haiku_template.runs.outliers import located
 from haiku_template.runs.rewind import go_back, record, steps_of
+from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import left_out, locked
 from tests.test_commands import digest, numbers
@@ -267,3 +270,14 @@ def test_a_row_of_a_whole_batch_is_on_a_device_of_any_process():
     words = "row 100, which is on cpu:{} in process {}"
     assert located(owner, 100, 128) == words.format(device_index(everyone[1]), 1)
     assert located(owner, 50, 64) == "row 50, which is on cpu:0 in process 0"
+
+
+def test_a_rewind_on_a_full_disk_is_a_sentence(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "run")
+
+    def full(path, values):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(workdirs, "write_json", full)
+    with pytest.raises(ConfigError, match="cannot be written to.*No space left"):
+        go_back(tmp_path / "run", "18")

@@ -230,7 +230,9 @@ def test_shards_of_different_dtypes_are_refused(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["val.bin", "web_val_000.bin", "a.validation.bin"])
+@pytest.mark.parametrize(
+    "name", ["val.bin", "web_val_000.bin", "a.validation.bin", "held_out.bin"]
+)
 def test_validation_files_are_no_shards_of_what_is_trained_on(tmp_path, name):
     held_out = write(tmp_path / name)
     assert len(open_tokens(tmp_path, random=False)) == 997

@@ -165,3 +165,24 @@ def test_without_the_library_the_vocabulary_is_known_and_encoding_names_the_extr
     for use in (lambda: tokenizer.encode(["a"]), tokenizer.stream):
         with pytest.raises(ConfigError, match=r'pip install "haiku_template\[text\]"'):
             use()
+
+
+def test_bytes_that_are_no_character_end_no_stream(tmp_path):
+    """Of a tokenizer as Llama's, whose bytes are tokens beside pieces of text."""
+    library = pytest.importorskip("tokenizers")
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    ids = {name: i for i, name in enumerate(names)}
+    tokenizer = library.Tokenizer(
+        library.models.BPE(ids, [], byte_fallback=True, unk_token="<unk>")
+    )
+    parts = library.decoders.ByteFallback(), library.decoders.Fuse()
+    tokenizer.decoder = library.decoders.Sequence(list(parts))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours, rng = Tokenizer(tmp_path), np.random.default_rng(0)
+    e = [1 + byte for byte in "é".encode()]
+    assert "".join(pieces(ours, [257, *e, 257])) == "aéa"
+    for _ in range(50):
+        tokens = rng.integers(1, 258, 60).tolist()
+        assert len("".join(pieces(ours, tokens)))
+    shown = "".join(pieces(ours, [257, 1 + 0x41, 1 + 0xC3, 257, 257]))
+    assert shown.startswith("aA") and shown.endswith("a") and "\ufffd" in shown

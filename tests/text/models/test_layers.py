@@ -75,3 +75,9 @@ def test_of_gelu_the_backward_pass_keeps_what_goes_in_and_what_comes_out(approxi
     )
     for a, b in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("token", [-100, -1, 5])
+def test_a_token_that_a_table_lacks_has_no_embedding(token):
+    rows = layers.look_up(jnp.ones((5, 2)), jnp.array([[token, 4]]))
+    np.testing.assert_array_equal(np.isnan(rows), [[[True] * 2, [False] * 2]])

@@ -1,0 +1,159 @@
+"""A step of one's own beside the options of a run, hooks that compute, early stops."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template.devices import mean_over
+from haiku_template.errors import ConfigError
+from haiku_template.models.losses import confusion, macro_f1
+from haiku_template.runs import early_stop, train
+from haiku_template.storage import read
+from haiku_template.training import Experiment, Task
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(96, 4)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+DATA = from_split(Split(X[:64], Y[:64], X[64:], Y[64:]), BatchSpec(16))
+NET = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
+ADAM = optax.adam(3e-2)
+
+
+def task(outputs, batch):
+    crossed = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
+    return {"loss": crossed}
+
+
+def step(state, batch, rng, axis_name, optimizer=ADAM, **more):
+    def loss(params):
+        return task(NET.apply(params, batch["inputs"]), batch)["loss"].mean()
+
+    value, grads = mean_over(axis_name, jax.value_and_grad(loss)(state.params))
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state), {"loss": value} | more
+
+
+def made(**options):
+    parts = {"model": NET, "task": task, "data": DATA, "optimizer": ADAM}
+    return Experiment(**parts | options)
+
+
+@pytest.mark.parametrize("averages", ["ema", "schedule-free"])
+def test_a_step_of_ones_own_averages_as_the_template_s(tmp_path, devices, averages):
+    options, ours = {"ema_decay": 0.5}, step
+    if averages != "ema":
+        free = optax.contrib.schedule_free_adamw(3e-2, warmup_steps=1)
+        options, ours = {"optimizer": free}, functools.partial(step, optimizer=free)
+    results = []
+    for i, own in enumerate((None, ours)):
+        trainer = made(step=own, **options).trainer(devices)
+        results.append(train(trainer, num_steps=20, workdir=tmp_path / str(i)))
+    for template, own in zip(
+        *map(jax.tree.leaves, (x.state for x in results)), strict=True
+    ):
+        np.testing.assert_allclose(template, own, rtol=2e-5, atol=1e-6)
+    losses = [x.metrics["eval/loss"] for x in results]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    untrained = made().trainer(devices)
+    assert losses[1] < untrained.evaluate(untrained.init())["eval/loss"]
+
+
+def test_averages_of_a_custom_init_stay_what_the_step_makes_of_them(one_device):
+    def init(rng, batch):
+        params = NET.init(rng, batch["inputs"])
+        return {"params": params, "ema_params": jax.tree.map(jnp.zeros_like, params)}
+
+    trainer = made(init=init).trainer(one_device)  # The template's step, without decay.
+    new, _ = trainer.step(trainer.init(), one_device.shard(DATA.train.batch(0)))
+    assert not any(np.any(x) for x in jax.tree.leaves(new.ema_params))
+
+
+def test_the_schedule_of_a_step_of_ones_own_is_reported(tmp_path, one_device):
+    trainer = made(step=step, schedule=lambda n: 0.5 / (n + 1)).trainer(one_device)
+    train(trainer, num_steps=2, workdir=tmp_path, log_every=1)
+    rates = [
+        x["train/learning_rate"]
+        for x in read(tmp_path / "metrics.jsonl")
+        if "train/loss" in x
+    ]
+    assert rates == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("option", [{"accumulate_steps": 2}, {"precision": "float16"}])
+def test_what_a_step_of_ones_own_does_not_do_is_refused(option):
+    with pytest.raises(ConfigError, match="step makes the whole update"):
+        made(step=step, **option)
+
+
+def test_steps_that_are_skipped_are_the_run_s_to_count(one_device):
+    own = functools.partial(step, skipped_steps=jnp.zeros(()))
+    trainer = made(step=own).trainer(one_device)
+    with pytest.raises(ConfigError, match="'skipped_steps', which a run counts"):
+        trainer.step(trainer.init(), one_device.shard(DATA.train.batch(0)))
+
+
+@pytest.mark.parametrize("part", ["schedule", "init_from", "init", "step"])
+def test_a_part_that_is_no_function_is_refused(part):
+    with pytest.raises(ConfigError, match=rf"Experiment\({part}=0\.1\) is no function"):
+        made(**{part: 0.1})
+
+
+def test_hooks_and_stops_may_compute(tmp_path, devices):
+    norms = []
+
+    def hook(event):
+        squares = [jnp.sum(w**2) for w in jax.tree.leaves(event.state.params)]
+        norms.append(float(jnp.sqrt(sum(squares)) * 2.0))
+
+    def stops(rows):
+        return jnp.asarray([x["step"] for x in rows]).max() >= 4
+
+    options = {"hooks": [hook], "stop_when": stops, "eval_every": 2}
+    train(made().trainer(devices), num_steps=9, workdir=tmp_path, **options)
+    assert len(norms) >= 4 and all(np.isfinite(norms))
+    assert max(x["step"] for x in read(tmp_path / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "maximize"}, {"patience": 0}, {"min_delta": -1.0}]
+)
+def test_early_stopping_is_refused_out_of_its_ranges(options):
+    with pytest.raises(ConfigError, match="early_stop.*possible is"):
+        early_stop("eval/loss", **{"patience": 2} | options)
+
+
+def test_patience_counts_evaluations_of_a_training_metric_too():
+    stops = early_stop("train/loss", patience=2)
+    rows = [{"step": n, "train/loss": float(n)} for n in range(5, 300, 5)]
+
+    def with_evaluations(*steps):
+        evaluations = [{"step": n, "eval/loss": 1.0} for n in steps]
+        return sorted(rows + evaluations, key=lambda x: x["step"])
+
+    assert not stops(with_evaluations(102)) and not stops(with_evaluations(102, 202))
+    assert stops(with_evaluations(102, 202, 290))
+    assert "best at step 102, 100, and not better in 2 evaluations" in stops.reason
+
+
+def test_examples_that_are_left_out_are_in_no_count(devices):
+    def weighted(outputs, batch):
+        return task(outputs, batch) | {"example_weight": batch["inputs"]["weight"]}
+
+    weight = (np.arange(96) % 3 == 0).astype(np.float32)
+    x = {"x": X, "weight": weight}
+    first, last = (
+        {k: v[part] for k, v in x.items()} for part in (slice(64), slice(64, 96))
+    )
+    data = from_split(Split(first, Y[:64], last, Y[64:]), BatchSpec(16))
+    model = hk.transform(lambda inputs: hk.Linear(2)(inputs["x"]))
+    own = Task(weighted, "classes", confusion, macro_f1)
+    trainer = made(model=model, data=data, task=own).trainer(devices)
+    _, counts = trainer.measure(trainer.init())
+    assert counts["confusion"].sum() == weight[64:].sum() < 32
