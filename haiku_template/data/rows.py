@@ -64,7 +64,8 @@ def _parse(where: str, text: str) -> Row:
         raise
     except ValueError as error:
         reason = getattr(error, "msg", error)
-        raise ConfigError(f"{where} is no JSON: {reason}") from error
+        hint = "; each line is an object, and no part of a list" * (text[:1] == "[")
+        raise ConfigError(f"{where} is no JSON: {reason}{hint}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
     return Row(where, values)

@@ -122,7 +122,8 @@ def make_optimizer(
         )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     decays = "weight_decay" in parameters and name != "muon"  # Of no convolution.
-    if (is_yours := name not in _optimizers()) and "clip_norm" in parameters:
+    is_yours = name not in _optimizers()
+    if is_yours and clip_norm is not None and "clip_norm" in parameters:
         keys["clip_norm"], clip_norm = clip_norm, None
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)

@@ -8,6 +8,7 @@ The same columns may be those of a CSV or Parquet file.
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
 from haiku_text.data.texts import Completions, Texts, Tokens
 from haiku_text.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 TASKS["texts"] = TASKS["classes"]
@@ -121,6 +124,8 @@ def jsonl(
         encode = functools.partial(_texts, tokenizer=coder, numbers=numbers, cut=cut)
     else:
         num_outputs, names = size, ()
+        if coder.end is None:
+            logger.warning("%s ends no text: no completion learns its end", coder.name)
         encode = functools.partial(_completions, tokenizer=coder, cut=cut)
     examples, held_examples = encode(training), encode(held_out)
     _check_sizes(examples.sizes, training, context)

@@ -1,6 +1,7 @@
 """JSON-lines: what is read, what is refused, and which batches they make."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +246,7 @@ GOOD = '{"text": "a", "label": "x"}'
 REFUSED = {
     "bad JSON": (GOOD + "\n\n{'text': 1}", "line 3 of .* is no JSON: Expecting"),
     "nested": (GOOD + "\n" + "[" * 100_000, "line 2 of .* is no JSON"),
+    "a list": ('[\n{"text": "a"}]', "line 1 .* no JSON.*object, and no part of a list"),
     "no object": ("[1]", r"line 1 of .* is no JSON object but \[1\]"),
     "no label": (GOOD + '\n{"text": "b"}', "line 2 of .* has no label, only text"),
     "mixed": (
@@ -329,3 +331,15 @@ def test_classes_have_the_order_that_is_given_or_that_of_their_numbers(tmp_path)
         assert names == texts_of(batch)
         with pytest.raises(ConfigError, match="lacks the labels 100, 9"):
             jsonl(CLASSIFICATION, classes=("10",), **options)
+
+
+def test_a_tokenizer_that_ends_no_text_is_told(tmp_path, tokenizer, caplog):
+    """Completions then learn no end, and `generate` never stops."""
+    path = write(tmp_path / "a.jsonl", [{"prompt": "so", "completion": "good film"}])
+    options = {"path": path, "validation_path": path, "tokenizer": tokenizer}
+    jsonl(LANGUAGE, **options)
+    assert "no completion learns its end" not in caplog.text
+    file = Path(tokenizer) / "tokenizer.json"
+    file.write_text(file.read_text().replace("[EOS]", "[STOP]"))
+    jsonl(LANGUAGE, **options)
+    assert "tokenizer.json ends no text: no completion learns its end" in caplog.text
