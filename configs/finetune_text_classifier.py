@@ -46,7 +46,6 @@ def get_config() -> config_dict.ConfigDict:
         "vocab_size": placeholder(int),
         "validation_path": placeholder(str),
         "validation_fraction": 0.1,
-        "classes": (),  # In the order of FOLDER's head, if that is kept.
         "placement": "host",
     }
     # Its sizes are FOLDER's.

@@ -41,7 +41,8 @@ HOME = re.compile(
 )
 # `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
 # refuses both. Why: docs/decisions/training.md#none
-LITERAL = re.compile(r"--config\.([\w.]+)=(None|(?<=\.model\.remat=)\(.*\))")
+TUPLE = r"(?:(?<=\.model\.remat=)|(?<=\.data\.classes=))\(.*\)"
+LITERAL = re.compile(rf"--config\.([\w.]+)=(None|{TUPLE})")
 FLAGS = flags.FLAGS
 # What a path that was asked for may be, beside absent: Python raises where it looks.
 UNSEEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
@@ -334,14 +335,14 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
             argv = _print_keys(argv)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
-        literals = {word: LITERAL.fullmatch(word) for word in argv}
-        arguments = FLAGS([word for word in argv if not literals[word]])
+        literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}
+        arguments = FLAGS([word for word in argv if word not in literals])
         if len(arguments) > 1 and not has_arguments:
             raise ValueError(
                 f"unexpected argument {arguments[1]!r}; flags begin with --"
             )
-        if file is not None:
-            _set_literals(file, filter(None, literals.values()))
+        if file is not None and (literals or not _has_config()):
+            _set_literals(file, literals.values())
         return arguments
     except BrokenPipeError:  # Of `--help | head`.
         raise
@@ -405,10 +406,14 @@ def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
     )
 
 
+def _has_config() -> bool:
+    return isinstance(FLAGS["config"].value, config_dict.ConfigDict)
+
+
 def _set_literals(file: Path, literals: Iterable[re.Match]) -> None:
     """Sets the keys that config_flags could not, in the config of a file."""
     values = FLAGS["config"].value
-    if not isinstance(values, config_dict.ConfigDict):
+    if not _has_config():
         hasattr(values, "keys")  # Raises if the file could not be read.
         raise ValueError(_returned(file, values))
     for match in literals:
@@ -421,8 +426,8 @@ def _literal(key: str, text: str) -> Any:
         return ast.literal_eval(text)
     except config.NO_LITERAL as error:
         raise ValueError(
-            f"--config.{key}={text} cannot be read; possible is a tuple of patterns, "
-            "such as ('*/block_*',)"
+            f"--config.{key}={text} cannot be read; possible is a tuple of texts, such "
+            "as ('*/block_*',)"
         ) from error
 
 

@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     if copies:
         if Path(copies[0]).exists():
             return _refuse(f"{copies[0]} exists, and nothing is overwritten")
-        partial = Path(f"{copies[0]}.{os.getpid()}")
+        partial = Path(copies[0]).with_name(f"{Path(copies[0]).name}.{os.getpid()}")
         try:
             shutil.copytree(home, partial)
             partial.rename(copies[0])

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # Before imports, which take a second.
 
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -133,10 +134,18 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
 
 def _end(running: Iterable[subprocess.Popen]) -> None:
     """Ends processes, and waits: in a container they end with this one."""
-    for process in (processes := [*running]):
-        process.terminate()
+    processes = [*running]
     for process in processes:
-        process.wait()
+        process.terminate()
+    # `wait` may wait here for a lock that the interrupted `poll` has.
+    while any(_is_alive(process.pid) for process in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
 
 
 def _start(name: str, place: str, errors: Any) -> subprocess.Popen:

@@ -88,6 +88,8 @@ def tokenizer_of(run: "Run") -> str:
     from haiku_template.finetuning import trains_a_part
     from haiku_template.training.experiment import make_data
 
+    if run.config and trains_a_part(run.config.finetuning):
+        _ = run.trainer  # Raises without the data, which its parameters need.
     try:
         data = make_data(run.config) if run.config else run.trainer.experiment.data
         if data.text is None:
@@ -96,8 +98,6 @@ def tokenizer_of(run: "Run") -> str:
                 f"the data set{name} of the run does not say what its tokens stand for"
             )
     except ConfigError as error:  # Also of data that are not there any more.
-        if run.config and trains_a_part(run.config.finetuning):
-            raise  # Its frozen parameters need them, whatever the tokenizer.
         raise ConfigError(
             f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
         ) from error

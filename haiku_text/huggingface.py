@@ -21,6 +21,7 @@ from haiku_template.pretrained.rules import TRANSFORMS, find, tensor_name
 from haiku_template.pretrained.tensors import read_json
 from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer
 from haiku_text.models import bert, gpt
+from haiku_text.models.bert import HEAD
 from haiku_text.models.family import Family
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def check_classes(
     that is `fresh`, patterns of paths, has none.
     """
     labels = describe(folder).config.get("id2label")
-    is_new = any(fnmatch.fnmatchcase(f"{bert.HEAD}/w", x) for x in fresh)
+    is_new = any(fnmatch.fnmatchcase(f"{HEAD}/w", x) for x in fresh)
     if is_new or not isinstance(labels, dict):
         return
     order = [str(labels[k]) for k in sorted(labels, key=lambda k: (len(k), k))]
@@ -181,13 +182,12 @@ def export(
         export_like(source, folder, params, family.rules, devices, config=labels)
     else:
         config, files = to_config(family, family.sizes(arguments)) | labels, {}
-        if tokenizer is not None and Tokenizer(tokenizer).name != BYTES:
-            files[FILE] = Path(tokenizer).read_bytes()
-        if family.tables is not None:  # Else transformers takes GPT-2's own.
-            end = tokenizer and Tokenizer(tokenizer).end
-            config |= {"bos_token_id": None, "eos_token_id": end}
-            dropouts = ("embd_pdrop", "attn_pdrop")
-            config |= dict.fromkeys(dropouts, config["resid_pdrop"])
+        coder = tokenizer and Tokenizer(tokenizer)
+        if coder and coder.name != BYTES:
+            files[FILE] = Path(coder.name).read_bytes()
+        if family is gpt.family:  # Else transformers takes GPT-2's own.
+            config |= {"bos_token_id": None, "eos_token_id": coder and coder.end}
+            config |= {"embd_pdrop": config["resid_pdrop"], "attn_pdrop": 0.0}
         export_new(folder, params, family.rules, devices, config=config, files=files)
 
 

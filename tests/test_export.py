@@ -617,7 +617,7 @@ def test_classes_of_a_head_are_those_of_the_data_in_their_order(
     config.init_from = str(output)
     config.model = {"name": "bert", "pooling": "cls"}
     with pytest.raises(ConfigError, match=r"data.classes=\"\('good', 'bad'\)\""):
-        Experiment.from_config(config, one_device)
+        run(config, one_device, str(tmp_path / "new"))
     config.data.classes = ("good", "bad")
     data = Experiment.from_config(config, one_device).data
     assert data.class_names == ("good", "bad")
@@ -629,4 +629,5 @@ def test_a_gpt_made_here_says_what_ends_its_texts(tmp_path, one_device, shared):
     export_safetensors(Run.open(workdir, one_device, "latest"), tmp_path / "out")
     config = describe(tmp_path / "out").config
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
-    assert config["embd_pdrop"] == config["attn_pdrop"] == config["resid_pdrop"]
+    dropouts = [config[f"{x}_pdrop"] for x in ("embd", "resid", "attn")]
+    assert dropouts == [0.0] * 3

@@ -419,5 +419,5 @@ def test_notebooks_are_copied_whole_or_not_at_all(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert command.main([f"--notebooks={tmp_path / 'file/books'}"]) == 64
     assert "books cannot be written" in capsys.readouterr().err
-    assert command.main([f"--notebooks={tmp_path / 'books'}"]) == 0
+    assert command.main([f"--notebooks={tmp_path / 'books'}/"]) == 0
     assert sorted(x.name for x in tmp_path.iterdir()) == ["books", "file"]

@@ -209,7 +209,7 @@ def load(path: Path, place: int = 0) -> Any:
     file = MappedFile(path, place)
     try:
         trees = [Reader(file).load()]
-        while file.place < len(file.data):
+        while file.data[file.place : file.place + 1] == pickle.PROTO:
             trees.append(Reader(file).load())
         return trees if len(trees) > 1 else trees[0]
     except ConfigError:

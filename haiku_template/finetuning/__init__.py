@@ -17,6 +17,7 @@ from haiku_template.finetuning.plan import scale_updates as scale_updates
 from haiku_template.finetuning.source import STATE as STATE
 from haiku_template.finetuning.source import Source as Source
 from haiku_template.finetuning.source import check_classes as check_classes
+from haiku_template.finetuning.source import check_readable as check_readable
 from haiku_template.finetuning.source import is_folder as is_folder
 from haiku_template.finetuning.source import open_source as open_source
 from haiku_template.finetuning.source import trains_a_part as trains_a_part

@@ -49,7 +49,7 @@ def open_source(
     """
     if init_from is None:
         return None
-    _check_readable(init_from)
+    check_readable(init_from)
     path, finetuning = Path(init_from), finetuning or Finetuning()
     if (path / ADAPTERS).is_file():
         raise ConfigError(
@@ -79,7 +79,8 @@ def open_source(
     return read
 
 
-def _check_readable(init_from: str) -> None:
+def check_readable(init_from: str) -> None:
+    """Raises `ConfigError` unless something is at `config.init_from`."""
     if init_from and os.access(init_from, os.R_OK):
         return
     is_there = init_from and Path(init_from).exists()
@@ -173,8 +174,6 @@ def with_sizes(
     Other kinds of `init_from` change nothing. A key that contradicts the folder, or a
     damaged folder, is a `ConfigError`.
     """
-    if init_from is not None:
-        _check_readable(init_from)
     if not is_folder(init_from):
         return values
     sizes = _describe(init_from, family).arguments.items()

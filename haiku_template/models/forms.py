@@ -13,6 +13,7 @@ from haiku_template.params import flatten
 
 MOST_LAYERS = 10_000
 FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
+NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 
 
@@ -195,10 +196,11 @@ def _forward_arguments(
             signature.bind(*args, **kwargs)
         except TypeError:
             continue
-        second = parameters[1] if len(args) == 2 and len(parameters) > 1 else None
-        if second and "train" not in second.name and not second.name.startswith("_"):
+        named = (x for x in parameters[1 : len(args)] if x.kind is NAMED)
+        if any("train" not in x.name and x.name[0] != "_" for x in named):
             continue  # An option of the user's, or its opposite: `deterministic`.
         return form
     raise ConfigError(
-        f"the model is made of forward{signature}; possible are {FORWARDS}"
+        f"the model is made of forward{signature}; possible are {FORWARDS}, where the "
+        "name of the second has `train` in it"
     )

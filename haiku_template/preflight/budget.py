@@ -406,6 +406,8 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
             f'--config.model.remat="{blocks}" (in a script models.remat(model, '
             f"{blocks}))",
         )
+    if experiment.step is not None:  # It makes the whole update.
+        return
     shares = experiment.exact_elastic or devices.num_devices
     share = trainer.feed.batch_size // shares
     for number in range(experiment.accumulate_steps + 1, share + 1):

@@ -30,7 +30,7 @@ class Board:
         """Appends summaries; the file is made when there is a first one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         data = event(SUMMARY, b"".join(values), step)
-        if not self._path.exists():
+        if not (self._path.exists() and self._path.stat().st_size):
             data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
         append_whole(self._path, data)
 

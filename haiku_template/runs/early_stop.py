@@ -36,12 +36,10 @@ def early_stop(
         # A step counts once; None, which is no number, is no better than any.
         values = {row["step"]: row[metric] for row in rows if metric in row}
         if kind != "eval/":  # Lines are not evaluations: the last one before each.
-            steps, evaluated = (
-                sorted(values),
-                {x["step"] for x in rows if has_metrics(x)},
-            )
-            places = ((i, bisect.bisect(steps, i)) for i in sorted(evaluated))
-            values = {i: values[steps[n - 1]] for i, n in places if n}
+            steps = sorted(values)
+            evaluated = (x["step"] for x in rows if has_metrics(x))
+            places = sorted({bisect.bisect(steps, step) for step in evaluated} - {0})
+            values = {steps[n - 1]: values[steps[n - 1]] for n in places}
         points = [(sign * math.inf if x is None else x, i) for i, x in values.items()]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:

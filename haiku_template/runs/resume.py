@@ -132,6 +132,8 @@ def restored_or_first(
                 f"{checkpoints.directory.parent} is at step {start}, and num_steps is "
                 f"{num_steps}; a run does not go back: use another --workdir"
             )
+        if checkpoints.mirror is not None and start in checkpoints.steps:
+            checkpoints.mirror.update()  # It may be new, or cut off.
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
     else:
         state = trainer.init()
@@ -162,8 +164,6 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
             text = "step %d is that of %s, and copied from there"
             logger.warning(text, step, places[place].directory)
             mirror.give_back(step)
-        if mirror is not None:
-            mirror.update()  # It may be new, or cut off.
         facts = places[place].saved_facts(step)
         _warn_of_changes(step, facts, checkpoints.facts(step))
     processes.first(None)  # All read what the first has copied or renamed.

@@ -15,6 +15,7 @@ from haiku_template.config import LOOP_KEYS, flatten, interval, load, to_dict
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
+from haiku_template.finetuning import check_classes, is_folder
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
 from haiku_template.registry import users_module
 from haiku_template.reporting import trackers
@@ -65,6 +66,8 @@ def run(
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
+    if config.init_from is not None and not has_checkpoints(Path(workdir)):
+        _check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
         _check_batch_size(config, trainer.feed.batch_size)
@@ -84,6 +87,11 @@ def run(
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
         _explain(error, trainer, config, Path(workdir), memory_limit)
         raise
+
+
+def _check_classes(config: config_dict.ConfigDict, names: tuple[str, ...]) -> None:
+    if names and is_folder(config.init_from):
+        check_classes(config.init_from, names, config.finetuning.fresh)
 
 
 def _check_batch_size(config: config_dict.ConfigDict, size: int) -> None:
@@ -220,5 +228,6 @@ def in_steps(
             f"size, and a {type(dataset).__name__} has no num_examples; give "
             "config.num_steps, or your data set that attribute"
         )
-    config.num_steps = math.ceil(config.num_epochs * size / config.batch_size - 1e-6)
+    batches = config.num_epochs * size / config.batch_size
+    config.num_steps = max(1, math.ceil(batches - 1e-6))
     return config

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 # What a run needs beside its checkpoints to go on.
 # The run's id is first: a config alone is another's.
 NAMES = (workdirs.RUN, workdirs.CONFIG, workdirs.PROGRAM, workdirs.BASE)
-NAMES += (workdirs.METRICS,)  # By which early stopping goes.
+MOST_BYTES = 2**24  # Of each of them.
+PARTIAL = f".{workdirs.METRICS}.copied"  # Of metrics, by which early stopping goes.
 CLOSING_SECONDS = 600.0  # At the end of a run, for a copy that is under way.
 
 
@@ -121,12 +122,18 @@ def copy_run(source: Path, target: Path) -> None:
     checkpoint.remove_unfinished(folder)
     for name in NAMES:
         if (source / name).is_file():
-            data = bounded.contents(source / name, workdirs.MOST_METRICS)
+            data = bounded.contents(source / name, MOST_BYTES)
             workdirs.write_atomically(target / name, data)
     for step in sorted(steps, reverse=True):
         _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
+    # What is newer may be the only copy that is whole.
     for step in {*workdirs.saved_steps(folder)} - {*steps}:
-        checkpoint.remove(folder / str(step))
+        if step < max(steps, default=0):
+            checkpoint.remove(folder / str(step))
+    if (source / workdirs.METRICS).is_file():  # Last: it may be long.
+        with dispensable(target / workdirs.METRICS):
+            shutil.copyfile(source / workdirs.METRICS, target / PARTIAL)
+            (target / PARTIAL).replace(target / workdirs.METRICS)
 
 
 def _copy_step(source: Path, target: Path) -> None:
@@ -203,7 +210,7 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
             f"{workdir} has no checkpoints: those of steps {steps} are copied there "
             f"from {folder}"
         )
-        for name in NAMES:
+        for name in (*NAMES, workdirs.METRICS):
             if (folder / name).is_file() and not (workdir / name).exists():
                 data = bounded.contents(folder / name, workdirs.MOST_METRICS)
                 workdirs.write_atomically(workdir / name, data)

@@ -1,9 +1,11 @@
 """Custom train steps, run by the same loop; `initial.py` has custom first states."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
@@ -42,11 +44,11 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
             )
         new, scalars = results
         new = new._replace(step=state.step + 1, frozen={})
-        averages = new.ema_params
-        if averages is not None and averages is state.ema_params:  # Not the step's own.
-            averages = averaged(recipe, averages, new.params, new.opt_state)
-            new = new._replace(ema_params=averages)
         check_leaves(state, new, "the step")
+        averages, before = map(jax.tree.leaves, (new.ema_params, state.ema_params))
+        if averages and all(map(operator.is_, averages, before)):  # Not the step's own.
+            means = averaged(recipe, new.ema_params, new.params, new.opt_state)
+            new = new._replace(ema_params=means)
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
         if "loss" not in shapes or any(shapes.values()):
             raise ConfigError(

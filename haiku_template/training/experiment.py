@@ -155,8 +155,6 @@ class Experiment:
             finetuning = tuning.make_finetuning(config.init_from, **config.finetuning)
             source = tuning.open_source(config.init_from, family, devices, finetuning)
         data = make_data(config, *devices.processes[:2])
-        if data.class_names and tuning.is_folder(config.init_from):
-            tuning.check_classes(config.init_from, data.class_names, finetuning.fresh)
         keys = model_keys(config)
         del keys["name"]
         if data.vocab_size:

@@ -122,16 +122,15 @@ def make_optimizer(
         )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     decays = "weight_decay" in parameters and name != "muon"  # Of no convolution.
-    is_yours = name not in _optimizers()
-    if is_yours and clip_norm is not None and "clip_norm" in parameters:
-        keys["clip_norm"], clip_norm = clip_norm, None
+    if name not in _optimizers():
+        function, weight_decay, clip_norm = _yours(function, weight_decay, clip_norm)
     if name == "sgd":
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
         optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | keys))
     elif decays and mask is not None:
         keys |= {"weight_decay": weight_decay, mask: matrices}
         optimizer = function(schedule, **keys)
-    elif decays and (weight_decay or is_yours):
+    elif decays and weight_decay:
         optimizer = function(schedule, **_all_decay(name, weight_decay), **keys)
     else:
         optimizer = function(schedule, **keys)
@@ -144,10 +143,24 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
+def _yours(
+    function: Callable[..., Any], weight_decay: float, clip_norm: float | None
+) -> tuple[Callable[..., Any], float, float | None]:
+    """Gives an optimizer of a user those of the two that it takes; the others stay."""
+    parameters, keys = inspect.signature(function).parameters, {}
+    needs = [k for k, x in parameters.items() if x.default is x.empty]
+    has_mask = not parameters.keys().isdisjoint(("mask", "weight_decay_mask"))
+    if "clip_norm" in parameters and (clip_norm or "clip_norm" in needs):
+        keys["clip_norm"], clip_norm = clip_norm, None
+    takes_decay = "weight_decay" in parameters and not has_mask
+    if takes_decay and (weight_decay or "weight_decay" in needs):
+        keys["weight_decay"], weight_decay = weight_decay, 0.0
+    return functools.partial(function, **keys), weight_decay, clip_norm
+
+
 def _all_decay(name: str, weight_decay: float) -> dict[str, float]:
     # Behind it, a decay would be by another rate, or of other parameters than its.
-    if name in _optimizers():
-        logger.warning("%s takes no mask: it decays biases and norms, too", name)
+    logger.warning("%s takes no mask: it decays biases and norms, too", name)
     return {"weight_decay": weight_decay}
 
 

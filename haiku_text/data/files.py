@@ -24,7 +24,7 @@ from haiku_text.data.stream import Shard, TokenStream
 DTYPES = {f"{k}{8 * n}": f"<{k.lower()}{n}" for n in (1, 2, 4, 8) for k in "UI"}
 HEADER_BYTES = 256  # Of what is written; last, when the number of tokens is known.
 VALIDATION = re.compile(
-    r"(?:^|[._-])(?:val|valid|validation|test|held_?out|eval|dev)(?:[._-]|$)"
+    r"(?:^|[._-])(?:val|valid|validation|test|held_?out)(?:[._-]|$)"
 )
 Layout = tuple[np.dtype, int, int]  # Of tokens; bytes before the first; how many.
 

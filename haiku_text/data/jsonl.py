@@ -124,8 +124,7 @@ def jsonl(
         encode = functools.partial(_texts, tokenizer=coder, numbers=numbers, cut=cut)
     else:
         num_outputs, names = size, ()
-        if coder.end is None:
-            logger.warning("%s ends no text: no completion learns its end", coder.name)
+        _warn_without_end(coder)
         encode = functools.partial(_completions, tokenizer=coder, cut=cut)
     examples, held_examples = encode(training), encode(held_out)
     _check_sizes(examples.sizes, training, context)
@@ -144,6 +143,11 @@ def jsonl(
     sizes = (context,) if cut else (lengths[-1], context)
     read = functools.partial(_read_set, labels, columns, encode, sizes, spec.batch_size)
     return data._replace(vocab_size=size, read=read)
+
+
+def _warn_without_end(coder: Tokenizer) -> None:
+    if coder.end is None:
+        logger.warning("%s ends no text: no completion learns its end", coder.name)
 
 
 def _read_set(

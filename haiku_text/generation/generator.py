@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
-from haiku_template.finetuning import trains_a_part
+from haiku_template.errors import ConfigError, DamagedError, StorageError
+from haiku_template.finetuning import check_readable, trains_a_part
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.runs import Run
@@ -68,7 +68,12 @@ def load(run: Run) -> LanguageModel:
     if config is None or trains_a_part(config.finetuning):
         step, params = run.step, run.parameters()[0]
     else:
-        step, params = restore(run.workdir, run.which, read)
+        try:
+            step, params = restore(run.workdir, run.which, read)
+        except StorageError as error:
+            if config.init_from is not None and not isinstance(error, DamagedError):
+                check_readable(config.init_from)  # A folder has the model's sizes.
+            raise
     vocabulary, context = sizes(params)  # Why: docs/decisions/generation.md#vocabulary
     if config is None:
         model, name = run.trainer.experiment.model, run.trainer.experiment.precision

@@ -100,7 +100,7 @@ def look_up(embeddings: jax.Array, ids: jax.Array) -> jax.Array:
 
     Gradients of a row add up in float32. Why: docs/decisions/models.md#embeddings
     """
-    rows = embeddings.astype(jnp.float32).at[ids]
+    rows = jnp.asarray(embeddings, jnp.float32).at[ids]
     rows = rows.get(mode="fill", wrap_negative_indices=False)
     return rows.astype(embeddings.dtype)
 

@@ -618,6 +618,5 @@ def test_pickles_one_after_another_are_all_read(tmp_path):
     first, second = pickles.load(tmp_path / "two.pkl")
     assert (*first, *second) == ("linear", "norm")
     with (tmp_path / "two.pkl").open("ab") as file:
-        file.write(b"\x00" * 9)
-    with pytest.raises(ConfigError, match="no pickle, or a damaged one"):
-        pickles.load(tmp_path / "two.pkl")
+        file.write(b"\x00" * 9)  # Padding is none.
+    assert len(pickles.load(tmp_path / "two.pkl")) == 2

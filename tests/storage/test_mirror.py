@@ -274,3 +274,11 @@ def test_two_runs_with_one_mirror_do_not_remove_each_other_s_copies(copy, tmp_pa
     with pytest.raises(ConfigError, match="holds the checkpoints of another run than"):
         mirrors.copy_run(workdir.with_name("b"), workdir.with_name("m"))
     assert steps(workdir.with_name("m")) == [2, 4]
+
+
+def test_a_copy_that_is_newer_than_all_of_the_workdir_stays(copy):
+    """It may be the only one that is whole."""
+    workdir, _ = copy
+    shutil.rmtree(workdir / "checkpoints/4")
+    mirrors.copy_run(workdir, workdir.with_name("m"))
+    assert steps(workdir.with_name("m")) == [2, 4]

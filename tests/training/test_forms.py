@@ -134,3 +134,12 @@ def test_a_second_argument_that_is_no_is_training_is_not_taken_for_it():
         with pytest.raises(ConfigError, match="possible are forward"):
             with_state(hk.transform(forward))
     with_state(hk.transform(lambda inputs, _: inputs))
+
+
+def test_what_takes_any_arguments_gets_is_training():
+    def inner(inputs, is_training):
+        return inputs * (2 if is_training else 1)
+
+    model = with_state(hk.transform(lambda *args: inner(*args)))
+    outputs, _ = model.apply({}, {}, None, np.ones(1), True)
+    assert outputs == 2

@@ -334,3 +334,13 @@ def test_an_optimizer_of_yours_gets_the_keys_that_it_takes():
     grads = {"w": jnp.full((2, 2), 100.0)}
     updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
     assert float(updates["w"][0, 0]) == pytest.approx(-10.0)  # Neither again.
+
+
+def with_defaults(schedule, weight_decay=0.1, clip_norm=1.0):
+    with_defaults.got = weight_decay, clip_norm
+    return optax.sgd(schedule)
+
+
+def test_an_optimizer_of_yours_keeps_defaults_that_a_config_leaves():
+    make_optimizer(f"{__name__}:with_defaults", lambda step: 0.1)
+    assert with_defaults.got == (0.1, 1.0)

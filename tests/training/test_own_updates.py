@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from haiku_template.data import BatchSpec, Split, from_split
-from haiku_template.devices import mean_over
+from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.models.losses import confusion, macro_f1
 from haiku_template.runs import early_stop, train
@@ -139,7 +139,10 @@ def test_patience_counts_evaluations_of_a_training_metric_too():
 
     assert not stops(with_evaluations(102)) and not stops(with_evaluations(102, 202))
     assert stops(with_evaluations(102, 202, 290))
-    assert "best at step 102, 100, and not better in 2 evaluations" in stops.reason
+    assert "best at step 100, 100, and not better in 2 evaluations" in stops.reason
+    # Several evaluations after one line are no values of their own.
+    rows = [{"step": n, "train/loss": -float(n)} for n in range(500, 2000, 500)]
+    assert not stops(with_evaluations(*range(100, 2000, 100)))
 
 
 def test_examples_that_are_left_out_are_in_no_count(devices):
@@ -157,3 +160,31 @@ def test_examples_that_are_left_out_are_in_no_count(devices):
     trainer = made(model=model, data=data, task=own).trainer(devices)
     _, counts = trainer.measure(trainer.init())
     assert counts["confusion"].sum() == weight[64:].sum() < 32
+
+
+def test_a_step_that_maps_the_state_leaves_its_averages_alone_too(one_device):
+    def mapped(state, batch, rng, axis_name):
+        return step(jax.tree.map(lambda x: x, state), batch, rng, axis_name)
+
+    trainer = made(step=mapped, ema_decay=0.5).trainer(one_device)
+    state = trainer.init()
+    before = jax.tree.map(np.asarray, state.ema_params)
+    new, _ = trainer.step(state, one_device.shard(DATA.train.batch(0)))
+    assert not np.array_equal(before["linear"]["w"], new.ema_params["linear"]["w"])
+
+
+def test_parameters_of_another_shape_are_a_sentence_beside_averages(one_device):
+    def other(state, batch, rng, axis_name):
+        new, scalars = step(state, batch, rng, axis_name)
+        return new._replace(params={"linear": {"w": jnp.ones(3)}}), scalars
+
+    trainer = made(step=other, ema_decay=0.5).trainer(one_device)
+    with pytest.raises(ConfigError, match="the step"):
+        trainer.step(trainer.init(), one_device.shard(DATA.train.batch(0)))
+
+
+def test_a_step_of_ones_own_that_does_not_fit_says_how_much_it_needs(tmp_path):
+    devices = DeviceManager.create("cpu", num_devices=1)
+    trainer = made(step=step).trainer(devices)
+    with pytest.raises(ConfigError, match="the run needs .* on each device"):
+        train(trainer, num_steps=1, workdir=tmp_path / "run", memory_limit=2000)
