@@ -81,7 +81,7 @@ def open_source(
 
 def check_readable(init_from: str) -> None:
     """Raises `ConfigError` unless something is at `config.init_from`."""
-    if init_from and os.access(init_from, os.R_OK):
+    if init_from and os.access(Path(init_from), os.R_OK):
         return
     is_there = init_from and Path(init_from).exists()
     fault = "may not be read" if is_there else "is not there"

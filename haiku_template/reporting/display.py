@@ -226,9 +226,14 @@ def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
         places = ", ".join(sorted(set(map(describe, leaves))))
         rows.append((name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", places))
     total = f"{tree_size(groups):,} parameters"
-    totals = (total, "", "", f"{device_bytes(groups):,}", "on each device")
+    size = sum(map(_bytes_each, jax.tree.leaves(groups)))
+    totals = (total, "", "", f"{size:,}", "on each device")
     columns = ("name", "shape", "dtype", "bytes", "where")
     return table("Parameters", columns, rows, [totals])
+
+
+def _bytes_each(leaf: Any) -> int:
+    return device_bytes(leaf) if isinstance(leaf, jax.Array) else leaf.nbytes
 
 
 def frozen_table(params: hk.Params, frozen: hk.Params) -> Table:
