@@ -64,7 +64,7 @@ def _parse(where: str, text: str) -> Row:
         raise
     except ValueError as error:
         reason = getattr(error, "msg", error)
-        hint = "; each line is an object, and no part of a list" * (text[:1] == "[")
+        hint = "; each line has an object, not one of a list" * (text[:1] == "[")
         raise ConfigError(f"{where} is no JSON: {reason}{hint}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")

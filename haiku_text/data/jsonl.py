@@ -9,7 +9,6 @@ The same columns may be those of a CSV or Parquet file.
 import functools
 import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,13 +219,11 @@ def _classes(lines: list[Line], order: Sequence[Any]) -> dict[str, int]:
                 f"{line.where} has the label {line.target!r} and {where} the label "
                 f"{first!r}; all are text, or all whole numbers"
             )
-    labels = {str(line.target) for line in lines}
-    are_numbers = all(re.fullmatch(r"-?\d+", label) for label in labels)  # Also CSV's.
-    number = (lambda label: (int(label), label)) if are_numbers else None
-    order = dict.fromkeys(map(str, order)) or sorted(labels, key=number)
-    if odd := sorted(labels - {*order}):
-        raise ConfigError(f"classes={tuple(order)!r} lacks the labels {some(odd)}")
-    return {label: i for i, label in enumerate(order)}
+    labels = [*map(str, sorted({line.target for line in lines}))]
+    names = [*dict.fromkeys(map(str, order))] or labels
+    if lacks := [label for label in labels if label not in names]:
+        raise ConfigError(f"classes={tuple(names)!r} lacks the labels {some(lacks)}")
+    return {label: i for i, label in enumerate(names)}
 
 
 def _texts(

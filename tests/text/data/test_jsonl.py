@@ -246,7 +246,7 @@ GOOD = '{"text": "a", "label": "x"}'
 REFUSED = {
     "bad JSON": (GOOD + "\n\n{'text': 1}", "line 3 of .* is no JSON: Expecting"),
     "nested": (GOOD + "\n" + "[" * 100_000, "line 2 of .* is no JSON"),
-    "a list": ('[\n{"text": "a"}]', "line 1 .* no JSON.*object, and no part of a list"),
+    "a list": ('[\n{"text": "a"}]', "line 1 .* no JSON.*an object, not one of a list"),
     "no object": ("[1]", r"line 1 of .* is no JSON object but \[1\]"),
     "no label": (GOOD + '\n{"text": "b"}', "line 2 of .* has no label, only text"),
     "mixed": (
@@ -316,20 +316,19 @@ def test_a_new_text_may_be_longer_than_those_of_the_training_set(tmp_path):
         data.read(new)
 
 
-def test_classes_have_the_order_that_is_given_or_that_of_their_numbers(tmp_path):
+def test_classes_have_the_order_that_is_given(tmp_path):
     rows = [{"text": str(n), "label": n} for n in (10, 9, 100)]
     path = write(tmp_path / "a.jsonl", rows)
     text = "text,label\n" + "".join(f"{n},{n}\n" for n in (10, 9, 100))
     (tmp_path / "a.csv").write_text(text)
     for file in (path, str(tmp_path / "a.csv")):
         options = {"path": file, "validation_fraction": 0}
-        assert jsonl(CLASSIFICATION, **options).class_names == ("9", "10", "100")
         data = jsonl(CLASSIFICATION, classes=(100, 7, 9, 10), **options)
         assert data.class_names == ("100", "7", "9", "10") and data.num_outputs == 4
         batch = data.train.batch(0)
         names = [data.class_names[label] for label in batch["labels"]]
         assert names == texts_of(batch)
-        with pytest.raises(ConfigError, match="lacks the labels 100, 9"):
+        with pytest.raises(ConfigError, match="lacks the labels (9, 100|100, 9)"):
             jsonl(CLASSIFICATION, classes=("10",), **options)
 
 
