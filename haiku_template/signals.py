@@ -31,6 +31,7 @@ PRINT_SECONDS = 1.0  # Nobody may read what is printed.
 PATIENCE, SECOND_PATIENCE = 2.0, 0.5
 # Each is called with the sentence and the exit code, the newest first.
 _CALLED: list[Callable[[str, int], object]] = []
+_SENTENCES = [NOTHING_SAVED]  # Of `leave`, the last.
 _ENDING: list[str] = []  # Sentences with which this process ends.
 # Each is called with the number of a signal, in the thread that `watch` starts.
 HEARERS: list[Callable[[int], object]] = []
@@ -64,9 +65,10 @@ def is_free(number: int) -> bool:
     return signal.getsignal(number) in (*_PYTHONS, leave)
 
 
-def leave(number: int, _: FrameType | None, sentence: str = NOTHING_SAVED) -> None:
-    """Handler that ends the process with a sentence."""
-    end(f"{signal.Signals(number).name} {sentence}", EXIT_CODES[number])
+def leave(number: int, _: FrameType | None, sentence: str = "") -> None:
+    """Handler that ends the process with a sentence, by default that of `called`."""
+    name = signal.Signals(number).name
+    end(f"{name} {sentence or _SENTENCES[-1]}", EXIT_CODES[number])
 
 
 # Why: docs/decisions/storage.md#watcher
@@ -176,12 +178,16 @@ def end(sentence: str, code: int) -> None:
 
 
 @contextlib.contextmanager
-def called(call: Callable[[str, int], object]) -> Iterator[None]:
+def called(
+    call: Callable[[str, int], object], sentence: str = NOTHING_SAVED
+) -> Iterator[None]:
     """Context in which `call` is called if a signal ends this process: to clean up."""
     _CALLED.append(call)
+    _SENTENCES.append(sentence)
     try:
         yield
     finally:
+        _SENTENCES.pop()
         with contextlib.suppress(ValueError):
             _CALLED.remove(call)
 

@@ -39,6 +39,7 @@ flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bou
 flags.DEFINE_string("only", None, "Name of the one combination to train.")
 flags.adopt_module_key_flags(cli)
 POLL_SECONDS = 0.1
+ENDING = "received: the runs end, and save; the same command resumes them"
 
 
 def main(words: list[str]) -> None:
@@ -110,7 +111,7 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
     places, waiting = shares(FLAGS.device, FLAGS.parallel), list(members)
     running: dict[subprocess.Popen, tuple[str, str, Any]] = {}
     codes: dict[str, int] = {}
-    ends = signals.called(lambda *_: _end(running))
+    ends = signals.called(lambda *_: _end(running), ENDING)
     with contextlib.ExitStack() as files, ends:
         while waiting or running:
             while waiting and places:

@@ -127,5 +127,5 @@ class Report:
 
     def _write(self, step: int, metrics: Metrics) -> None:
         for name, write in self._writers:
-            with dispensable(name):
+            with dispensable(name), self._devices.implicit_transfers():
                 write(step, metrics)

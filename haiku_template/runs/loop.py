@@ -282,8 +282,8 @@ class _Run(NamedTuple):
         self.trainer.devices.wait(scalars)  # A check waits for the next call, too.
         speed = self.report.clock.read(steps[-1])
         values = self.guards.finite(steps, scalars)
-        derived = self.trainer.recipe.task.derive(values, {})
-        self.report.training(steps[-1], values | derived, speed)
+        values |= self.trainer.derived(values, {})
+        self.report.training(steps[-1], values, speed)
 
     def _stops_early(self) -> bool:
         with self.trainer.devices.implicit_transfers():

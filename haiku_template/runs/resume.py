@@ -126,12 +126,7 @@ def restored_or_first(
     facts |= {"the steps of a call": trainer.experiment.steps_per_call}
     trainer.devices.processes.agree(facts)
     if start:
-        start, saved = _restored(trainer, checkpoints)
-        if start > num_steps:
-            raise ConfigError(
-                f"{checkpoints.directory.parent} is at step {start}, and num_steps is "
-                f"{num_steps}; a run does not go back: use another --workdir"
-            )
+        start, saved = _restored(trainer, checkpoints, num_steps)
         if checkpoints.mirror is not None and start in checkpoints.steps:
             checkpoints.mirror.update()  # It may be new, or cut off.
         state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
@@ -143,7 +138,9 @@ def restored_or_first(
     return start, state
 
 
-def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str, Any]]:
+def _restored(
+    trainer: Trainer, checkpoints: Checkpoints, num_steps: int
+) -> tuple[int, dict[str, Any]]:
     """Restores the newest checkpoint that is whole in all processes, or its copy."""
     processes, abstract = trainer.devices.processes, trainer.abstract.saved()
     mirror = checkpoints.mirror
@@ -167,6 +164,11 @@ def _restored(trainer: Trainer, checkpoints: Checkpoints) -> tuple[int, dict[str
         facts = places[place].saved_facts(step)
         _warn_of_changes(step, facts, checkpoints.facts(step))
     processes.first(None)  # All read what the first has copied or renamed.
+    if step > num_steps:
+        raise ConfigError(
+            f"{checkpoints.directory.parent} is at step {step}, and num_steps is "
+            f"{num_steps}; a run does not go back: use another --workdir"
+        )
     return step, saved
 
 

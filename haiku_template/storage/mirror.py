@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # The run's id is first: a config alone is another's.
 NAMES = (workdirs.RUN, workdirs.CONFIG, workdirs.PROGRAM, workdirs.BASE)
 MOST_BYTES = 2**24  # Of each of them.
-PARTIAL = f".{workdirs.METRICS}.copied"  # Of metrics, by which early stopping goes.
+PARTIAL = f".{workdirs.METRICS}.copied"
 CLOSING_SECONDS = 600.0  # At the end of a run, for a copy that is under way.
 
 
@@ -130,7 +130,12 @@ def copy_run(source: Path, target: Path) -> None:
     for step in {*workdirs.saved_steps(folder)} - {*steps}:
         if step < max(steps, default=0):
             checkpoint.remove(folder / str(step))
-    if (source / workdirs.METRICS).is_file():  # Last: it may be long.
+    _copy_metrics(source, target)  # Last: they may be long.
+
+
+def _copy_metrics(source: Path, target: Path) -> None:
+    """Copies the lines by which early stopping goes; an error is a warning."""
+    if (source / workdirs.METRICS).is_file():
         with dispensable(target / workdirs.METRICS):
             shutil.copyfile(source / workdirs.METRICS, target / PARTIAL)
             (target / PARTIAL).replace(target / workdirs.METRICS)
@@ -210,10 +215,12 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
             f"{workdir} has no checkpoints: those of steps {steps} are copied there "
             f"from {folder}"
         )
-        for name in (*NAMES, workdirs.METRICS):
+        for name in NAMES:
             if (folder / name).is_file() and not (workdir / name).exists():
-                data = bounded.contents(folder / name, workdirs.MOST_METRICS)
+                data = bounded.contents(folder / name, MOST_BYTES)
                 workdirs.write_atomically(workdir / name, data)
+        if not (workdir / workdirs.METRICS).exists():
+            _copy_metrics(folder, workdir)
         copies = workdir / f"{workdirs.CHECKPOINTS}.copied"  # Half of them are no run.
         shutil.rmtree(copies, ignore_errors=True)
         copies.mkdir()

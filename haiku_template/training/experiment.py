@@ -220,11 +220,20 @@ def _check_functions(experiment: Experiment) -> None:
         part = getattr(experiment, name)
         if part is not None and not callable(part):
             raise ConfigError(f"Experiment({name}={part!r:.60}) is no function")
-    scales = experiment.precision == "float16"
-    if experiment.step and (experiment.accumulate_steps > 1 or scales):
+    if experiment.step:
+        _check_beside_step(experiment)
+
+
+def _check_beside_step(experiment: Experiment) -> None:
+    of_update = {
+        "accumulate_steps": experiment.accumulate_steps > 1,
+        "reduce_dtype": experiment.reduce_dtype is not None,
+        "precision='float16'": experiment.precision == "float16",
+    }
+    if names := [name for name, is_set in of_update.items() if is_set]:
         raise ConfigError(
-            "step makes the whole update; accumulate_steps and the loss scale of "
-            "float16 are for the template's own"
+            f"{', '.join(names)} would do nothing: step makes the whole update, its "
+            "average over the devices and its loss scale"
         )
 
 

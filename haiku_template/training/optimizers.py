@@ -121,7 +121,7 @@ def make_optimizer(
             "module:function, which makes one of yours"
         )
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
-    decays = "weight_decay" in parameters and name != "muon"  # Of no convolution.
+    decays = "weight_decay" in parameters and name != "muon"  # Its: matrices.
     if name not in _optimizers():
         function, weight_decay, clip_norm = _yours(function, weight_decay, clip_norm)
     if name == "sgd":

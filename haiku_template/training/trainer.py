@@ -267,10 +267,16 @@ class Trainer:
                     stack.enter_context(self.devices.implicit_transfers())
                 sums = add_up(self.devices, eval_step, dataset, size, self.feed.alone)
             self._evaluated.add(shapes)
-            values, of_set = evaluations.summarize(sums, self.recipe.task.derive)
+            values, of_set = evaluations.summarize(sums, self.derived)
             metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
             counts.append(of_set)
         return metrics, counts[0]
+
+    def derived(self, averages: dict[str, float], counts: Any) -> dict[str, float]:
+        """Derives metrics on the host, by a task that may compute with JAX."""
+        with self.devices.implicit_transfers():
+            derived = self.recipe.task.derive(averages, counts)
+            return {name: float(value) for name, value in derived.items()}
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
@@ -303,7 +309,7 @@ class Trainer:
     def padded_size(self, dataset: Any) -> int:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
-        with self.feed.alone():
+        with self.feed.alone(), self.devices.implicit_transfers():
             return evaluations.padded_size(shares, dataset, self.pads)
 
     @functools.cached_property

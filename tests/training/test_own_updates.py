@@ -1,5 +1,7 @@
 """A step of one's own beside the options of a run, hooks that compute, early stops."""
 
+import collections
+import dataclasses
 import functools
 
 import haiku as hk
@@ -9,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.data import BatchSpec, Split, from_split
+from haiku_template.data import BatchSpec, Data, Split, from_split
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
 from haiku_template.models.losses import confusion, macro_f1
@@ -86,10 +88,26 @@ def test_the_schedule_of_a_step_of_ones_own_is_reported(tmp_path, one_device):
     assert rates == [0.5, 0.25]
 
 
-@pytest.mark.parametrize("option", [{"accumulate_steps": 2}, {"precision": "float16"}])
-def test_what_a_step_of_ones_own_does_not_do_is_refused(option):
-    with pytest.raises(ConfigError, match="step makes the whole update"):
-        made(step=step, **option)
+# What the fields of an experiment do beside a step of one's own.
+REFUSED = {
+    "accumulate_steps": 2,
+    "reduce_dtype": "bfloat16",
+    "precision": "float16",
+    "exact_elastic": 2,
+}
+ACTS = {"schedule", "ema_decay", "seed", "sharding", "steps_per_call", "skips"}
+ACTS |= {"init", "init_from", "finetuning", "placement", "optimizer", "data"}
+# Of evaluation, reports and exports alone, as the page on it says.
+ELSEWHERE = {"model", "task", "steps", "family", "flops_per_token"}
+ELSEWHERE |= {"why_on_host", "described", "step"}
+
+
+def test_each_field_beside_a_step_of_ones_own_acts_or_is_refused(one_device):
+    fields = {field.name for field in dataclasses.fields(Experiment)}
+    assert fields == {*REFUSED, *ACTS, *ELSEWHERE}
+    for name, value in REFUSED.items():
+        with pytest.raises(ConfigError, match=name):
+            made(step=step, **{name: value}).trainer(one_device)
 
 
 def test_steps_that_are_skipped_are_the_run_s_to_count(one_device):
@@ -105,19 +123,52 @@ def test_a_part_that_is_no_function_is_refused(part):
         made(**{part: 0.1})
 
 
-def test_hooks_and_stops_may_compute(tmp_path, devices):
-    norms = []
+def test_whatever_a_loop_calls_of_a_user_s_may_compute(tmp_path, devices, caplog):
+    """Hooks, writers, `stop_when`, derived metrics, data: between the steps."""
+    calls = collections.Counter()
+
+    def computed(name):
+        calls[name] += 1
+        return float(jnp.sum(jnp.arange(3)) * 0.5)  # A constant is copied, too.
 
     def hook(event):
         squares = [jnp.sum(w**2) for w in jax.tree.leaves(event.state.params)]
-        norms.append(float(jnp.sqrt(sum(squares)) * 2.0))
+        assert np.isfinite(float(jnp.sqrt(sum(squares)) * computed("hook")))
 
     def stops(rows):
+        computed("stop_when")
         return jnp.asarray([x["step"] for x in rows]).max() >= 4
 
-    options = {"hooks": [hook], "stop_when": stops, "eval_every": 2}
-    train(made().trainer(devices), num_steps=9, workdir=tmp_path, **options)
-    assert len(norms) >= 4 and all(np.isfinite(norms))
+    def derive(averages, counts):
+        computed("derive, evaluated" if counts else "derive")
+        return {"perplexity": jnp.exp(averages["loss"])}
+
+    def writer(workdir, start):
+        return lambda step, metrics: computed("writer")
+
+    class Rows:
+        def batch(self, n):
+            computed("data")
+            return DATA.train.batch(n)
+
+    class Held(Rows):
+        num_batches = 2
+
+        def batch(self, n):
+            computed("evaluation data")
+            return DATA.evaluation.batch(n)
+
+    options = {"hooks": [hook], "writers": [writer], "stop_when": stops}
+    own = Task(task, "classes", confusion, derive)
+    trainer = made(task=own, data=Data(Rows(), Held(), 2)).trainer(devices)
+    metrics = train(
+        trainer, num_steps=9, workdir=tmp_path, log_every=2, eval_every=2, **options
+    ).metrics
+    assert len(calls) == 7 and "Disallowed" not in caplog.text, calls
+    for kind in ("train", "eval"):
+        assert metrics[f"{kind}/perplexity"] == pytest.approx(
+            np.exp(metrics[f"{kind}/loss"])
+        )
     assert max(x["step"] for x in read(tmp_path / "metrics.jsonl")) == 4
 
 
