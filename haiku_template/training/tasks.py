@@ -65,7 +65,10 @@ class Task(NamedTuple):
 def as_task(task: Task | Callable[..., Values]) -> Task:
     """Makes a task of a plain function, a partial task, or a task; or `ConfigError`."""
     if not callable(task):
-        raise ConfigError(f"the task is a {type(task).__name__}; it must be a function")
+        raise ConfigError(
+            f"the task is {task!r:.60}; it is a function of outputs and batch, such as "
+            "haiku_template.models.losses.classification, and names are for configs"
+        )
     if isinstance(task, functools.partial) and isinstance(task.func, Task):
         bound = functools.partial(task.func.values, *task.args, **task.keywords)
         task = task.func._replace(values=bound)

@@ -123,6 +123,11 @@ def test_a_part_that_is_no_function_is_refused(part):
         made(**{part: 0.1})
 
 
+def test_a_name_is_no_task_of_a_script(one_device):
+    with pytest.raises(ConfigError, match="task is 'classification'; .* for configs"):
+        made(task="classification").trainer(one_device)
+
+
 def test_whatever_a_loop_calls_of_a_user_s_may_compute(tmp_path, devices, caplog):
     """Hooks, writers, `stop_when`, derived metrics, data: between the steps."""
     calls = collections.Counter()
