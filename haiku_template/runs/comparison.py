@@ -83,6 +83,7 @@ def summarize_runs(
     files = sorted(folder.rglob(workdirs.RUN)) if folder.is_dir() else []
     names = [str(x.parent.relative_to(folder)) for x in files]
     names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]
+    names = _without_mirrors(folder, names)
     if not names:
         raise ConfigError(
             f"{folder} holds no runs: workdirs, each with its {workdirs.RUN}; name the "
@@ -93,6 +94,14 @@ def summarize_runs(
     return sorted(
         runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
     )
+
+
+def _without_mirrors(folder: Path, names: list[str]) -> list[str]:
+    """Leaves out mirrors of runs that are here, too, which alone say where they ran."""
+    ids = {x: workdirs.read_json(folder / x / workdirs.RUN).get("id", x) for x in names}
+    runs = [name for name in names if (folder / name / workdirs.ENV).is_file()]
+    mirrored = {ids[name] for name in runs}
+    return [name for name in names if name in runs or ids[name] not in mirrored]
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from configs import digits
 from haiku_template.errors import ConfigError, StorageError
 from haiku_template.runs import start, train
+from haiku_template.runs.comparison import summarize_runs
 from haiku_template.runs.rewind import go_back
 from haiku_template.storage import mirror as mirrors
 from haiku_template.storage.checkpoint import Checkpoints
@@ -64,6 +65,18 @@ def test_a_workdir_that_is_gone_is_brought_back(copy, caplog):
 def test_the_mirror_itself_is_a_workdir(copy):
     workdir, (expected, _) = copy
     assert run(workdir.with_name("m"), 6, mirror=None) == expected
+
+
+def test_a_mirror_is_compared_where_its_run_is_not(copy):
+    workdir, _ = copy
+    names = [run.name for run in summarize_runs(workdir.parent)]
+    assert names == ["run"]
+    shutil.copytree(workdir, workdir.parent / "branch")  # Which may go its own way.
+    names = [run.name for run in summarize_runs(workdir.parent)]
+    assert sorted(names) == ["branch", "run"]
+    for name in names:
+        shutil.rmtree(workdir.parent / name)
+    assert [run.name for run in summarize_runs(workdir.parent)] == ["m"]
 
 
 @pytest.mark.parametrize("damaged", [["4"], ["2", "4"]])
