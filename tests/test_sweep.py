@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from ml_collections import config_dict
@@ -14,6 +15,7 @@ from configs import digits
 from haiku_template import combinations as sweep
 from haiku_template.errors import ConfigError
 from haiku_template.runs import comparison
+from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
 from tests.runs import ROOT, run_command
 
@@ -257,3 +259,22 @@ def test_a_member_that_lost_its_checkpoints_comes_back_from_its_mirror(tmp_path)
     done = sweep_in(tmp_path / "s", "seed=0,1", flag)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "s/seed=0/checkpoints/60").is_dir()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_terminated_has_saved_its_members_and_says_so(tmp_path):
+    command = [sys.executable, "-m", "haiku_template.sweep", "--device=cpu"]
+    command += ["--config=configs/digits.py", f"--workdir={tmp_path}", "--parallel=2"]
+    command += ["--config.num_steps=1000000", "seed=0,1"]
+    folders = [tmp_path / f"seed={seed}" for seed in (0, 1)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as sweep_process:
+        while not all(read(folder / workdirs.METRICS) for folder in folders):
+            assert sweep_process.poll() is None, sweep_process.stderr.read()
+            time.sleep(0.1)
+        sweep_process.terminate()
+        errors = sweep_process.stderr.read()
+    assert sweep_process.returncode == 75
+    assert "SIGTERM received: the runs end, and save" in errors
+    assert all(workdirs.saved_steps(x / workdirs.CHECKPOINTS) for x in folders)
