@@ -294,7 +294,7 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
 def _end(error: BaseException) -> None:
     """Exits with the sentence of an error and its code; returns for a defect."""
     several = cluster.is_joined()
-    error = (several and cluster.lost(error)) or _unseen(error) or error
+    error = (several and cluster.lost(error)) or _unseen(error) or _no_choice(error) or error
     interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
     code = getattr(error, "exit_code", interrupted)
     if code is None:
@@ -323,6 +323,15 @@ def _unseen(error: BaseException) -> ConfigError | None:
     if is_own and error.errno in UNSEEN and error.filename is not None:
         return ConfigError(f"{error.filename} cannot be used: {error.strerror}")
     return None
+
+
+def _no_choice(error: BaseException) -> ConfigError | None:
+    """Names the variable whose value JAX refuses as it is imported."""
+    match = re.fullmatch(jax_doctor.start.NO_CHOICE, str(error))
+    name, value = (match[2].upper(), match[1]) if match else ("", "")
+    if match is None or os.environ.get(name) != value:
+        return None
+    return ConfigError(f"{name}={value} is no value that JAX takes; {jax_doctor.start.CHOOSE}")
 
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:

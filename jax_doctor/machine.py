@@ -249,7 +249,10 @@ class Machine:
 
 
 def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
-    """Names and versions from the names of the metadata folders: no file is read."""
+    """Names and versions from the names of the metadata folders: no file is read.
+
+    What an uninstallation left of one, without its METADATA, is no package.
+    """
     earlier = set()
     for folder in folders:
         try:
@@ -261,9 +264,14 @@ def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
                 r"(.+?)-(\d[^-]*)(?:-py[\d.]+)?\.(dist|egg)-info", entry
             )
             name = re.sub(r"[-_.]+", "-", match[1]).lower() if match else None
-            if name and name not in earlier:
+            if name and name not in earlier and _is_whole(Path(folder, entry)):
                 earlier.add(name)
                 yield name, match[2]
+
+
+def _is_whole(metadata: Path) -> bool:
+    is_wheel = metadata.suffix == ".dist-info"  # Else a folder with PKG-INFO, or it.
+    return not is_wheel or (metadata / "METADATA").is_file()
 
 
 def _requires(name: str) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ otherwise = step(OTHERWISE)
 NO_DNN = "DNN library initialization failed|(Loaded runtime CuDNN library: .*)"
 DAMAGED = r"CUDA_ERROR_(?:ILLEGAL_ADDRESS|ECC_\w+|LAUNCH_FAILED)"
 CROSSING = ("between devices", "psum")
+NO_CHOICE = r'Invalid value "(.*)" for JAX flag (jax_\w+)'
+CHOOSE = "unset it, or give a value of docs.jax.dev/en/latest/config_options.html"
+WRONG_VALUES = "wrong values"
 READ_ON = "run with TF_CPP_MIN_LOG_LEVEL=0 and read what JAX says at its start"
 
 
@@ -35,6 +38,14 @@ def _old_plugin_import(machine: Machine, facts: Facts) -> Signs:
     if facts.said_at_start(machine, r"Plugin module .* could not be loaded"):
         reason = facts.said_at_start(machine, r"ImportError: .*")
         yield reason[0] if reason else "JAX does not say why"
+
+
+@cause("A60", fix=CHOOSE, scope="all")
+def _no_choice(machine: Machine, facts: Facts) -> Signs:
+    """A JAX variable has none of its possible values."""
+    words = facts.jax.child.errors if facts.jax and not facts.jax.devices else ""
+    if match := re.search(NO_CHOICE, words):
+        yield f"{match[2].upper()}={match[1]!r}"
 
 
 @cause("A18", fix="align the versions; pip uninstall -y jax-metal")
@@ -69,16 +80,17 @@ def _poisoned(machine: Machine, facts: Facts) -> Signs:
         yield f"an operation ended in {word}"
 
 
-@cause("A120", fix=f"export XLA_FLAGS={OPTION}=-reduce", scope="all")
+@cause("A120", fix=f'export XLA_FLAGS="$XLA_FLAGS {OPTION}=-reduce"', scope="all")
 def _wrong_sums(machine: Machine, facts: Facts) -> Signs:
     """This jaxlib miscomputes sums on CPUs."""
     jaxlib = f"jaxlib {machine.version('jaxlib')}"
+    has_flag = f"{OPTION}=-reduce" in machine.environ.get("XLA_FLAGS", "")
     if wrong := _wrong(facts.jax):
-        has_flag = f"{OPTION}=-reduce" in machine.environ.get("XLA_FLAGS", "")
         fix = "pip install another version of jaxlib" if has_flag else ""
         yield Sign(f"{jaxlib} is wrong in {wrong}", fix)
     if wrong := _wrong(facts.sums):
-        yield warning(f"without this flag {jaxlib} is wrong in {wrong}")
+        fix = f"keep {OPTION}=-reduce in XLA_FLAGS" if has_flag else ""
+        yield warning(f"without this flag {jaxlib} is wrong in {wrong}", fix)
 
 
 def _wrong(jax: JaxResult | None) -> str:
@@ -87,7 +99,9 @@ def _wrong(jax: JaxResult | None) -> str:
         return ""
     end = "a crash" if jax.child.returncode is not None else "without an end"
     ended = [*jax.failures(), Stage(jax.unfinished, "", end)]
-    wrong = [stage for stage in ended if stage.operation in SUMS]
+    # An error is none of the arithmetic's: a sum could not be tried.
+    odd = (WRONG_VALUES, end)
+    wrong = [x for x in ended if x.operation in SUMS and x.problem.startswith(odd)]
     return "; ".join(f"{stage.operation} ({stage.problem})" for stage in wrong)
 
 
@@ -99,7 +113,7 @@ def _wrong(jax: JaxResult | None) -> str:
 def _wrong_values(machine: Machine, facts: Facts) -> Signs:
     """This jaxlib miscomputes on this GPU."""
     for stage in facts.jax.failures() if facts.problems() and facts.on_gpu() else ():
-        if stage.operation in OPERATIONS and stage.problem.startswith("wrong values"):
+        if stage.operation in OPERATIONS and stage.problem.startswith(WRONG_VALUES):
             yield f"{stage.operation} on {stage.device}: {stage.problem}"
 
 
@@ -129,7 +143,7 @@ def _broken_copies(machine: Machine, facts: Facts) -> Signs:
         return
     for stage in jax.failures():
         copies = stage.operation not in OPERATIONS
-        if copies and stage.problem.startswith("wrong values"):
+        if copies and stage.problem.startswith(WRONG_VALUES):
             yield f"{stage.operation} on {stage.device}: {stage.problem}"
     if jax.unfinished in CROSSING and jax.child.returncode is None:
         yield f"{jax.unfinished} did not end within {jax.child.seconds:.0f} s"

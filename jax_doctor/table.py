@@ -160,7 +160,7 @@ def step(name: str) -> Callable[..., Callable[[Detector], First]]:
             def first(machine: Machine, facts: Facts) -> str | Sign | None:
                 return next(filter(None, detector(machine, facts)), None)
 
-            title = detector.__doc__.removesuffix(".")
+            title = (detector.__doc__ or "").removesuffix(".")  # None by `python -OO`.
             # Why: docs/decisions/doctor.md#causes
             STEPS[name].append(Cause(id_, title, first, **options))
             return first

@@ -139,6 +139,10 @@ def _unreadable(machine: Machine, facts: Facts) -> Signs:
             yield f"{name}={value!r} is not a truth value"
         if name in INTEGERS and not _reads(int, value):
             yield f"{name}={value!r} is not a whole number"
+        if name == "JAX_NUM_CPU_DEVICES" and _reads(int, value) and not int(value):
+            yield f"{name}={value} asks for no device"
+        if name == "JAX_DEFAULT_DEVICE" and value not in ("cpu", "gpu", "tpu"):
+            yield f"{name}={value!r} is not cpu, gpu or tpu"
         if name in FLOATS and not _reads(float, value):
             yield f"{name}={value!r} is not a number"
 
@@ -240,14 +244,20 @@ def _unknown_platform(machine: Machine, facts: Facts) -> Signs:
             yield f"{setting}: no backend {name!r} is installed"
 
 
-@cause("A45", fix="unset JAX_PLATFORM_NAME", scope="all")
+@cause("A45", fix="unset JAX_PLATFORM_NAME, or JAX_DEFAULT_DEVICE", scope="all")
 def _platform_name(machine: Machine, facts: Facts) -> Signs:
-    """JAX_PLATFORM_NAME, deprecated, names another platform."""
-    name = machine.environ.get("JAX_PLATFORM_NAME", "").lower()
-    platform = facts.platform
-    same = name in ("", platform) or (name in GPU_NAMES and platform == "gpu")
-    if not same and (platform != "auto" or not (name == "cpu" or machine.has_card())):
-        yield f"JAX_PLATFORM_NAME={name} sends arrays there, not to the {platform}"
+    """JAX_PLATFORM_NAME, deprecated, or JAX_DEFAULT_DEVICE names another platform."""
+    platform, fails = facts.platform, facts.jax and not facts.jax.works()
+    for variable in ("JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE"):
+        name = machine.environ.get(variable, "").lower()
+        same = name in ("", platform) or (name in GPU_NAMES and platform == "gpu")
+        other = platform != "auto" or not (name == "cpu" or machine.has_card())
+        if not same and other:
+            text = f"{variable}={name} sends arrays there, not to the {platform}"
+            # A program that places its arrays needs no default device.
+            needed = fails or variable == "JAX_PLATFORM_NAME"
+            severity = "" if needed else "warning"
+            yield Sign(text, f"unset {variable}", severity)
 
 
 def hides_the_hint(machine: Machine) -> bool:

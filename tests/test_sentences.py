@@ -508,3 +508,10 @@ def test_the_home_folder_is_found_in_the_value_of_any_flag(monkeypatch, name):
         assert (
             found == words if name in TEXT else found == words.replace(word, expected)
         )
+
+
+def test_a_variable_with_a_value_that_jax_refuses_is_one_sentence(tmp_path):
+    flags = ["--config=digits", "--workdir=run", "--device=cpu"]
+    done = run_command("train", *flags, cwd=tmp_path, JAX_TRANSFER_GUARD="no")
+    assert_sentence(done, "JAX_TRANSFER_GUARD=no is no value that JAX takes; unset it")
+    assert not (tmp_path / "run").exists()

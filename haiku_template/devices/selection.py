@@ -248,7 +248,7 @@ def _unavailable(request: Request, error: Exception) -> DeviceError:
             return _absent(request, [f"gpu:{index}" for index in range(count)])
     reason = _first_line(error)
     late_change = backend_started() and ignored_platforms()
-    if late_change or request.platform != "tpu":
+    if late_change or request.platform in ("gpu", "auto"):
         reason = f"{reason}; {late_change or why_no_gpu()}"
     return DeviceError(
         f"--device={request.spec} was asked for and JAX cannot provide it: {reason}"

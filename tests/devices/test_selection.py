@@ -181,6 +181,14 @@ def test_chosen_cards_that_the_driver_does_not_count(
     assert words in str(error)
 
 
+def test_a_cpu_that_does_not_start_is_not_for_want_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(selection, "why_no_gpu", lambda: "there is no card")
+    error = RuntimeError("Unable to initialize backend 'cpu'")
+    assert str(selection._unavailable(selection.parse("cpu"), error)).endswith("'cpu'")
+    no_card = str(selection._unavailable(selection.parse("gpu"), error))
+    assert no_card.endswith("'cpu'; there is no card")
+
+
 @no_card
 def test_a_variable_that_leaves_jax_without_a_backend_is_no_assertion_error(run):
     words = error_of(run, "DeviceManager.create('auto')", JAX_PLATFORMS="cuda")

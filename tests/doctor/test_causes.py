@@ -1,10 +1,12 @@
 """Every cause is produced, and is named first; a healthy machine has none."""
 
+import importlib.metadata
+
 import pytest
 from machines import HEALTHY, jax_result
 
 from haiku_template.doctor import ADVICE
-from jax_doctor import STEPS, Facts, check_environment, children, diagnose
+from jax_doctor import STEPS, Facts, Machine, check_environment, children, diagnose
 from jax_doctor.children import DriverResult, Stage
 from jax_doctor.programs import OPTION
 
@@ -87,6 +89,8 @@ def sums(problem="", **how):
 
 
 WRONG_SUM = sums("wrong values: [nan] and not [6.]")
+UNTRIED_SUM = sums("Unknown backend: 'gpu' requested")
+NO_CHOICE = 'ValueError: Invalid value "no" for JAX flag jax_transfer_guard'
 CRASHED_SUM = sums(returncode=-11, unfinished="a sum of seven axes")
 DNN = "FAILED_PRECONDITION: DNN library initialization failed."
 BARE, CARD = "plain", "gpu"
@@ -188,8 +192,11 @@ ERRORS = [
     ("A51", CARD, env(XLA_FLAGS="xla_foo=1"), {}),
     ("A52", CARD, env(JAX_ENABLE_X64="maybe"), {}),
     ("A52", BARE, env(JAX_NUM_CPU_DEVICES="eight"), {"spec": "cpu"}),
+    ("A52", BARE, env(JAX_NUM_CPU_DEVICES="0"), {"spec": "cpu"}),
+    ("A52", BARE, env(JAX_DEFAULT_DEVICE="cpu:0"), {"spec": "cpu"}),
     ("A56", BARE, None, {"spec": "tpu"}),
     ("A56", BARE, env(JAX_PLATFORMS="tpu,cpu"), {"spec": "auto"}),
+    ("A60", CARD, env(JAX_TRANSFER_GUARD="no"), failed_start(NO_CHOICE)),
     ("A61", CARD, None, ran(("matmul", "RESOURCE_EXHAUSTED: Out of memory"))),
     ("A63", CARD, None, ran(("convolution", DNN), errors="Memory usage: 1048576 bytes "
                             "free, 85899345920 bytes total.")),
@@ -215,6 +222,7 @@ WARNINGS = [
     ("A30", CARD, dist(nvidia_cuda_nvcc="13.1.80"), {"driver": HEALTHY}),
     ("A32", CARD, None, answer(0, version=13000, count=1, nvml=18)),
     ("A34", CARD, env(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"), {}),
+    ("A45", CARD, env(JAX_DEFAULT_DEVICE="cpu"), {}),
     ("A49", CARD, env(XLA_PYTHON_CLIENT_PREALLOCATE="off"), {}),
     ("A51", CARD, env(XLA_FLAGS="--xla_a=1 xla_b=1"), {}),
     ("A57", CARD, env(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"), {}),
@@ -285,11 +293,40 @@ def test_a_healthy_machine_without_a_card_has_no_findings(plain, asked):
 def test_what_mends_a_wrong_sum_is_not_what_is_there_already(plain):
     facts = Facts("cpu", jax=CRASHED_SUM)
     (found,) = diagnose(plain.machine(), facts)
-    assert found.fix == f"export XLA_FLAGS={OPTION}=-reduce"
+    assert found.fix == f'export XLA_FLAGS="$XLA_FLAGS {OPTION}=-reduce"'
     assert found.found == "jaxlib 0.12.0 is wrong in a sum of seven axes (a crash)"
     plain.environ["XLA_FLAGS"] = f"{OPTION}=-reduce"
     (found,) = diagnose(plain.machine(), facts)
     assert "another version of jaxlib" in found.fix
+
+
+def test_a_sum_that_cannot_be_tried_is_not_wrong(plain):
+    plain.environ["JAX_DEFAULT_DEVICE"] = "gpu"
+    (found,) = diagnose(plain.machine(), Facts("cpu", jax=UNTRIED_SUM))
+    assert (found.id, found.severity) == ("A45", "error")
+    assert found.fix == "unset JAX_DEFAULT_DEVICE"
+    (found,) = diagnose(plain.machine(), Facts("cpu", jax=jax_result("cpu")))
+    assert (found.id, found.severity) == ("A45", "warning")
+
+
+def test_flags_that_are_set_stay_beside_the_one_that_mends_sums(plain):
+    plain.environ["XLA_FLAGS"] = "--xla_a=1"
+    (found,) = diagnose(plain.machine(), Facts("cpu", jax=WRONG_SUM))
+    follow(plain, found.fix)
+    assert plain.environ["XLA_FLAGS"] == f"--xla_a=1 {OPTION}=-reduce"
+    facts = Facts("cpu", jax=jax_result("cpu"), sums=WRONG_SUM)
+    (found,) = diagnose(plain.machine(), facts)
+    assert found.fix == f"keep {OPTION}=-reduce in XLA_FLAGS"
+
+
+def test_what_is_left_of_a_package_is_none(tmp_path, monkeypatch):
+    left = tmp_path / "left/jaxlib-0.4.30.dist-info/.nfs0001"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    version = importlib.metadata.version("jaxlib")
+    monkeypatch.syspath_prepend(tmp_path / "left")
+    assert Machine.here().version("jaxlib") == version
+    assert check_environment("cpu") == []
 
 
 def test_commands_are_silent_about_jaxline_which_they_may_not_need(gpu):
@@ -464,7 +501,8 @@ def follow(m, fix):
             m.environ.pop(words[1], None)
         elif words[0] == "export":
             name, value = command.split(maxsplit=1)[1].split("=", 1)
-            m.environ[name] = value
+            old = m.environ.get(name, "")
+            m.environ[name] = value.strip('"').replace(f"${name}", old).strip()
         elif command.startswith("pip uninstall -y"):
             for name in words[3:]:
                 m.distributions.pop(name, None)
