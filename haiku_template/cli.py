@@ -294,7 +294,7 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
 def _end(error: BaseException) -> None:
     """Exits with the sentence of an error and its code; returns for a defect."""
     several = cluster.is_joined()
-    error = (several and cluster.lost(error)) or _unseen(error) or _no_choice(error) or error
+    error = (several and cluster.lost(error)) or _of_a_user(error) or error
     interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
     code = getattr(error, "exit_code", interrupted)
     if code is None:
@@ -325,13 +325,17 @@ def _unseen(error: BaseException) -> ConfigError | None:
     return None
 
 
+def _of_a_user(error: BaseException) -> ConfigError | None:
+    return _unseen(error) or _no_choice(error)
+
+
 def _no_choice(error: BaseException) -> ConfigError | None:
     """Names the variable whose value JAX refuses as it is imported."""
-    match = re.fullmatch(jax_doctor.start.NO_CHOICE, str(error))
-    name, value = (match[2].upper(), match[1]) if match else ("", "")
-    if match is None or os.environ.get(name) != value:
+    start = jax_doctor.start
+    match = re.fullmatch(start.NO_CHOICE, str(error))
+    if match is None or os.environ.get(name := match[2].upper()) != match[1]:
         return None
-    return ConfigError(f"{name}={value} is no value that JAX takes; {jax_doctor.start.CHOOSE}")
+    return ConfigError(f"{name}={match[1]} is no value that JAX takes; {start.CHOOSE}")
 
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:

@@ -92,8 +92,15 @@ def _count_outputs(
                 'none, or several, give BatchSpec(..., labels="any")'
             )
         return sum(math.prod(arrays[x].shape[1:]) for x in targets or several), False
-    # Of a task that takes any, numbers with a fraction are no classes.
-    if kind != "numbers" and (kind == "classes" or labels.dtype.kind != "f"):
+    # Of a task that takes any, one whole number for each example is its class.
+    may_be = labels.ndim == 1 and labels.dtype.kind in "iu"
+    if kind == "any" and may_be:
+        try:
+            return check_classes(labels, num_classes, where), True
+        except ConfigError as error:
+            hint = 'Task(..., labels="numbers"), or BatchSpec in a script'
+            raise ConfigError(f"{error}; if they are no classes: {hint}") from None
+    if kind not in ("any", "numbers"):
         return check_classes(labels, num_classes, where), True
     if labels.dtype.kind not in "fiub":
         raise ConfigError(

@@ -78,9 +78,11 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
         of NumPy arrays or torch's CPU tensors.
     """
     if not callable(make):
+        is_used_up = isinstance(make, Iterator)  # Once read, a lambda has no new one.
+        hint = "give the function that made it" if is_used_up else "write lambda: before it"
         raise ConfigError(
             "from_iterator takes a function that returns a new iterable, and not a "
-            f"{type(make).__name__}: write lambda before it"
+            f"{type(make).__name__}: {hint}"
         )
     return _Forward(make)
 
@@ -94,6 +96,7 @@ class _Forward:
         # Why: docs/decisions/data.md#iterators
         self._batches = [self._endless(), self._endless()]
         self._next = [0, 0]  # The step of the next batch of each.
+        self._made: Iterable[Batch] | None = None
         self._first: Batch = {}  # Checks before a run read it often.
 
     def batch(self, step: int) -> Batch:
@@ -119,8 +122,14 @@ class _Forward:
 
     def _endless(self) -> Iterator[Batch]:
         while True:
-            batch = None
-            for batch in self._make():
+            batch, made = None, self._make()
+            if made is self._made and iter(made) is made:
+                raise ConfigError(
+                    f"make() of from_iterator returned the same {type(made).__name__} "
+                    "again; it must return a new iterable at each call"
+                )
+            self._made = made
+            for batch in made:
                 _check(batch, "make() of from_iterator")
                 yield batch
             if batch is None:

@@ -133,10 +133,18 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     sums = trainer.devices.abstract(eval_step, state.variables(), state.frozen, shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
-        names, _ = summarize(numbers, trainer.recipe.task.derive)
+        names, _ = summarize(numbers, trainer.derived)
+    except ConfigError:
+        raise
     except Exception:  # A derived metric may refuse these made-up numbers.
         return
-    names = [*names, *(k.replace("/", f"/{s}/", 1) for s in sets for k in names)]
+    of_sets = [k.replace("/", f"/{s}/", 1) for s in sets for k in names]
+    if taken := [name for name in of_sets if name in names]:
+        raise ConfigError(
+            f"a metric of the task and one of a further evaluation set are {taken[0]}; "
+            "rename one of the two"
+        )
+    names = [*names, *of_sets]
     check_measured("best_metric", best_metric, names)
     if early and not early.startswith(("train/", "perf/")):
         check_measured("early_stop.metric", early, names)

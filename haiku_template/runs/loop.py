@@ -282,7 +282,7 @@ class _Run(NamedTuple):
         self.trainer.devices.wait(scalars)  # A check waits for the next call, too.
         speed = self.report.clock.read(steps[-1])
         values = self.guards.finite(steps, scalars)
-        values |= self.trainer.derived(values, {})
+        values |= self.trainer.derived(values)
         self.report.training(steps[-1], values, speed)
 
     def _stops_early(self) -> bool:

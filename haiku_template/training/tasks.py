@@ -26,7 +26,17 @@ LABELS = ("classes", "numbers", "tokens", "any")
 # What the function of a task gets by name.
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
-OF_THE_STEP = ("grad_norm", "loss_scale", "skipped_steps")  # Scalars beside a task's.
+# Scalars beside a task's.
+OF_THE_STEP = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
+
+
+class _NoCounts(dict[str, np.ndarray]):
+    def __missing__(self, name: str) -> np.ndarray:
+        raise _OfEvaluation(name)
+
+
+class _OfEvaluation(KeyError):
+    pass
 
 
 class Task(NamedTuple):
@@ -37,7 +47,8 @@ class Task(NamedTuple):
     parameters at most get the outputs, then the batch. It returns a dictionary, `loss`
     among them, of values [B], per token [B, T], or [] for a whole batch. `count` maps
     (outputs, batch, mask) to integer arrays by name, summed over a set on the devices.
-    `derive` maps (averages, counts; {} in training) to more metrics, on the host.
+    `derive` maps (averages, counts) to more metrics, on the host; in training there are
+    no counts, and where it needs them no such metrics.
     """
 
     values: Callable[..., Values]
@@ -60,6 +71,19 @@ class Task(NamedTuple):
         facts = facts_of(self.values, options).items()
         facts = {name: arguments[fact] for name, fact in facts if fact in arguments}
         return self.values(**facts, **options)
+
+    def derived(
+        self, averages: dict[str, float], counts: dict[str, np.ndarray] | None = None
+    ) -> dict[str, float]:
+        """Derives metrics; counts are of evaluations."""
+        try:
+            derived = self.derive(averages, _NoCounts() if counts is None else counts)
+        except _OfEvaluation:
+            return {}
+        if taken := [name for name in OF_THE_STEP if name in derived]:
+            text = f"the task derives {taken[0]!r}, which a step has; rename it"
+            raise ConfigError(text)
+        return {name: float(value) for name, value in derived.items()}
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:

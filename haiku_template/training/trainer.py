@@ -272,11 +272,12 @@ class Trainer:
             counts.append(of_set)
         return metrics, counts[0]
 
-    def derived(self, averages: dict[str, float], counts: Any) -> dict[str, float]:
+    def derived(
+        self, averages: dict[str, float], counts: Any = None
+    ) -> dict[str, float]:
         """Derives metrics on the host, by a task that may compute with JAX."""
         with self.devices.implicit_transfers():
-            derived = self.recipe.task.derive(averages, counts)
-            return {name: float(value) for name, value in derived.items()}
+            return self.recipe.task.derived(averages, counts)
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:

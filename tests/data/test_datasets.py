@@ -160,6 +160,29 @@ def test_a_split_without_labels_is_for_tasks_that_take_any():
             from_split(split, BatchSpec(2, labels=kind), where="FILE")
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((8, 8), np.int32), ((5,), np.uint8), ((5,), bool), ((), bool)]
+)
+def test_labels_of_a_task_that_takes_any_may_be_maps_and_flags(shape, dtype):
+    labels = np.ones((6, *shape), dtype)
+    inputs = np.zeros((6, 3), np.float32)
+    split = Split(inputs[:4], labels[:4], inputs[4:], labels[4:])
+    data = from_split(split, BatchSpec(2, labels="any"))
+    assert data.num_outputs == np.prod(shape, dtype=int)
+    np.testing.assert_array_equal(data.train.batch(0)["labels"], labels[:2])
+
+
+@pytest.mark.parametrize("label", [-1, 10**9])
+def test_whole_numbers_of_a_task_that_takes_any_are_classes_or_are_said_to_be_none(
+    label,
+):
+    labels, inputs = np.full(6, label), np.zeros((6, 3), np.float32)
+    split = Split(inputs[:4], labels[:4], inputs[4:], labels[4:])
+    with pytest.raises(ConfigError, match='no classes: Task.*labels="numbers"'):
+        from_split(split, BatchSpec(2, labels="any"))
+    assert from_split(split, BatchSpec(2, labels="numbers")).num_outputs == 1
+
+
 @pytest.mark.parametrize("missing", ["y_train", "y_test"])
 def test_a_split_with_labels_in_one_part_is_refused(missing):
     split = split_of([0, 1])._replace(**{missing: None})

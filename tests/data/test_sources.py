@@ -1,6 +1,7 @@
 """Batches of other libraries: exact where they have random access, else read again."""
 
 import contextlib
+import itertools
 import logging
 import time
 from typing import NamedTuple
@@ -139,8 +140,18 @@ def test_a_generator_without_batches_is_refused():
     data = from_iterator(lambda: once)
     with pytest.raises(ConfigError, match="a new iterable at each call"):
         read_labels(data, 6)
-    with pytest.raises(ConfigError, match="a function .* not a list: write lambda"):
+    with pytest.raises(ConfigError, match="function .* not a list: write lambda: bef"):
         from_iterator([{"inputs": np.zeros((4, 2))}])
+    with pytest.raises(ConfigError, match="generator: give the function that made it"):
+        from_iterator(Passes()())
+
+
+def test_batches_of_a_generator_that_is_returned_again_are_not_others():
+    endless = itertools.cycle(list(Passes()()))
+    data = from_iterator(lambda: endless)
+    read_labels(data, 4)
+    with pytest.raises(ConfigError, match="returned the same cycle again"):
+        data.batch(1)
 
 
 def test_a_grain_pipeline_gives_a_permutation_every_epoch():

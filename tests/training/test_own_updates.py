@@ -185,6 +185,39 @@ def test_early_stopping_is_refused_out_of_its_ranges(options):
         early_stop("eval/loss", **{"patience": 2} | options)
 
 
+@pytest.mark.parametrize("name", ["grad_norm", "learning_rate", "skipped_steps"])
+@pytest.mark.parametrize("where", ["task", "derive"])
+def test_no_metric_takes_the_name_of_a_step_s(tmp_path, one_device, name, where):
+    more = {name: 7.0}
+    own = Task(task, derive=lambda averages, counts: more)
+    if where == "task":
+        own = Task(lambda outputs, batch: task(outputs, batch) | {name: Y[:16] * 7.0})
+    with pytest.raises(ConfigError, match=f"{name}'?, which a step has; rename it"):
+        train(made(task=own).trainer(one_device), num_steps=2, workdir=tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_no_metric_takes_the_name_of_a_further_set_s(tmp_path, one_device):
+    data = DATA._replace(evaluations={"shifted": DATA.evaluation})
+
+    def own(outputs):
+        return {"loss": outputs[:, 0], "shifted/loss": outputs[:, 1]}
+
+    trainer = made(task=own, data=data).trainer(one_device)
+    with pytest.raises(ConfigError, match="are eval/shifted/loss; rename one"):
+        train(trainer, num_steps=2, workdir=tmp_path)
+
+
+def test_what_is_derived_of_counts_is_evaluation_s_alone(tmp_path, one_device):
+    def derive(averages, counts):
+        return {"examples": counts["confusion"].sum()}
+
+    own = Task(task, "classes", confusion, derive)
+    trainer = made(task=own).trainer(one_device)
+    metrics = train(trainer, num_steps=4, workdir=tmp_path, log_every=2).metrics
+    assert metrics["eval/examples"] == 32 and "train/examples" not in metrics
+
+
 def test_patience_counts_evaluations_of_a_training_metric_too():
     stops = early_stop("train/loss", patience=2)
     rows = [{"step": n, "train/loss": float(n)} for n in range(5, 300, 5)]
