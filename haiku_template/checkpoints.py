@@ -34,6 +34,7 @@ def main() -> None:
     from haiku_template.storage import Checkpoints, workdir
 
     folder = Path(FLAGS.workdir)
+    workdir.check_path(folder)
     if FLAGS.repair and workdir.is_locked(folder):
         raise ConfigError(f"a run is writing to {folder}; stop it before --repair")
     if not workdir.saved_steps(folder / workdir.CHECKPOINTS):

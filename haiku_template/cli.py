@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
+HELP = {"--help", "-h", "--helpfull", "--helpshort"}
 # The home folder in a value, which a shell leaves as it is behind a =; words are joined
 # by zeros. A prompt is text, and names of modules hold a ~, too: a pattern of remat.
 HOME = re.compile(
@@ -325,8 +326,16 @@ def _unseen(error: BaseException) -> ConfigError | None:
     return None
 
 
-def _of_a_user(error: BaseException) -> ConfigError | None:
-    return _unseen(error) or _no_choice(error)
+def _of_a_user(error: BaseException) -> Exception | None:
+    """Error that says what a user can mend, or None."""
+    return _unseen(error) or _no_choice(error) or _unprinted(error)
+
+
+def _unprinted(error: BaseException) -> StorageError | None:
+    """Says that what was printed could not be written, as to a file on a full disk."""
+    is_possible = isinstance(error, OSError) and error.filename is None
+    reason = signals.why_not_printed() if is_possible else ""
+    return StorageError(f"standard output: {reason}") if reason else None
 
 
 def _no_choice(error: BaseException) -> ConfigError | None:
@@ -345,7 +354,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         file = _config_file(argv)
         if file and not file.is_file():
             argv, file = _shipped(argv, file)
-        if file and not {"--help", "-h", "--helpfull"}.isdisjoint(argv):
+        if file and not HELP.isdisjoint(argv):
             argv = _print_keys(argv)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}
@@ -359,8 +368,11 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         return arguments
     except BrokenPipeError:  # Of `--help | head`.
         raise
+    except SystemExit as error:  # absl's help ends with 1, which is an error's.
+        raise SystemExit(error.code if HELP.isdisjoint(argv) else 0) from None
     except Exception as error:
-        raise _unseen(error) or ConfigError(_sentence(error, argv)) from error
+        of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
+        raise of_user from error
 
 
 def _at_home(match: re.Match) -> str:

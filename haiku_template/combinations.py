@@ -1,6 +1,7 @@
 """Combinations of values of a sweep: a config for each, and devices for processes."""
 
 import ast
+import copy
 import itertools
 import re
 from pathlib import Path
@@ -45,19 +46,19 @@ def combinations(
     for values in itertools.product(*(items for _, items in choices)):
         parts = [f"{x}={text}" for x, (text, _) in zip(names, values, strict=True)]
         name = re.sub(r"[^\w.,=+-]", "_", ",".join(parts))  # A folder's, no pattern.
-        copy = base.copy_and_resolve_references()
+        own = copy.deepcopy(base)  # With its references, which follow what is set.
         for (key, _), (text, value) in zip(choices, values, strict=True):
             try:
-                config_path.set_value(key, copy, value, accept_new_attributes=True)
+                config_path.set_value(key, own, value, accept_new_attributes=True)
             except (KeyError, TypeError, ValueError) as error:
                 sentence = f"{key}={text} does not fit the config: {error}"
                 raise ConfigError(sentence) from error
-        if copy.mirror:  # Of one run.
-            copy.mirror = str(Path(copy.mirror, name))
-        config.check(copy)
+        if own.mirror:  # Of one run.
+            own.mirror = str(Path(own.mirror, name))
+        config.check(own)
         if name in members:
             raise ConfigError(f"two runs of the sweep have the same name, {name}")
-        members[name] = Member(folder / name, copy)
+        members[name] = Member(folder / name, own)
     return list(members.values())
 
 

@@ -215,6 +215,11 @@ def load(path: Path) -> config_dict.ConfigDict:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
+def keys_of(section: config_dict.ConfigDict) -> dict[str, Any]:
+    """Keys of a part of a config, with tuples for lists, as it is when it is read."""
+    return _with_tuples(section.to_dict())
+
+
 def _with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_tuples(item) for key, item in value.items()}

@@ -131,6 +131,8 @@ def _leave_quietly(number: int, _: FrameType | None) -> None:
 @contextlib.contextmanager
 def closed_pipes() -> Iterator[None]:
     """Context of a command: one that prints to who reads no more ends quietly."""
+    if sys.stdout is None:  # As `>&-` leaves it: what prints needs a file.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until this process ends
     try:  # Python makes an error of SIGPIPE, and another one as it ends.
         yield
     except BrokenPipeError:
@@ -142,6 +144,18 @@ def closed_pipes() -> Iterator[None]:
             print(end="", flush=True)
         except (OSError, ValueError):
             _output_is_lost()
+
+
+def why_not_printed() -> str:
+    """Reason why standard output cannot be written; then it goes nowhere. "" if not."""
+    try:  # Not by `flush`, which has forgotten what failed.
+        os.write(sys.stdout.fileno(), b"\n")
+    except BrokenPipeError:
+        return ""
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return str(error.strerror)
+    return ""
 
 
 def _output_is_lost() -> bool:

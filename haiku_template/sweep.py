@@ -150,8 +150,11 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start(name: str, place: str, errors: Any) -> subprocess.Popen:
-    command = [sys.executable, "-m", "haiku_template.sweep", *sys.argv[1:]]
-    command += ["--parallel=1", f"--only={name}", *[f"--device={place}"] * bool(place)]
+    own = ["--parallel=1", f"--only={name}", *[f"--device={place}"] * bool(place)]
+    # Of equal flags the last counts, and behind `--` there is none.
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    words = [*sys.argv[1:end], *own, *sys.argv[end:]]
+    command = [sys.executable, "-m", "haiku_template.sweep", *words]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
 
 

@@ -177,6 +177,8 @@ def main(
     Of a package's own command: `program` is its name, and `advice` what the package has
     in place of a general advice.
     """
+    if sys.stdout is None:  # As `>&-` leaves it.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until this process ends
     try:
         flags = parse(argv, program)
     finally:
@@ -197,8 +199,10 @@ def _print(text: str) -> None:
     """Prints, unless nobody reads it: `head` does not, when it has read enough."""
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # As a full disk.
+            sys.exit(f"error: standard output: {error.strerror}")
 
 
 def _end(number: int, _: Any) -> NoReturn:

@@ -3,6 +3,7 @@ import functools
 import json
 import re
 
+import haiku as hk
 import pytest
 from ml_collections import config_dict
 
@@ -213,3 +214,16 @@ def test_mistakes_are_found_before_jax_is_imported(flag, tmp_path):
     modules, _, sentence = done.stderr.rpartition("error: ")
     assert MISTAKES[flag] in sentence and "\n" not in sentence.strip()
     assert not re.search(r"\| +(jax|jaxlib|haiku|optax)$", modules, re.MULTILINE)
+
+
+def listed(num_outputs, sizes):
+    assert isinstance(sizes, tuple) and isinstance(sizes[1], tuple), sizes
+    return hk.transform(lambda x, is_training: hk.nets.MLP(sizes[1] + (10,))(x))
+
+
+def test_a_list_is_the_tuple_that_it_is_in_a_run_that_is_read_again(one_device):
+    values = default_config()
+    values.model = {"name": f"{__name__}:listed", "sizes": [1, [8, 4]]}
+    experiment = Experiment.from_config(values, one_device)
+    read_again = config.to_dict(values)["model"]["sizes"]
+    assert read_again == [1, [8, 4]] and experiment.model is not None

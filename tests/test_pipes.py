@@ -37,6 +37,49 @@ def test_help_and_lists_end_quietly(name):
     assert done.stderr == ""
 
 
+def printed(where, module, *words):
+    """Runs a command whose standard output is closed, or on a disk that is full."""
+    command = [sys.executable, "-m", module, *words]
+    shell = ["sh", "-c", f'exec "$@" {where}', "sh", *command]
+    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        shell, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ, timeout=200
+    )
+
+
+ON_DISK = {
+    "train": ["--help"],
+    "runs": ["{}"],
+    "checkpoints": ["--workdir={}"],
+    "predict": ["--workdir={}", "--device=cpu"],
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_a_full_disk_for_what_is_printed_is_one_sentence(workdir, name):
+    words = [word.format(workdir) for word in ON_DISK[name]]
+    done = printed(">/dev/full", f"haiku_template.{name}", *words)
+    assert done.returncode == 74, done.stderr
+    (line,) = [x for x in done.stderr.splitlines() if not x.startswith("W")]
+    assert line == "error: standard output: No space left on device"
+
+
+@pytest.mark.parametrize("name", ["train", "predict", "runs"])
+def test_a_closed_output_is_none(workdir, tmp_path, name):
+    words = [word.format(workdir) for word in ON_DISK[name]]
+    if name == "train":
+        words = ["--config=digits", "--config.num_steps=2", "--device=cpu"]
+        words += [f"--workdir={tmp_path / 'run'}"]
+    done = printed(">&-", f"haiku_template.{name}", *words)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_doctor_takes_a_closed_output_and_a_full_disk():
+    assert printed(">&-", "jax_doctor", "--device=cpu").returncode == 0
+    done = printed(">/dev/full", "jax_doctor", "--device=cpu")
+    assert done.stderr == "error: standard output: No space left on device\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {"train"}))
 def test_help_of_each_command_ends_quietly(name):

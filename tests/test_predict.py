@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from haiku_template.config import default_config
-from haiku_template.data import BatchSpec, Split, from_split
-from haiku_template.data.examples import read_examples
+from haiku_template.data import BatchSpec, Data, Split, from_split
+from haiku_template.data.examples import as_dataset, read_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
@@ -43,8 +43,8 @@ def config_of(folder, x=X, y=Y, **data):
     return config
 
 
-def fit(config, workdir):
-    devices = DeviceManager.create("cpu", num_devices=1)
+def fit(config, workdir, num_devices=1):
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
     trainer = Experiment.from_config(config, devices).trainer(devices)
     train(trainer, num_steps=config.num_steps, workdir=workdir)
     return workdir
@@ -75,6 +75,46 @@ def test_predictions_do_not_depend_on_devices_or_batches(workdir, devices, expec
     np.testing.assert_allclose(run.predict({"inputs": NEW}), expected, atol=1e-6)
     np.testing.assert_allclose(run.predict(NEW[:1]), expected[:1], atol=1e-6)
     np.testing.assert_allclose(run.predict(NEW.astype(float)), expected, atol=1e-6)
+
+
+# Each is what a run that was just opened may be asked for first.
+FIRST = {
+    "print": lambda run, folder: print_predictions(run),
+    "write": lambda run, folder: write_predictions(run, folder / "new.npz"),
+    "lines": lambda run, folder: write_predictions(run, folder / "new.jsonl"),
+    "predict": lambda run, folder: run.predict(NEW),
+    "evaluate": lambda run, folder: run.evaluate(),
+    "others": lambda run, folder: run.evaluate({"inputs": NEW, "labels": Y[:11]}),
+    "model": lambda run, folder: run.model()[0](run.model()[1], NEW),
+    "parameters": lambda run, folder: run.parameters(),
+    "step": lambda run, folder: run.step,
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    config = config_of(folder)
+    config.sharding = (("*", "data"),)
+    return fit(config, folder / "run", 4)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_shares_of_a_run_are_read_whatever_is_asked_for_first(
+    sharded, four_devices, tmp_path, first
+):
+    FIRST[first](Run.open(sharded, four_devices), tmp_path)
+
+
+def test_what_only_a_loss_takes_is_not_needed_for_outputs():
+    batch = {"inputs": np.zeros((8, 4), np.int32), "loss_mask": np.ones((8, 4), bool)}
+    data = Data(SimpleNamespace(batch=lambda step: batch | {"labels": X[:8]}), None, 4)
+    made = as_dataset(np.ones((3, 4), np.int32), data, 8)
+    assert made.batch(0).keys() == {"inputs"}
+    with pytest.raises(
+        ConfigError, match="of examples has .* the run inputs; the names"
+    ):
+        as_dataset({"inputs": batch["inputs"], "token": X[:8]}, data, 8)
 
 
 def test_a_run_opens_without_devices(workdir):

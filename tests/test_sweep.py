@@ -13,8 +13,9 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template import combinations as sweep
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.runs import comparison
+from haiku_template.runs import comparison, start
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
 from tests.runs import ROOT, run_command
@@ -278,3 +279,24 @@ def test_a_sweep_that_is_terminated_has_saved_its_members_and_says_so(tmp_path):
     assert sweep_process.returncode == 75
     assert "SIGTERM received: the runs end, and save" in errors
     assert all(workdirs.saved_steps(x / workdirs.CHECKPOINTS) for x in folders)
+
+
+@pytest.mark.slow
+def test_keys_may_be_behind_the_flags_end(tmp_path):
+    done = sweep_in(tmp_path, "--parallel=2", "--", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    assert {"seed=0", "seed=1"} < {x.name for x in tmp_path.iterdir()}
+
+
+def test_keys_that_refer_to_a_swept_one_follow_it_as_they_follow_a_flag(tmp_path):
+    config = digits.get_config()
+    config.eval_every = config.get_ref("num_steps") // 4
+    members = sweep.combinations(config, tmp_path, ["num_steps=40,80"])
+    assert [member.config.eval_every for member in members] == [10, 20]
+    assert config.eval_every == digits.get_config().num_steps // 4
+    changed = start.with_changes(config, {"num_steps": 400})
+    assert changed.eval_every == 100
+    devices = DeviceManager.create("cpu", num_devices=1)
+    config.num_epochs = 4.0
+    epochs = start.in_steps(config, devices)
+    assert epochs.eval_every == epochs.num_steps // 4 > 10

@@ -25,6 +25,7 @@ POSSIBLE = (
     "possible are .npy and .npz files, the tables .csv, .jsonl and .parquet, a folder "
     "of pictures, and a function as module:function"
 )
+OF_THE_LOSS = ("labels", "loss_mask")  # Names in a batch.
 TABLES = (".csv", ".jsonl", ".parquet")
 # What others call the arrays of a .npz.
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
@@ -76,7 +77,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
 
 
 def as_dataset(
-    arrays: Any, data: Data, batch_size: int, where: str = "the examples"
+    arrays: Any, data: Data, batch_size: int, where: str = "the set of examples"
 ) -> Any:
     """Makes an evaluation set of a tree of arrays [N, ...]; such a set stays one.
 
@@ -93,11 +94,13 @@ def as_dataset(
             arrays = {"inputs": arrays}
     leaves = leaves_by_path(arrays)
     if isinstance(like, dict) and not any(map(is_label, leaves)):
-        like = {name: leaf for name, leaf in like.items() if name != "labels"}
+        there = {path.partition("/")[0] for path in leaves}
+        needed = like.keys() - {*OF_THE_LOSS} | there  # Outputs need no more.
+        like = {name: leaf for name, leaf in like.items() if name in needed}
     if leaves_by_path(like).keys() != leaves.keys():
         raise ConfigError(
             f"{where} has {', '.join(x or 'one array' for x in leaves)}, and a batch "
-            f"of the run {', '.join(leaves_by_path(shapes[0]))}; the names must agree"
+            f"of the run {', '.join(leaves_by_path(like))}; the names must agree"
         )
     counts = {path: len(x) if np.ndim(x) else 0 for path, x in leaves.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():

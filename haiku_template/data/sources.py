@@ -78,8 +78,9 @@ def from_iterator(make: Callable[[], Iterable[Batch]]) -> Dataset:
         of NumPy arrays or torch's CPU tensors.
     """
     if not callable(make):
-        is_used_up = isinstance(make, Iterator)  # Once read, a lambda has no new one.
-        hint = "give the function that made it" if is_used_up else "write lambda: before it"
+        hint = "write lambda: before it"
+        if isinstance(make, Iterator):  # A lambda would return it again.
+            hint = "give the function that made it"
         raise ConfigError(
             "from_iterator takes a function that returns a new iterable, and not a "
             f"{type(make).__name__}: {hint}"

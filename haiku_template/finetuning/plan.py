@@ -25,6 +25,7 @@ from haiku_template.finetuning import quantized
 from haiku_template.finetuning.lora import KINDS, MATRIX, A, B, Lora
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import MARK
+from haiku_template.trust import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +191,8 @@ def make_plan(
             "learn anything; let train name them too, as in "
             f"finetuning.train={finetuning.fresh}"
         )
+    if not trained | adapted.keys():
+        warn_once("nothing trains: no parameter does, and lora.rank=0 adapts none")
     names = {path + suffix for path in adapted for suffix in (A, B)}
     _check_multipliers(finetuning.multipliers, trained | names)
     return Plan(

@@ -138,13 +138,17 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         raise
     except Exception:  # A derived metric may refuse these made-up numbers.
         return
+    names = _with_sets(names, sets) if sets else names
+    check_measured("best_metric", best_metric, names)
+    if early and not early.startswith(("train/", "perf/")):
+        check_measured("early_stop.metric", early, names)
+
+
+def _with_sets(names: Iterable[str], sets: Iterable[str]) -> list[str]:
     of_sets = [k.replace("/", f"/{s}/", 1) for s in sets for k in names]
     if taken := [name for name in of_sets if name in names]:
         raise ConfigError(
             f"a metric of the task and one of a further evaluation set are {taken[0]}; "
             "rename one of the two"
         )
-    names = [*names, *of_sets]
-    check_measured("best_metric", best_metric, names)
-    if early and not early.startswith(("train/", "perf/")):
-        check_measured("early_stop.metric", early, names)
+    return [*names, *of_sets]

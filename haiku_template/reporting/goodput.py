@@ -36,6 +36,7 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
 
     def __init__(self, workdir: Path, start: int, ledger: Ledger) -> None:
         self._note, self._ledger, self._step = Note(workdir / GOODPUT), ledger, start
+        self._zero = time.time() - time.monotonic()  # A clock that is set is none.
         self._before = ledger.totals() + (Counter() if IS_COMMAND else COMPILED)
         self.add(start, began=_began())
 
@@ -43,7 +44,7 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
         """Appends a row of this step."""
         self._step, totals = step, self._ledger.totals() + COMPILED - self._before
         values |= {name: totals[key] for name, key in PARTS.items() if key in totals}
-        row = {"time": time.time(), "step": step} | values
+        row = {"time": self._zero + time.monotonic(), "step": step} | values
         self._note.write(json.dumps(row) + "\n")
 
     def close(self) -> None:

@@ -80,7 +80,9 @@ def summarize_runs(
 
     Raises `ConfigError` if there are none.
     """
-    files = sorted(folder.rglob(workdirs.RUN)) if folder.is_dir() else []
+    # A workdir may be a link, behind which `rglob` does not look.
+    linked = {*folder.rglob(workdirs.RUN), *folder.glob(f"*/{workdirs.RUN}")}
+    files = sorted(linked) if folder.is_dir() else []
     names = [str(x.parent.relative_to(folder)) for x in files]
     names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]
     names = _without_mirrors(folder, names)

@@ -1,6 +1,7 @@
 """Going back to the last good step, and on without the steps that went wrong."""
 
 import copy
+import logging
 import re
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -14,9 +15,12 @@ import numpy as np
 from haiku_template.data.dataset import whole_batches
 from haiku_template.devices.compiled import pack
 from haiku_template.errors import ConfigError
+from haiku_template.storage import mirror as mirrors
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
 from haiku_template.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 RECORD = "nonfinite.json"  # Steps that may have made a state infinite or NaN.
 AUTO = "auto"
@@ -50,36 +54,53 @@ def steps_of(text: str, workdir: Path) -> set[int]:
     return steps
 
 
-def go_back(workdir: Path, text: str) -> None:
+def go_back(
+    workdir: Path, text: str, mirror: Path | None = None, last: int | None = None
+) -> None:
     """Makes the next start of a run leave steps out, from the checkpoint before them.
 
-    Newer checkpoints are renamed. Nothing happens for steps that are left out already:
-    the same command resumes the run. Raises `ConfigError` if the steps are not
-    understood, the run has no checkpoint before them, or is running.
+    Newer checkpoints are renamed, those that `mirror` alone has are copied so. Nothing
+    happens for steps that are left out already: the same command resumes the run.
+    Raises `ConfigError` if the steps are not understood or beyond the `last`, the run
+    has no checkpoint before them, or is running.
     """
     with workdirs.locked(workdir), workdirs.usable(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)
         before = workdirs.left_out(workdir)
         steps = {*before} | steps_of(text, workdir)
+        if last is not None and max(steps, default=0) > last:
+            raise ConfigError(f"--rewind={text} is beyond config.num_steps={last}")
+        if text == AUTO and not steps:
+            logger.warning("--rewind=auto: no step is recorded, and none is left out")
         if new := sorted(steps.difference(before)):
-            _set_aside(workdir, new[0])
+            _set_aside(workdir, new[0], mirror)
             # Last: who is killed before does it again.
             values = run | {workdirs.LEFT_OUT: sorted(steps)}
             workdirs.write_json(workdir / workdirs.RUN, values)
 
 
-def _set_aside(workdir: Path, first: int) -> None:
+def _set_aside(workdir: Path, first: int, mirror: Path | None) -> None:
     folder = workdir / workdirs.CHECKPOINTS
-    if not (saved := workdirs.saved_steps(folder)) or saved[0] >= first:
+    copies = mirrors.copies(workdir, mirror)
+    saved = workdirs.saved_steps(folder)
+    there = sorted({*saved, *copies})
+    earlier = [step for step in there if step < first]
+    if not earlier:
         raise ConfigError(
             f"--rewind goes back to a checkpoint before step {first}, and {folder} has "
-            f"{saved or 'none'}; a new run with a smaller config.save_every has one, "
+            f"{there or 'none'}; a new run with a smaller config.save_every has one, "
             "and config.max_consecutive_nonfinite skips such steps"
         )
     with workdirs.usable(workdir):
         for step in [step for step in saved[::-1] if step >= first]:
             away = workdirs.unused(folder / f"{step}.rewound")
             folder.joinpath(str(step)).rename(away)
+        # Else the run would go on from a copy that has the steps' updates.
+        for step, copy_to in mirrors.copies(workdir, mirror).items():
+            if step >= first:
+                copy_to(workdirs.unused(folder / f"{step}.rewound"))
+        if not set(saved) & set(earlier):
+            copies[max(earlier)](folder / str(max(earlier)))
 
 
 # Why: docs/decisions/training.md#left-out

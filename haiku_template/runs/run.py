@@ -101,7 +101,13 @@ class Run:  # Why: docs/decisions/house.md#run
         Raises `ConfigError` if there is none or the frozen parameters changed,
         `StorageError` if it is damaged.
         """
-        trainer, abstract = self.trainer, self.trainer.abstract.saved()
+        trainer = self.trainer
+        # It may be asked for first among explicit transfers: of a batch's outputs.
+        with self.devices.implicit_transfers():
+            return self._restored(trainer)
+
+    def _restored(self, trainer: Trainer) -> tuple[int, TrainState]:
+        abstract = trainer.abstract.saved()
         if self._holds_adapters:
             step = read_facts(self.workdir / ADAPTERS)["step"]
             if self.which not in ("latest", str(step)):

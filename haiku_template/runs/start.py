@@ -1,5 +1,6 @@
 """Run of a config: what `python -m haiku_template.train` does."""
 
+import copy
 import functools
 import logging
 import math
@@ -11,7 +12,14 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 from haiku_template import preflight
-from haiku_template.config import LOOP_KEYS, flatten, interval, load, to_dict
+from haiku_template.config import (
+    LOOP_KEYS,
+    default_config,
+    flatten,
+    interval,
+    load,
+    to_dict,
+)
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
@@ -62,11 +70,12 @@ def run(
     mirrored = bool(config.mirror) and devices.processes.first(is_copied(config.mirror))
     check_workdir(Path(workdir), saved, mirrored)
     if rewind is not None and not dry_run:
-        _go_back(devices, Path(workdir), rewind, config.mirror if mirrored else None)
+        mirror = Path(config.mirror).expanduser() if mirrored else None
+        _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
-    if config.init_from is not None and not has_checkpoints(Path(workdir)):
+    if config.init_from is not None and not _begun(Path(workdir), config.mirror):
         _check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
@@ -126,9 +135,8 @@ def fitted(
     With `fit` other than `apply` it is `config` itself, which must fit unless the run
     is dry. A run that has begun keeps what it took. Raises as `preflight.fit`.
     """
-    if fit == "apply" and has_checkpoints(workdir):
-        saved = flatten(load(workdir / CONFIG).to_dict())
-        return with_changes(config, {k: saved[k] for k in FIT_KEYS if k in saved})
+    if fit == "apply" and (begun := _begun(workdir, config.mirror)):
+        return _as_fitted(config, flatten(load(begun / CONFIG).to_dict()))
     build = functools.partial(_changed_trainer, config, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
@@ -142,16 +150,35 @@ def fitted(
     return config
 
 
+def _begun(workdir: Path, mirror: str | None) -> Path | None:
+    """Folder that has the checkpoints of the run: its workdir, or its mirror."""
+    places = [workdir, *[Path(mirror or "").expanduser()] * bool(mirror)]
+    return next(filter(has_checkpoints, places), None)
+
+
+def _as_fitted(
+    config: config_dict.ConfigDict, saved: dict[str, Any]
+) -> config_dict.ConfigDict:
+    """Config with what the run took at its first start, which the command may not."""
+    own, usual = flatten(config.to_dict()), flatten(default_config().to_dict())
+    taken = {key: saved[key] for key in FIT_KEYS if key in saved}
+    for key, value in taken.items():
+        if own.get(key) not in (value, usual.get(key)):
+            text = "--fit=apply keeps config.%s=%s, with which the run began; not %s"
+            logger.warning(text, key, value, own.get(key))
+    return with_changes(config, taken)
+
+
 def _go_back(
-    devices: DeviceManager, workdir: Path, steps: str, mirror: str | None
+    devices: DeviceManager, workdir: Path, steps: str, mirror: Path | None, last: int
 ) -> None:
     from haiku_template.runs.rewind import go_back
     from haiku_template.storage.mirror import bring_back
 
     if devices.processes.index == 0:
         if mirror is not None:  # What is lost has to be back before.
-            bring_back(workdir, Path(mirror).expanduser())
-        go_back(workdir, steps)
+            bring_back(workdir, mirror)
+        go_back(workdir, steps, mirror, last)
     devices.processes.first(None)  # All wait for it.
 
 
@@ -207,7 +234,7 @@ def with_changes(
     config: config_dict.ConfigDict, changes: dict[str, Any]
 ) -> config_dict.ConfigDict:
     """Copies a config, with other values of some keys, such as `model.remat`."""
-    config = config.copy_and_resolve_references()
+    config = copy.deepcopy(config)  # With its references, which follow.
     for key, value in changes.items():
         config_path.set_value(key, config, value, accept_new_attributes=True)
     return config
@@ -220,7 +247,7 @@ def in_steps(
 
     Raises `ConfigError` for data whose number of examples is not known.
     """
-    config = config.copy_and_resolve_references()
+    config = copy.deepcopy(config)  # With its references, which follow.
     dataset = make_data(config, *devices.processes[:2]).train
     if (size := count_examples(dataset)) is None:
         raise ConfigError(

@@ -560,6 +560,7 @@ def restore(
       DamagedError: it is damaged.
       StorageError: it does not fit.
     """
+    workdirs.check_path(workdir)
     try:
         return _restore(workdir, which, read)
     except DamagedError:

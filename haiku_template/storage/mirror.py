@@ -3,10 +3,12 @@
 Why: docs/decisions/storage.md#mirror
 """
 
+import functools
 import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +165,19 @@ def _copy_step(source: Path, target: Path) -> None:
     checkpoint.sync(copy)
     copy.rename(target)
     checkpoint.sync(target.parent, recursive=False)
+
+
+def copies(workdir: Path, folder: Path | None) -> dict[int, Callable[[Path], None]]:
+    """Functions that copy a step of a mirror, without those the run went back from."""
+    if folder is None or not workdirs.has_checkpoints(folder):
+        return {}
+    check(workdir, folder)
+    of_run = _Copies(workdir, folder, workdirs.run_id(workdir))
+    try:
+        places = {step: of_run.directory / str(step) for step in of_run.steps}
+    finally:
+        of_run.close()
+    return {k: functools.partial(_copy_step, place) for k, place in places.items()}
 
 
 def _manifest(step: Path) -> bytes | None:

@@ -14,6 +14,7 @@ import tensorstore  # Why: docs/decisions/finetuning.md#orbax-leaves
 from haiku_template.bounded import read_json
 from haiku_template.errors import ConfigError
 from haiku_template.storage.checkpoint import quiet
+from haiku_template.storage.workdir import check_path
 
 MOST_METADATA = 2**28  # Bytes: some 300 for each leaf.
 METADATA = "_METADATA"  # Of a tree, in its folder.
@@ -46,10 +47,11 @@ def _items(source: Path) -> dict[str, Path]:
     if (source / METADATA).is_file():
         return {"": source}
     folders = {path.parent.name: path.parent for path in source.glob(f"*/{METADATA}")}
-    steps = {path.parents[1] for path in source.glob(f"*/*/{METADATA}")}
-    steps = {path for path in {*folders.values(), *steps} if path.name.isdecimal()}
-    if steps:
-        numbers = ", ".join(sorted((path.name for path in steps), key=int))
+    deeper = {path.parents[1] for path in source.glob(f"*/*/{METADATA}")}
+    steps = {path for path in {*folders.values(), *deeper} if path.name.isdecimal()}
+    if steps := steps or (not folders and deeper):  # Names may have a prefix.
+        names = sorted((path.name for path in steps), key=lambda x: (len(x), x))
+        numbers = ", ".join(names)
         raise ConfigError(
             f"{source} holds Orbax trees of the steps {numbers}; give the folder of "
             f"one of them, such as {[*steps][0]}"
@@ -75,6 +77,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _leaves(item: str, folder: Path) -> list[Leaf]:
+    check_path(folder)
     _check_files(folder)
     with _faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(folder.absolute()).item_metadata
@@ -104,7 +107,8 @@ def _read(
     Through Orbax, which opens the whole tree for it, a leaf of 400 takes 0.2 s.
     """
     if (folder / DATABASE).exists():
-        store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": name}
+        base = {"driver": "file", "path": f"{folder}/"}  # A URL would be decoded.
+        store = {"driver": "ocdbt", "base": base, "path": name}
     else:
         store = {"driver": "file", "path": str(folder / name)}
     with _faults(leaf.file):

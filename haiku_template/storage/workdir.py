@@ -85,20 +85,12 @@ def check(workdir: Path, config: dict[str, Any], mirrored: bool = False) -> None
 
 def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> None:
     """Asserts what `check` does, under the lock."""
-    if glob.has_magic(str(workdir.absolute())):
-        raise ConfigError(
-            f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
-            "takes for a pattern, and no checkpoint could be read; use another "
-            "--workdir, or a symbolic link to it"
-        )
+    if glob.has_magic(str(workdir.absolute())) or "\\" in str(workdir.absolute()):
+        _refuse_path(workdir)
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     if exported := sorted(path.name for path in workdir.glob("*.safetensors")):
-        raise ConfigError(
-            f"{workdir} holds {', '.join(exported)}, which was exported, and nothing "
-            "is overwritten; use another --workdir (config.init_from starts from "
-            "exported parameters, config.finetuning.adapters from adapters)"
-        )
+        raise _of_export(workdir, exported)
     if (workdir / CONFIG).exists():
         return check_same_run(workdir, config, mirrored)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
@@ -106,6 +98,32 @@ def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> No
         raise ConfigError(
             f"{workdir} holds {', '.join(names)} but no {CONFIG}, so it is not "
             "known what made them; use another --workdir"
+        )
+
+
+def _refuse_path(workdir: Path) -> None:
+    check_path(workdir)
+    raise ConfigError(
+        f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
+        "takes for a pattern, and no checkpoint could be read; use another --workdir, "
+        "or a symbolic link to it"
+    )
+
+
+def _of_export(workdir: Path, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{workdir} holds {', '.join(names)}, which was exported, and nothing is "
+        "overwritten; use another --workdir (config.init_from starts from exported "
+        "parameters, config.finetuning.adapters from adapters)"
+    )
+
+
+def check_path(path: Path) -> None:
+    """Raises `ConfigError` for a path that TensorStore takes for another."""
+    if "\\" in str(path.absolute()):
+        raise ConfigError(
+            f"{path.absolute()} has a backslash, which TensorStore takes for /, and no "
+            "array could be read there; rename the folder, or use a symbolic link to it"
         )
 
 

@@ -11,7 +11,14 @@ from ml_collections import config_dict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
-from haiku_template.config import check, check_some, code_names, default_config, to_dict
+from haiku_template.config import (
+    check,
+    check_some,
+    code_names,
+    default_config,
+    keys_of,
+    to_dict,
+)
 from haiku_template.data import DATASETS, BatchSpec, Data, by_name
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, some
@@ -100,10 +107,7 @@ class Experiment:
     def __post_init__(self) -> None:
         check_some(vars(self))
         if self.placement not in PLACEMENTS:
-            raise ConfigError(
-                f"config.data.placement={self.placement!r}; possible are "
-                f"{', '.join(PLACEMENTS)}"
-            )
+            raise _no_placement(self.placement)
         fits = isinstance(self.data, Data) and hasattr(self.data.train, "batch")
         held_out = getattr(self.data, "evaluation", None)
         fits = fits and (held_out is None or hasattr(held_out, "num_batches"))
@@ -118,11 +122,7 @@ class Experiment:
         sets = self.data.evaluation is not None or self.data.evaluations
         needs |= {"task"} if sets else set()
         if lacks := sorted(name for name in needs if getattr(self, name) is None):
-            raise ConfigError(
-                f"the experiment has no {', no '.join(lacks)}; with a custom init and "
-                "step it needs neither model nor optimizer, and without an evaluation "
-                "set no task"
-            )
+            raise _incomplete(lacks)
         if self.data.evaluations:
             _check_evaluations(self.data)
         if self.data.class_names:
@@ -145,7 +145,7 @@ class Experiment:
         if config.compat:
             compat.install()
         task = make_task(config)
-        values = default_config().optimizer.to_dict() | config.optimizer.to_dict()
+        values = default_config().optimizer.to_dict() | keys_of(config.optimizer)
         optimizer, schedule = make_optimization(config.num_steps, **values)
         function = resolve("model", config.model.name, MODELS)
         family = getattr(function, "family", None)
@@ -204,6 +204,19 @@ class Experiment:
     def trainer(self, devices: DeviceManager) -> Trainer:
         """Makes the trainer, which compiles the experiment for these devices."""
         return Trainer(self, devices)
+
+
+def _incomplete(names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"the experiment has no {', no '.join(names)}; with a custom init and step it "
+        "needs neither model nor optimizer, and without an evaluation set no task"
+    )
+
+
+def _no_placement(placement: str) -> ConfigError:
+    return ConfigError(
+        f"config.data.placement={placement!r}; possible are {', '.join(PLACEMENTS)}"
+    )
 
 
 def _check_classes(names: Sequence[str], count: int) -> None:
@@ -273,7 +286,7 @@ def _check_evaluations(data: Data) -> None:
 
 def make_task(config: config_dict.ConfigDict) -> Task:
     """Makes `config.task`, its other keys bound as keyword arguments."""
-    values = config.task.to_dict()
+    values = keys_of(config.task)
     name = values.pop("name")
     task = as_task(resolve("task", name, TASKS))
     facts = facts_of(task.values, values.keys() - FACTS)
@@ -285,7 +298,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
 def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     """Makes `config.data`, or raises `ConfigError` if its files cannot be read."""
     spec = BatchSpec(config.batch_size, config.seed, make_task(config).labels, *process)
-    values = config.data.to_dict()
+    values = keys_of(config.data)
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = tuning.vocabulary_of(config.init_from)
     if not (workers := values.get("workers")):
@@ -307,7 +320,7 @@ def make_model(
     keys = model_keys(config)
     axis_name = None if config.exact_elastic else axis_name
     model = make("model", keys, MODELS, num_outputs=num_outputs, axis_name=axis_name)
-    values = config.model.to_dict()
+    values = keys_of(config.model)
     return in_form(model, values) if FORMS & values.keys() else model
 
 
@@ -318,7 +331,7 @@ def family_of(model: str) -> Family | None:
 
 def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
-    keys, init_from = own_keys(config.model.to_dict()), config.init_from
+    keys, init_from = own_keys(keys_of(config.model)), config.init_from
     if init_from is None:
         return keys
     return tuning.with_sizes(keys, init_from, family_of(config.model.name))

@@ -5,7 +5,7 @@ import inspect
 import logging
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -106,20 +106,10 @@ def make_optimizer(
     function = resolve("optimizer", name, _optimizers())
     parameters = inspect.signature(function).parameters
     keys = {key: value for key, value in kwargs.items() if value is not None}
-    for key in keys:
-        if key not in parameters:
-            names = [k for k in parameters if "decay" not in k and "mask" not in k]
-            raise ConfigError(
-                f"config.optimizer: {name} takes no {key}{near(key, [*names, *KEYS])}; "
-                f"besides {', '.join(KEYS)} it takes {', '.join(names)}"
-            )
+    if odd := [key for key in keys if key not in parameters]:
+        raise _unknown(odd[0], name, parameters)
     if name in _optimizers() and (reason := _obstacle(name, schedule, keys)):
-        raise ConfigError(
-            f"config.optimizer.name={name!r} of optax cannot be made of a learning-"
-            "rate schedule and the other keys, and updated by gradients, parameters "
-            f"and a loss ({reason}); possible are {', '.join(_usable())}, or "
-            "module:function, which makes one of yours"
-        )
+        raise _unusable(name, reason)
     mask = next((k for k in ("mask", "weight_decay_mask") if k in parameters), None)
     decays = "weight_decay" in parameters and name != "muon"  # Its: matrices.
     if name not in _optimizers():
@@ -141,6 +131,23 @@ def make_optimizer(
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def _unknown(key: str, name: str, parameters: Iterable[str]) -> ConfigError:
+    names = [k for k in parameters if "decay" not in k and "mask" not in k]
+    return ConfigError(
+        f"config.optimizer: {name} takes no {key}{near(key, [*names, *KEYS])}; besides "
+        f"{', '.join(KEYS)} it takes {', '.join(names)}"
+    )
+
+
+def _unusable(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"config.optimizer.name={name!r} of optax cannot be made of a learning-rate "
+        "schedule and the other keys, and updated by gradients, parameters and a loss "
+        f"({reason}); possible are {', '.join(_usable())}, or module:function, which "
+        "makes one of yours"
+    )
 
 
 def _yours(

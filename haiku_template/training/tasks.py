@@ -81,18 +81,25 @@ class Task(NamedTuple):
         except _OfEvaluation:
             return {}
         if taken := [name for name in OF_THE_STEP if name in derived]:
-            text = f"the task derives {taken[0]!r}, which a step has; rename it"
-            raise ConfigError(text)
+            raise _taken("derives", taken[0])
         return {name: float(value) for name, value in derived.items()}
+
+
+def _taken(verb: str, name: str) -> ConfigError:
+    return ConfigError(f"the task {verb} {name!r}, which a step has; rename it")
+
+
+def _no_task(task: Any) -> ConfigError:
+    return ConfigError(
+        f"the task is {task!r:.60}; it is a function of outputs and batch, such as "
+        "haiku_template.models.losses.classification, and names are for configs"
+    )
 
 
 def as_task(task: Task | Callable[..., Values]) -> Task:
     """Makes a task of a plain function, a partial task, or a task; or `ConfigError`."""
     if not callable(task):
-        raise ConfigError(
-            f"the task is {task!r:.60}; it is a function of outputs and batch, such as "
-            "haiku_template.models.losses.classification, and names are for configs"
-        )
+        raise _no_task(task)
     if isinstance(task, functools.partial) and isinstance(task.func, Task):
         bound = functools.partial(task.func.values, *task.args, **task.keywords)
         task = task.func._replace(values=bound)
@@ -134,17 +141,14 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     parameters, rows = facts_of(task.values), len(facts["mask"])
     names = [*facts["batch"]] if isinstance(facts["batch"], dict) else []
     if task.labels != "any" and "labels" not in names:
-        raise ConfigError(
-            f"the task takes labels ({task.labels}), and the batches of the data have "
-            f"{', '.join(names) or 'arrays without names'} alone"
-        )
+        raise _no_labels(task, names)
     values = task.values(**{name: facts[fact] for name, fact in parameters.items()})
     if not isinstance(values, dict):
         raise _no_dictionary(values)
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     if taken := [name for name in OF_THE_STEP if name in values]:
-        raise ConfigError(f"the task returns {taken[0]!r}, which a step has; rename it")
+        raise _taken("returns", taken[0])
     for name, value in values.items():
         if (shape := jnp.shape(value)) != (rows,):
             _check_shape(name, shape, facts["batch"], rows)
@@ -166,6 +170,13 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if weights is not None:
         weights = jnp.sum(weights.reshape(rows, -1), axis=1)
     return averages, weights
+
+
+def _no_labels(task: Task, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"the task takes labels ({task.labels}), and the batches of the data have "
+        f"{', '.join(names) or 'arrays without names'} alone"
+    )
 
 
 def _unmasked(name: str, rows: int) -> ConfigError:

@@ -107,6 +107,13 @@ class Tokenizer:
 
     def _encodings(self, texts: Sequence[Any], special: bool, most: int | None) -> Any:
         library = self._library
+        pairs = any(isinstance(text, tuple) for text in texts[:1])
+        added = library.num_special_tokens_to_add(pairs) if special else 0
+        if most is not None and most <= added:  # Which the package cuts nothing to.
+            raise ConfigError(
+                f"context={most} leaves no room for a text beside the {added} tokens "
+                f"that {self.name} adds to each"
+            )
         with self._errors("encode the texts"):
             if most is not None:
                 library.enable_truncation(most)

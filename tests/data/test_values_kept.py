@@ -210,7 +210,9 @@ def test_arrays_whose_rows_are_others_are_refused(labels, name):
 
 def test_masked_examples_are_refused():
     inputs = np.ma.masked_array(np.ones((2, 3), np.float32), np.eye(2, 3) > 0)
-    with pytest.raises(ConfigError, match="inputs of the examples has masked values"):
+    with pytest.raises(
+        ConfigError, match="inputs of the set of examples has masked values"
+    ):
         as_dataset(inputs, data("float32"), 4)
 
 

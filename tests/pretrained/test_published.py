@@ -481,3 +481,34 @@ def test_patterns_of_state_hold_where_a_pass_leaves_it_out(tmp_path, one_device)
     in_two_files(tmp_path / "model")
     found, state = read(tmp_path / "model", one_device, state=None, ignore=("state:*",))
     assert found.keys() == flatten(PARAMS).keys() and state is None
+
+
+@pytest.mark.parametrize("name", ["lr=1%2C2", "a#b", "d%zz", "50% of a", "q?a=b"])
+def test_the_path_of_a_tree_is_no_url(tmp_path, name):
+    for i, folder in enumerate(
+        ("lr=1,2", name)
+    ):  # The first is what it would decode to.
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / folder, {"w": np.full((3, 2), i, np.float32)})
+    (leaf,) = trees.leaves(tmp_path / name)
+    pieces = [value for _, value in leaf.read(leaf)]
+    np.testing.assert_array_equal(np.concatenate(pieces), np.ones((3, 2)))
+
+
+def test_a_path_that_would_be_another_is_refused(tmp_path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old", {"w": np.ones(3)})
+    (tmp_path / "old").rename(tmp_path / "old\\a")
+    with pytest.raises(ConfigError, match="has a backslash"):
+        trees.leaves(tmp_path / "old\\a")
+
+
+def test_steps_with_a_prefix_are_steps(tmp_path):
+    options = ocp.CheckpointManagerOptions(
+        step_prefix="ckpt", step_format_fixed_length=8
+    )
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (1, 12):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    with pytest.raises(ConfigError, match="steps ckpt_00000001, ckpt_00000012; give"):
+        trees.is_tree(tmp_path)

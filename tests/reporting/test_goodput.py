@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from haiku_template.reporting.goodput import GOODPUT, described, goodput
+from haiku_template.devices import Ledger
+from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodput
 from haiku_template.runs import train
 from tests.runs import ROOT, UNDRAWN
 from tests.training.test_skipping import trainer
@@ -218,3 +219,16 @@ def test_a_start_behind_half_a_line_is_read(tmp_path):
         "\n".join([*lines[:2], half + lines[2], lines[3]])
     )
     assert goodput(tmp_path) == {"steps": 20.0}
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_beside_a_run_takes_no_seconds(
+    tmp_path, monkeypatch, hours
+):
+    clock = time.time
+    progress = Progress(tmp_path, 0, Ledger())
+    time.sleep(0.2)
+    monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
+    progress.add(10)
+    progress.close()
+    assert 0.2 <= goodput(tmp_path)["steps"] < 60

@@ -74,8 +74,12 @@ def test_a_mirror_is_compared_where_its_run_is_not(copy):
     shutil.copytree(workdir, workdir.parent / "branch")  # Which may go its own way.
     names = [run.name for run in summarize_runs(workdir.parent)]
     assert sorted(names) == ["branch", "run"]
-    for name in names:
-        shutil.rmtree(workdir.parent / name)
+    workdir.rename(workdir.parents[1] / "elsewhere")
+    workdir.symlink_to(workdir.parents[1] / "elsewhere")
+    names = [run.name for run in summarize_runs(workdir.parent)]
+    assert sorted(names) == ["branch", "run"]
+    workdir.unlink()
+    shutil.rmtree(workdir.parent / "branch")
     assert [run.name for run in summarize_runs(workdir.parent)] == ["m"]
 
 
@@ -258,6 +262,20 @@ def test_a_step_that_is_saved_anew_after_a_rewind_is_read_from_the_mirror(copy):
     with Checkpoints(workdir / "checkpoints", run=run_id(workdir)):
         mirror = mirrors.Mirror(workdir, workdir.with_name("m"), run_id(workdir))
         assert mirror.checkpoints.steps == [4, 6]
+
+
+@pytest.mark.parametrize("lost", ["2", "4"])
+def test_steps_that_a_mirror_alone_has_are_left_out_too(copy, tmp_path, lost):
+    workdir, _ = copy
+    mirror = workdir.with_name("m")
+    shutil.copytree(workdir.parent, tmp_path / "whole")
+    go_back(tmp_path / "whole/run", "3", tmp_path / "whole/m")
+    expected = run(tmp_path / "whole/run", 6)
+    shutil.rmtree(workdir / "checkpoints" / lost)
+    go_back(workdir, "3", mirror)
+    assert steps(workdir) == [2]
+    assert run(workdir, 6) == expected
+    assert steps(mirror) == [4, 6]
 
 
 def test_lines_of_metrics_come_back_by_which_early_stopping_goes(copy):

@@ -1,6 +1,7 @@
 """`--fit`: changes of a config that make a run fit, each as compiled."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -165,3 +166,18 @@ def test_micro_batches_of_logical_shares_split_those(capsys):
         x.changes["accumulate_steps"] for x in tried if "accumulate_steps" in x.changes
     ]
     assert counts and max(counts) <= 8
+
+
+def test_a_run_that_lost_its_workdir_keeps_what_it_took(one_device, tmp_path, caplog):
+    config = config_of(num_steps=2, accumulate_steps=4, batch_size=64)
+    config.mirror = str(tmp_path / "m")
+    workdir = tmp_path / "run"
+    start.run(config, one_device, workdir)
+    shutil.rmtree(workdir)
+    config.num_steps, config.accumulate_steps = 4, 1
+    start.run(config, one_device, workdir, fit="apply", memory_limit=2**40)
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["accumulate_steps"] == 4
+    config.sharding = (("*", "data"),)
+    start.run(config, one_device, workdir, fit="apply", memory_limit=2**40)
+    assert "keeps config.sharding=(), with which the run began" in caplog.text

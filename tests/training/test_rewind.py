@@ -173,6 +173,14 @@ def test_without_a_record_there_is_nothing_to_go_back_from(finished):
     assert steps(finished) == [4, 8, 12, 16, 20]
 
 
+def test_a_step_that_the_run_never_makes_is_refused(finished, caplog):
+    with pytest.raises(ConfigError, match="4000 is beyond config.num_steps=20"):
+        go_back(finished, "4000", last=20)
+    assert not left_out(finished)
+    go_back(finished, "auto", last=20)
+    assert "no step is recorded, and none is left out" in caplog.text
+
+
 class Poisoned:
     """A NaN in the pixels of some steps, which count from 1."""
 

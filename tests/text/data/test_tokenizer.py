@@ -63,6 +63,14 @@ def test_a_text_that_is_too_long_is_refused_or_cut(folder, limits):
         tokenizer.batch(["a b c"], **limits)
 
 
+def test_a_context_without_room_for_a_text_is_refused(folder):
+    tokenizer = Tokenizer(folder)
+    batch = tokenizer.batch(["a bb c"], context=3, cut=True)
+    assert batch["tokens"].tolist() == [[2, 4, 3]]
+    with pytest.raises(ConfigError, match="context=2 leaves no room .* the 2 tokens"):
+        tokenizer.batch(["a bb c"], context=2, cut=True)
+
+
 def test_special_tokens_are_added_where_they_are_asked_for(folder):
     tokenizer = Tokenizer(folder)
     assert tokenizer.encode(["a", "b"]) == [[4], [5]]
