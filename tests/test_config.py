@@ -216,7 +216,7 @@ def test_mistakes_are_found_before_jax_is_imported(flag, tmp_path):
     assert not re.search(r"\| +(jax|jaxlib|haiku|optax)$", modules, re.MULTILINE)
 
 
-def listed(num_outputs, sizes):
+def listed(num_outputs, sizes, **_):
     assert isinstance(sizes, tuple) and isinstance(sizes[1], tuple), sizes
     return hk.transform(lambda x, is_training: hk.nets.MLP(sizes[1] + (10,))(x))
 

@@ -7,6 +7,7 @@ one character, `[ab]` one of them.
 """
 
 import fnmatch
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +26,9 @@ from haiku_template.finetuning import quantized
 from haiku_template.finetuning.lora import KINDS, MATRIX, A, B, Lora
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import MARK
-from haiku_template.trust import warn_once
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)  # A plan is made several times.
 
 DTYPES = ("float32", "bfloat16", *quantized.FORMS)
 EXACT = "bfloat16"  # Of those beside quantized ones.
@@ -192,7 +193,7 @@ def make_plan(
             f"finetuning.train={finetuning.fresh}"
         )
     if not trained | adapted.keys():
-        warn_once("nothing trains: no parameter does, and lora.rank=0 adapts none")
+        _warn_once("nothing trains: no parameter does, and lora.rank=0 adapts none")
     names = {path + suffix for path in adapted for suffix in (A, B)}
     _check_multipliers(finetuning.multipliers, trained | names)
     return Plan(

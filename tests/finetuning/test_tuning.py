@@ -11,6 +11,7 @@ from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import plan as plans
 from haiku_template.finetuning import trains_a_part
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
@@ -21,7 +22,6 @@ from haiku_template.runs import train
 from haiku_template.storage.checkpoint import Checkpoints
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
-from haiku_template.trust import warn_once
 from tests.runs import placed, run_steps
 
 RNG = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rank_0_is_the_base_bitwise(one_device, dtype, caplog):
-    warn_once.cache_clear()
+    plans._warn_once.cache_clear()
     options = {"precision": dtype}
     plain = made(one_device, Finetuning(), **options)
     frozen = made(
