@@ -32,6 +32,7 @@ def digest(workdir):
     return digests.hexdigest()
 
 
+@pytest.mark.timeout(1300)  # Of five runs, each with a limit of its own.
 def test_processes_and_devices_change_no_bit(tmp_path):
     results = {}
     for name, parts in RUNS.items():
