@@ -201,7 +201,7 @@ REFUSED = {
     "one": (X[0], "the first axis of an array is that of the examples"),
     "bytes": (X.astype(np.uint8), "uint8, and the run was trained on float32"),
     "none": (X[:0], "one at least"),
-    "names": ({"a": X, "b": X}, "has a, b, and a batch of the run inputs, labels"),
+    "names": ({"a": X, "b": X}, "has a, b, and a batch of the run inputs;"),
     "rows": ({"inputs": X, "labels": Y[:3]}, "70 inputs, 3 labels"),
 }
 

@@ -30,13 +30,15 @@ FACTS += ("is_training", "axis_name")
 OF_THE_STEP = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
 
-class _NoCounts(dict[str, np.ndarray]):
+class NoCounts(dict[str, np.ndarray]):
+    """Counts of training: none; a derived metric that needs them is evaluation's."""
+
     def __missing__(self, name: str) -> np.ndarray:
-        raise _OfEvaluation(name)
+        raise OfEvaluation(name)
 
 
-class _OfEvaluation(KeyError):
-    pass
+class OfEvaluation(KeyError):
+    """Key of counts that training has not."""
 
 
 class Task(NamedTuple):
@@ -72,20 +74,9 @@ class Task(NamedTuple):
         facts = {name: arguments[fact] for name, fact in facts if fact in arguments}
         return self.values(**facts, **options)
 
-    def derived(
-        self, averages: dict[str, float], counts: dict[str, np.ndarray] | None = None
-    ) -> dict[str, float]:
-        """Derives metrics; counts are of evaluations."""
-        try:
-            derived = self.derive(averages, _NoCounts() if counts is None else counts)
-        except _OfEvaluation:
-            return {}
-        if taken := [name for name in OF_THE_STEP if name in derived]:
-            raise _taken("derives", taken[0])
-        return {name: float(value) for name, value in derived.items()}
 
-
-def _taken(verb: str, name: str) -> ConfigError:
+def taken_name(verb: str, name: str) -> ConfigError:
+    """Error for a value of a task with the name of a step's."""
     return ConfigError(f"the task {verb} {name!r}, which a step has; rename it")
 
 
@@ -148,7 +139,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     if taken := [name for name in OF_THE_STEP if name in values]:
-        raise _taken("returns", taken[0])
+        raise taken_name("returns", taken[0])
     for name, value in values.items():
         if (shape := jnp.shape(value)) != (rows,):
             _check_shape(name, shape, facts["batch"], rows)

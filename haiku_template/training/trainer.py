@@ -30,6 +30,7 @@ from haiku_template.models.precision import Precision
 from haiku_template.params import flatten
 from haiku_template.reporting.perf import Work
 from haiku_template.training import evaluation as evaluations
+from haiku_template.training import tasks
 from haiku_template.training.custom import make_custom_step
 from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
 from haiku_template.training.feed import Feed, StagedBatch
@@ -276,8 +277,13 @@ class Trainer:
         self, averages: dict[str, float], counts: Any = None
     ) -> dict[str, float]:
         """Derives metrics on the host, by a task that may compute with JAX."""
-        with self.devices.implicit_transfers():
-            return self.recipe.task.derived(averages, counts)
+        with self.devices.implicit_transfers(), contextlib.suppress(tasks.OfEvaluation):
+            counts = tasks.NoCounts() if counts is None else counts
+            derived = self.recipe.task.derive(averages, counts)
+            if taken := [name for name in tasks.OF_THE_STEP if name in derived]:
+                raise tasks.taken_name("derives", taken[0])
+            return {name: float(value) for name, value in derived.items()}
+        return {}
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
