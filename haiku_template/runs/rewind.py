@@ -59,16 +59,17 @@ def go_back(
 ) -> None:
     """Makes the next start of a run leave steps out, from the checkpoint before them.
 
-    Newer checkpoints are renamed, those that `mirror` alone has are copied so. Nothing
-    happens for steps that are left out already: the same command resumes the run.
+    Newer checkpoints are renamed; those that `mirror` alone has stay there, unread.
+    Nothing happens for steps that are left out already: the same command resumes the
+    run.
     Raises `ConfigError` if the steps are not understood or beyond the `last`, the run
-    has no checkpoint before them, or is running.
+    has no checkpoint before them, or is running, or the mirror cannot be read.
     """
     with workdirs.locked(workdir), workdirs.usable(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)
         before = workdirs.left_out(workdir)
         steps = {*before} | steps_of(text, workdir)
-        if last is not None and max(steps, default=0) > last:
+        if last is not None and max(steps.difference(before), default=0) > last:
             raise ConfigError(f"--rewind={text} is beyond config.num_steps={last}")
         if text == AUTO and not steps:
             logger.warning("--rewind=auto: no step is recorded, and none is left out")
@@ -81,14 +82,14 @@ def go_back(
 
 def _set_aside(workdir: Path, first: int, mirror: Path | None) -> None:
     folder = workdir / workdirs.CHECKPOINTS
-    copies = mirrors.copies(workdir, mirror)
+    copies = mirrors.steps_of(workdir, mirror)
     saved = workdirs.saved_steps(folder)
-    there = sorted({*saved, *copies})
-    earlier = [step for step in there if step < first]
-    if not earlier:
+    if min(saved, default=first) >= first:
+        mirrors.bring_newest(workdir, mirror, [step for step in copies if step < first])
+    if not (there := workdirs.saved_steps(folder)) or there[0] >= first:
         raise ConfigError(
             f"--rewind goes back to a checkpoint before step {first}, and {folder} has "
-            f"{there or 'none'}; a new run with a smaller config.save_every has one, "
+            f"{saved or 'none'}; a new run with a smaller config.save_every has one, "
             "and config.max_consecutive_nonfinite skips such steps"
         )
     with workdirs.usable(workdir):
@@ -96,11 +97,7 @@ def _set_aside(workdir: Path, first: int, mirror: Path | None) -> None:
             away = workdirs.unused(folder / f"{step}.rewound")
             folder.joinpath(str(step)).rename(away)
         # Else the run would go on from a copy that has the steps' updates.
-        for step, copy_to in mirrors.copies(workdir, mirror).items():
-            if step >= first:
-                copy_to(workdirs.unused(folder / f"{step}.rewound"))
-        if not set(saved) & set(earlier):
-            copies[max(earlier)](folder / str(max(earlier)))
+        mirrors.leave_out(workdir, mirror, first)
 
 
 # Why: docs/decisions/training.md#left-out

@@ -3,12 +3,10 @@
 Why: docs/decisions/storage.md#mirror
 """
 
-import functools
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,17 +165,49 @@ def _copy_step(source: Path, target: Path) -> None:
     checkpoint.sync(target.parent, recursive=False)
 
 
-def copies(workdir: Path, folder: Path | None) -> dict[int, Callable[[Path], None]]:
-    """Functions that copy a step of a mirror, without those the run went back from."""
-    if folder is None or not workdirs.has_checkpoints(folder):
-        return {}
-    check(workdir, folder)
-    of_run = _Copies(workdir, folder, workdirs.run_id(workdir))
+def steps_of(workdir: Path, folder: Path | None) -> list[int]:
+    """Steps of a run's mirror, without those that it went back from; [] of no mirror.
+
+    Raises `ConfigError` for a mirror that cannot be read, which may have any.
+    """
+    if folder is None:
+        return []
     try:
-        places = {step: of_run.directory / str(step) for step in of_run.steps}
-    finally:
-        of_run.close()
-    return {k: functools.partial(_copy_step, place) for k, place in places.items()}
+        if not workdirs.has_checkpoints(folder):
+            return []
+        check(workdir, folder)
+        of_run = _Copies(workdir, folder, workdirs.run_id(workdir))
+        try:
+            return of_run.steps
+        finally:
+            of_run.close()
+    except (OSError, StorageError) as error:
+        raise ConfigError(
+            f"config.mirror={folder} cannot be read, and may have steps that the run "
+            f"is to go back from: {error}"
+        ) from error
+
+
+def bring_newest(workdir: Path, folder: Path | None, steps: list[int]) -> None:
+    """Copies the newest of these steps that is whole from the mirror."""
+    target = workdir / workdirs.CHECKPOINTS
+    for step in sorted(steps, reverse=True):
+        _copy_or_warn(folder / workdirs.CHECKPOINTS, target, step)
+        if (target / str(step)).exists():
+            return
+
+
+def leave_out(workdir: Path, folder: Path | None, first: int) -> None:
+    """Marks the mirror's steps from `first` on as those that the run went back from.
+
+    A mark has a step's manifest alone. A copy of it would be cut off by a kill.
+    """
+    for step in [step for step in steps_of(workdir, folder) if step >= first]:
+        mark = workdirs.unused(workdir / workdirs.CHECKPOINTS / f"{step}.rewound")
+        (mark / manifests.MANIFEST).mkdir(parents=True)
+        if (data := _manifest(folder / workdirs.CHECKPOINTS / str(step))) is not None:
+            file = mark / manifests.MANIFEST / manifests.MANIFEST
+            workdirs.write_atomically(file, data)
 
 
 def _manifest(step: Path) -> bytes | None:
@@ -187,6 +217,7 @@ def _manifest(step: Path) -> bytes | None:
 
 def check(workdir: Path, folder: Path) -> None:
     """Raises `ConfigError` for a mirror that is the workdir, or of another run."""
+    workdirs.check_path(folder)
     if folder.resolve() == workdir.resolve():
         raise ConfigError(f"config.mirror={folder} is --workdir; use another disk")
     if (folder / workdirs.CONFIG).exists() and not (folder / workdirs.RUN).exists():

@@ -1,5 +1,6 @@
 """A second disk with copies of the checkpoints: `config.mirror`."""
 
+import errno
 import os
 import shutil
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ from haiku_template.runs import start, train
 from haiku_template.runs.comparison import summarize_runs
 from haiku_template.runs.rewind import go_back
 from haiku_template.storage import mirror as mirrors
+from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.checkpoint import Checkpoints
-from haiku_template.storage.workdir import run_id, saved_steps
+from haiku_template.storage.workdir import left_out, run_id, saved_steps
 from tests.storage.test_verified import bits, flip_payload, lines, made
 
 
@@ -69,13 +71,18 @@ def test_the_mirror_itself_is_a_workdir(copy):
 
 def test_a_mirror_is_compared_where_its_run_is_not(copy):
     workdir, _ = copy
+    (workdir.parent / "latest").symlink_to(workdir)
     names = [run.name for run in summarize_runs(workdir.parent)]
     assert names == ["run"]
+    (workdir.parent / "latest").unlink()
     shutil.copytree(workdir, workdir.parent / "branch")  # Which may go its own way.
     names = [run.name for run in summarize_runs(workdir.parent)]
     assert sorted(names) == ["branch", "run"]
     workdir.rename(workdir.parents[1] / "elsewhere")
     workdir.symlink_to(workdir.parents[1] / "elsewhere")
+    names = [run.name for run in summarize_runs(workdir.parent)]
+    assert sorted(names) == ["branch", "run"]
+    (workdir.parent / "branch/run.json").write_text("{")
     names = [run.name for run in summarize_runs(workdir.parent)]
     assert sorted(names) == ["branch", "run"]
     workdir.unlink()
@@ -276,6 +283,67 @@ def test_steps_that_a_mirror_alone_has_are_left_out_too(copy, tmp_path, lost):
     assert steps(workdir) == [2]
     assert run(workdir, 6) == expected
     assert steps(mirror) == [4, 6]
+
+
+def test_a_rewind_that_was_broken_off_is_made_again(copy, tmp_path, monkeypatch):
+    workdir, _ = copy
+    mirror = workdir.with_name("m")
+    shutil.copytree(workdir.parent, tmp_path / "whole")
+    go_back(tmp_path / "whole/run", "3")
+    expected = run(tmp_path / "whole/run", 6)
+    shutil.rmtree(workdir / "checkpoints/4")
+    writes, left = workdirs.write_atomically, []
+
+    def fail(path, contents):
+        left.append(path)
+        if len(left) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        writes(path, contents)
+
+    monkeypatch.setattr(workdirs, "write_atomically", fail)
+    with pytest.raises(ConfigError, match="No space left"):
+        go_back(workdir, "3", mirror)
+    assert not left_out(workdir)
+    go_back(workdir, "3", mirror)
+    assert left[0].name == "manifest" and run(workdir, 6) == expected
+
+
+def test_a_copy_that_is_damaged_is_left_out_and_an_older_one_is_brought(copy):
+    workdir, _ = copy
+    mirror = workdir.with_name("m")
+    shutil.copytree(mirror / "checkpoints/2", mirror / "checkpoints/1")
+    for step in (2, 4):
+        for file in (mirror / f"checkpoints/{step}/state").rglob("*"):
+            if file.is_file() and file.stat().st_size > 1000:
+                file.write_bytes(b"")
+        shutil.rmtree(workdir / f"checkpoints/{step}")
+    (workdir / "checkpoints/6").mkdir()
+    shutil.copytree(
+        mirror / "checkpoints/4", workdir / "checkpoints/6", dirs_exist_ok=True
+    )
+    go_back(workdir, "3", mirror)
+    assert steps(workdir) == [1]
+    names = {x.name for x in (workdir / "checkpoints").iterdir()}
+    assert names == {"1", "4.rewound", "6.rewound"}
+
+
+def test_a_rewind_names_a_mirror_that_cannot_be_read(copy, monkeypatch):
+    workdir, _ = copy
+    mirror = workdir.with_name("m")
+
+    def fail(step):
+        raise PermissionError(errno.EACCES, "Permission denied", str(step))
+
+    monkeypatch.setattr(mirrors, "_manifest", fail)
+    (workdir / "checkpoints/4.rewound").mkdir()
+    with pytest.raises(ConfigError, match="config.mirror=.* cannot be read, and may"):
+        go_back(workdir, "3", mirror)
+    assert steps(workdir) == [2, 4] and not left_out(workdir)
+
+
+def test_a_mirror_whose_path_would_be_another_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has a backslash"):
+        run(tmp_path / "run", mirror=tmp_path / "m\\b")
 
 
 def test_lines_of_metrics_come_back_by_which_early_stopping_goes(copy):

@@ -177,6 +177,8 @@ def test_a_step_that_the_run_never_makes_is_refused(finished, caplog):
     with pytest.raises(ConfigError, match="4000 is beyond config.num_steps=20"):
         go_back(finished, "4000", last=20)
     assert not left_out(finished)
+    with pytest.raises(ConfigError, match="20 is beyond config.num_steps=19"):
+        go_back(finished, "20", last=19)
     go_back(finished, "auto", last=20)
     assert "no step is recorded, and none is left out" in caplog.text
 
