@@ -7,7 +7,6 @@ one character, `[ab]` one of them.
 """
 
 import fnmatch
-import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import MARK
 
 logger = logging.getLogger(__name__)
-_warn_once = functools.cache(logger.warning)  # A plan is made several times.
 
 DTYPES = ("float32", "bfloat16", *quantized.FORMS)
 EXACT = "bfloat16"  # Of those beside quantized ones.
@@ -192,8 +190,6 @@ def make_plan(
             "learn anything; let train name them too, as in "
             f"finetuning.train={finetuning.fresh}"
         )
-    if not trained | adapted.keys():
-        _warn_once("nothing trains: no parameter does, and lora.rank=0 adapts none")
     names = {path + suffix for path in adapted for suffix in (A, B)}
     _check_multipliers(finetuning.multipliers, trained | names)
     return Plan(

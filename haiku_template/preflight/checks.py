@@ -64,6 +64,8 @@ def check_before_start(
         )
     if trainer.devices.axis_name and trainer.experiment.exact_elastic is None:
         check_norms(trainer)
+    if not jax.tree.leaves(trainer.abstract.params):
+        logger.warning("nothing trains: no parameter does, and LoRA adapts none")
     budget = check_budget(trainer, memory_limit, starts=starts)
     check_evaluation(trainer, best_metric, stop_when)
     return budget

@@ -279,8 +279,9 @@ class Trainer:
         """Derives metrics on the host, by a task that may compute with JAX."""
         with self.devices.implicit_transfers(), contextlib.suppress(tasks.OfEvaluation):
             counts = tasks.NoCounts() if counts is None else counts
-            derived = self.recipe.task.derive(averages, counts)
-            if taken := [name for name in tasks.OF_THE_STEP if name in derived]:
+            given, derived = dict(averages), self.recipe.task.derive(averages, counts)
+            news = [k for k, x in derived.items() if x is not given.get(k)]
+            if taken := [name for name in tasks.OF_THE_STEP if name in news]:
                 raise tasks.taken_name("derives", taken[0])
             return {name: float(value) for name, value in derived.items()}
         return {}

@@ -11,7 +11,6 @@ from haiku_template.config import default_config
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import check_replicas
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import plan as plans
 from haiku_template.finetuning import trains_a_part
 from haiku_template.finetuning.lora import Lora
 from haiku_template.finetuning.plan import Finetuning
@@ -92,15 +91,14 @@ def test_without_tuning_everything_trains_and_the_base_is_empty(one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rank_0_is_the_base_bitwise(one_device, dtype, caplog):
-    plans._warn_once.cache_clear()
+def test_rank_0_is_the_base_bitwise(one_device, dtype):
     options = {"precision": dtype}
     plain = made(one_device, Finetuning(), **options)
     frozen = made(
         one_device, Finetuning(lora=Lora(rank=0), base_dtype=dtype), **options
     )
     state, (loss, _) = run(frozen, 2)
-    assert state.params == {} and "nothing trains" in caplog.text
+    assert state.params == {}
     assert loss == run(plain, 1)[1][0]
     assert frozen.evaluate(state) == plain.evaluate(plain.init())
 

@@ -197,6 +197,21 @@ def test_no_metric_takes_the_name_of_a_step_s(tmp_path, one_device, name, where)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_averages_may_be_handed_back_beside_what_is_derived(
+    tmp_path, one_device, in_place
+):
+    def derive(averages, counts):
+        returned = averages if in_place else dict(averages)
+        returned["perplexity"] = np.exp(averages["loss"])
+        return returned
+
+    trainer = made(task=Task(task, derive=derive)).trainer(one_device)
+    metrics = train(trainer, num_steps=4, workdir=tmp_path, log_every=2).metrics
+    assert metrics["train/perplexity"] == np.exp(metrics["train/loss"])
+    assert {"eval/perplexity", "train/grad_norm"} < metrics.keys()
+
+
 def test_no_metric_takes_the_name_of_a_further_set_s(tmp_path, one_device):
     data = DATA._replace(evaluations={"shifted": DATA.evaluation})
 
