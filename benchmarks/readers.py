@@ -800,7 +800,7 @@ ELSEWHERE = {
     "cli.open_run": "opens a run, whose files have readers of their own",
     "runs.start.fitted": "reads the config of a run, which has a reader",
     "haiku_text.generate.main": "restores parameters",
-    "signals.why_not_printed": "opens nothing but /dev/null",
+    "signals.is_of_output": "opens nothing but /dev/null",
     **dict.fromkeys(
         (
             "cluster.relay",

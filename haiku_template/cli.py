@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
-HELP = {"--help", "-h", "--helpfull", "--helpshort"}
+HELP = re.compile(r"--?(h|\?|help\w*)(=.*)?")
 # The home folder in a value, which a shell leaves as it is behind a =; words are joined
 # by zeros. A prompt is text, and names of modules hold a ~, too: a pattern of remat.
 HOME = re.compile(
@@ -333,9 +333,10 @@ def _of_a_user(error: BaseException) -> Exception | None:
 
 def _unprinted(error: BaseException) -> StorageError | None:
     """Says that what was printed could not be written, as to a file on a full disk."""
-    is_possible = isinstance(error, OSError) and error.filename is None
-    reason = signals.why_not_printed() if is_possible else ""
-    return StorageError(f"standard output: {reason}") if reason else None
+    may_be = isinstance(error, OSError) and error.filename is None
+    if may_be and signals.is_of_output(error):
+        return StorageError(f"standard output: {error.strerror}")
+    return None
 
 
 def _no_choice(error: BaseException) -> ConfigError | None:
@@ -354,7 +355,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         file = _config_file(argv)
         if file and not file.is_file():
             argv, file = _shipped(argv, file)
-        if file and not HELP.isdisjoint(argv):
+        if file and any(map(HELP.fullmatch, argv)):
             argv = _print_keys(argv)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}
@@ -369,7 +370,8 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     except BrokenPipeError:  # Of `--help | head`.
         raise
     except SystemExit as error:  # absl's help ends with 1, which is an error's.
-        raise SystemExit(error.code if HELP.isdisjoint(argv) else 0) from None
+        asks = any(map(HELP.fullmatch, argv))
+        raise SystemExit(0 if asks else error.code) from None
     except Exception as error:
         of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
         raise of_user from error
@@ -393,7 +395,7 @@ def _without_overridden(argv: list[str]) -> list[str]:
 
 def _print_keys(argv: list[str]) -> list[str]:
     """Prints the keys of the config that was given; returns words that ask for help."""
-    FLAGS([word for word in argv if not word.startswith(("--help", "-h"))])
+    FLAGS([word for word in argv if not HELP.fullmatch(word)])
     values = FLAGS["config"].value
     print(f"keys of {_config_file(argv)}, and their values:\n")
     for key, value in config.flatten(values.to_dict(), "config.").items():

@@ -7,6 +7,7 @@ that a command calls it before other imports.
 import _thread
 import atexit
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ NOTHING_SAVED = (
 )
 AGAIN = "received again: what was not saved by then is lost; the same command resumes "
 AGAIN += "the last checkpoint"
+# Errors of a disk, or of a file that is closed, beneath what is printed.
+UNWRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 PRINT_SECONDS = 1.0  # Nobody may read what is printed.
 # Seconds in which the main thread may obey, unless it sits in C; and a second signal.
 PATIENCE, SECOND_PATIENCE = 2.0, 0.5
@@ -146,16 +149,17 @@ def closed_pipes() -> Iterator[None]:
             _output_is_lost()
 
 
-def why_not_printed() -> str:
-    """Reason why standard output cannot be written; then it goes nowhere. "" if not."""
+def is_of_output(error: OSError) -> bool:
+    """Tests whether standard output cannot be written: then it goes nowhere."""
+    if error.errno not in UNWRITTEN:
+        return False
     try:  # Not by `flush`, which has forgotten what failed.
         os.write(sys.stdout.fileno(), b"\n")
-    except BrokenPipeError:
-        return ""
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return str(error.strerror)
-    return ""
+    except (OSError, ValueError) as again:  # A ValueError's is of no file.
+        if getattr(again, "errno", None) == error.errno:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
 
 
 def _output_is_lost() -> bool:

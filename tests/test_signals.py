@@ -5,7 +5,9 @@ purpose, and others are spread over all that a run does.
 """
 
 import contextlib
+import errno
 import gc
+import io
 import itertools
 import os
 import random
@@ -594,3 +596,11 @@ def test_a_run_that_is_killed_four_times(tmp_path, measured):
 def test_a_run_that_is_killed_fifty_times(tmp_path, measured):
     """C02: with no manual step, it ends as one that nothing killed."""
     kill_often(tmp_path, measured, 50)
+
+
+@pytest.mark.parametrize("number", [errno.ECONNREFUSED, errno.EAGAIN, errno.ENOSPC])
+def test_an_error_of_another_file_is_none_of_what_is_printed(capfd, number):
+    assert not signals.is_of_output(OSError(number, "another"))
+    assert capfd.readouterr().out.strip() == ""
+    with contextlib.redirect_stdout(io.StringIO()):  # Which is no file.
+        assert not signals.is_of_output(OSError(number, "another"))
