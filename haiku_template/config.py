@@ -206,7 +206,7 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
 def load(path: Path) -> config_dict.ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
-        return config_dict.ConfigDict(_with_tuples(completed(read_json(path))))
+        return config_dict.ConfigDict(with_tuples(completed(read_json(path))))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"
@@ -217,13 +217,14 @@ def load(path: Path) -> config_dict.ConfigDict:
 
 def keys_of(section: config_dict.ConfigDict) -> dict[str, Any]:
     """Keys of a part of a config, with tuples for lists, as it is when it is read."""
-    return _with_tuples(section.to_dict())
+    return with_tuples(section.to_dict())
 
 
-def _with_tuples(value: Any) -> Any:
+def with_tuples(value: Any) -> Any:
+    """Makes tuples of lists at any depth, which JSON has for them."""
     if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+        return {key: with_tuples(item) for key, item in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:

@@ -17,8 +17,10 @@ from haiku_template.config import (
     default_config,
     flatten,
     interval,
+    keys_of,
     load,
     to_dict,
+    with_tuples,
 )
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
@@ -75,7 +77,8 @@ def run(
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
-    if config.init_from is not None and not _begun(Path(workdir), config.mirror):
+    begun = config.init_from and _begun(Path(workdir), config.mirror)
+    if config.init_from is not None and not devices.processes.first(bool(begun)):
         _check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
@@ -135,8 +138,10 @@ def fitted(
     With `fit` other than `apply` it is `config` itself, which must fit unless the run
     is dry. A run that has begun keeps what it took. Raises as `preflight.fit`.
     """
-    if fit == "apply" and (begun := _begun(workdir, config.mirror)):
-        return _as_fitted(config, flatten(load(begun / CONFIG).to_dict()))
+    if fit == "apply":
+        taken = devices.processes.first(_taken(workdir, config.mirror))
+        if taken is not None:
+            return _as_fitted(config, with_tuples(taken))
     build = functools.partial(_changed_trainer, config, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
@@ -156,12 +161,19 @@ def _begun(workdir: Path, mirror: str | None) -> Path | None:
     return next(filter(has_checkpoints, places), None)
 
 
+def _taken(workdir: Path, mirror: str | None) -> dict[str, Any] | None:
+    """Keys as a run took them at its first start; None of one that has not begun."""
+    if (begun := _begun(workdir, mirror)) is None:
+        return None
+    saved = flatten(load(begun / CONFIG).to_dict())
+    return {key: saved[key] for key in FIT_KEYS if key in saved}
+
+
 def _as_fitted(
-    config: config_dict.ConfigDict, saved: dict[str, Any]
+    config: config_dict.ConfigDict, taken: dict[str, Any]
 ) -> config_dict.ConfigDict:
-    """Config with what the run took at its first start, which the command may not."""
-    own, usual = flatten(config.to_dict()), flatten(default_config().to_dict())
-    taken = {key: saved[key] for key in FIT_KEYS if key in saved}
+    """Config with what the run took, of which the command's other values are named."""
+    own, usual = flatten(keys_of(config)), flatten(keys_of(default_config()))
     for key, value in taken.items():
         if own.get(key) not in (value, usual.get(key)):
             text = "--fit=apply keeps config.%s=%s, with which the run began; not %s"

@@ -181,3 +181,24 @@ def test_a_run_that_lost_its_workdir_keeps_what_it_took(one_device, tmp_path, ca
     config.sharding = (("*", "data"),)
     start.run(config, one_device, workdir, fit="apply", memory_limit=2**40)
     assert "keeps config.sharding=(), with which the run began" in caplog.text
+
+
+def test_a_list_is_no_other_value_than_its_tuple(caplog):
+    config = config_of()
+    config.model.remat = ["*/block_*"]
+    same = start._as_fitted(config, {"model.remat": ("*/block_*",)})
+    assert same.model.remat == ("*/block_*",) and not caplog.text
+    start._as_fitted(config, {"model.remat": ("*/head",)})
+    assert "keeps config.model.remat=('*/head',), with which" in caplog.text
+
+
+def test_a_run_without_parameters_that_train_says_so(one_device, tmp_path, caplog):
+    init = blocks(10, None).init
+    params = init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), True)
+    np.savez(tmp_path / "published.npz", **flatten(params))
+    config = config_of(init_from=str(tmp_path / "published.npz"), num_steps=1)
+    config.batch_size, config.finetuning.lora.rank = 64, 0
+    for name in ("a", "b"):
+        caplog.clear()
+        start.run(config, one_device, str(tmp_path / name))
+        assert "nothing trains: no parameter does" in caplog.text
