@@ -33,6 +33,7 @@ def combinations(
             "a sweep needs keys with values, such as 'optimizer.learning_rate=1e-4,"
             "1e-3' seed=0,1"
         )
+    config.to_dict(base)  # Raises for a value that is not saved, or not copied.
     choices = [_choices(word) for word in words]
     keys = [key for key, _ in choices]
     if twice := next((key for key in keys if keys.count(key) > 1), None):

@@ -300,3 +300,10 @@ def test_keys_that_refer_to_a_swept_one_follow_it_as_they_follow_a_flag(tmp_path
     config.num_epochs = 4.0
     epochs = start.in_steps(config, devices)
     assert epochs.eval_every == epochs.num_steps // 4 > 10
+
+
+def test_a_value_that_no_config_holds_is_named_before_it_is_copied(tmp_path):
+    config = digits.get_config()
+    config.model.module = json
+    with pytest.raises(ConfigError, match="config.model.module is a module, which"):
+        sweep.combinations(config, tmp_path, ["seed=0,1"])

@@ -124,7 +124,7 @@ class _Forward:
     def _endless(self) -> Iterator[Batch]:
         while True:
             batch, made = None, self._make()
-            if made is self._made and iter(made) is made:
+            if made is self._made and isinstance(made, Iterator):
                 raise ConfigError(
                     f"make() of from_iterator returned the same {type(made).__name__} "
                     "again; it must return a new iterable at each call"

@@ -1,5 +1,6 @@
 """Comparison of the runs below a folder: what differs, and how each one did."""
 
+import contextlib
 import csv
 import io
 from collections.abc import Sequence
@@ -81,9 +82,10 @@ def summarize_runs(
     Raises `ConfigError` if there are none.
     """
     # A workdir may be a link, behind which `rglob` does not look.
-    linked = {*folder.rglob(workdirs.RUN), *folder.glob(f"*/{workdirs.RUN}")}
-    files = sorted(linked) if folder.is_dir() else []
-    names = [str(x.parent.relative_to(folder)) for x in files]
+    own, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
+    files = [*sorted(own), *sorted(linked)] if folder.is_dir() else []
+    places = {x.resolve(): x.parent for x in reversed(files)}  # Of two the first.
+    names = sorted(str(x.relative_to(folder)) for x in places.values())
     names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]
     names = _without_mirrors(folder, names)
     if not names:
@@ -100,10 +102,13 @@ def summarize_runs(
 
 def _without_mirrors(folder: Path, names: list[str]) -> list[str]:
     """Leaves out mirrors of runs that are here, too, which alone say where they ran."""
-    ids = {x: workdirs.read_json(folder / x / workdirs.RUN).get("id", x) for x in names}
+    ids = {}
+    for name in names:
+        with contextlib.suppress(ConfigError):  # One that is damaged is no mirror's.
+            ids[name] = workdirs.run_id(folder / name)
     runs = [name for name in names if (folder / name / workdirs.ENV).is_file()]
-    mirrored = {ids[name] for name in runs}
-    return [name for name in names if name in runs or ids[name] not in mirrored]
+    mirrored = {ids.get(name) for name in runs} - {None}
+    return [name for name in names if name in runs or ids.get(name) not in mirrored]
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:

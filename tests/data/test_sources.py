@@ -210,3 +210,17 @@ def test_elements_that_are_no_batches_are_refused(element, found):
 def test_grain_batches_without_labels_are_batches():
     source = grain.MapDataset.source([{"inputs": np.zeros(2)}])
     assert GrainDataset(source).batch(0).keys() == {"inputs"}
+
+
+def test_a_loader_that_is_returned_again_is_iterated_once_an_epoch():
+    class Loader:
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter([{"inputs": np.full(2, 10 * self.epoch + i)} for i in range(2)])
+
+    loader = Loader()
+    data = from_iterator(lambda: loader)
+    numbers = [int(data.batch(step)["inputs"][0]) for step in range(6)]
+    assert numbers == [0, 1, 10, 11, 20, 21]
