@@ -142,7 +142,8 @@ def _unreadable(machine: Machine, facts: Facts) -> Signs:
         if name == "JAX_NUM_CPU_DEVICES" and _reads(int, value) and not int(value):
             yield f"{name}={value} asks for no device"
         if name == "JAX_DEFAULT_DEVICE" and value not in ("cpu", "gpu", "tpu"):
-            yield f"{name}={value!r} is not cpu, gpu or tpu"
+            text = f"{name}={value!r} is not cpu, gpu or tpu"
+            yield Sign(text, f"unset {name}, or give cpu, gpu or tpu")
         if name in FLOATS and not _reads(float, value):
             yield f"{name}={value!r} is not a number"
 
