@@ -23,3 +23,4 @@ from haiku_template.finetuning.source import open_source as open_source
 from haiku_template.finetuning.source import trains_a_part as trains_a_part
 from haiku_template.finetuning.source import vocabulary_of as vocabulary_of
 from haiku_template.finetuning.source import with_sizes as with_sizes
+from haiku_template.finetuning.source import without_lost_source as without_lost_source

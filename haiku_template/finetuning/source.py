@@ -1,6 +1,7 @@
 """Pretrained parameters of a run: files, or another run's checkpoint."""
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from haiku_template.registry import resolve
 from haiku_template.storage import trees
 from haiku_template.storage.checkpoint import BEST_OR_LATEST, Checkpoints, restore
 from haiku_template.storage.workdir import CHECKPOINTS, CONFIG
+
+logger = logging.getLogger(__name__)
 
 STATE = pretrained.BESIDE
 GROUP = 2**28  # Bytes of a run's parameters that are read at once.
@@ -103,6 +106,27 @@ def _tensors_of_tree(folder: Path) -> list[Tensor]:
 def trains_a_part(finetuning: Any) -> bool:
     """Tests if `config.finetuning` trains a part of the model, or adapters of it."""
     return bool(finetuning.train) or finetuning.lora.rank is not None
+
+
+def without_lost_source(config: Any, family: Family | None) -> Any:
+    """Config of a run that has begun, without an `init_from` that is gone.
+
+    Its checkpoints have all parameters unless some are frozen. A model of a family
+    may have its sizes from there, and keeps it.
+    """
+    path, parts = config.init_from, config.finetuning
+    if path is None or Path(path).exists() or family or trains_a_part(parts):
+        return config
+    logger.warning(
+        "config.init_from=%s is not there; the parameters are those of the run's "
+        "checkpoints",
+        path,
+    )
+    config = config.copy_and_resolve_references()
+    config.init_from = None
+    for key in ("fresh", "ignore", "rename"):  # Of what is read from there.
+        config.finetuning[key] = ()
+    return config
 
 
 def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:

@@ -5,7 +5,13 @@ from pathlib import Path
 from haiku_template import pretrained
 from haiku_template.config import to_dict
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import ADAPTERS, STATE, is_folder, save_adapters
+from haiku_template.finetuning import (
+    ADAPTERS,
+    STATE,
+    check_readable,
+    is_folder,
+    save_adapters,
+)
 from haiku_template.models import HUGGING_FACE
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
@@ -62,11 +68,13 @@ def export_npz(run: Run, output: Path, names: str = "haiku") -> int:
     `pretrained.archive`.
 
     Returns and raises as `export_safetensors`, and `ConfigError` for network state that
-    these names have no place for.
+    these names have no place for, and if that file is gone.
     """
     if output.suffix != ".npz":
         raise ConfigError(f"--output={output} does not end in .npz")
     pretrained.check_new(output)
+    if run.config is not None and run.config.init_from is not None:
+        check_readable(run.config.init_from)  # Whose names they get.
     params, net_state = run.parameters()
     state = {pretrained.MARK + k: x for k, x in flatten(net_state).items()}
     source = run.trainer.experiment.init_from

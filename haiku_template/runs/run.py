@@ -16,7 +16,13 @@ from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.collectives import with_axis
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import ADAPTERS, Plan, check_same_frozen, read_facts
+from haiku_template.finetuning import (
+    ADAPTERS,
+    Plan,
+    check_same_frozen,
+    read_facts,
+    without_lost_source,
+)
 from haiku_template.models import Family, plain_outputs
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import with_state
@@ -70,6 +76,7 @@ class Run:  # Why: docs/decisions/house.md#run
         padding = 0
         if self.config is not None:
             config = self.config.copy_and_resolve_references()
+            config = without_lost_source(config, self.family)
             config.data.placement = "host"
             # Larger, so that it splits over these devices; the rest is padding.
             divisor = self.devices.num_devices * config.accumulate_steps

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
-from haiku_template import preflight
+from haiku_template import compat, preflight
 from haiku_template.config import (
     LOOP_KEYS,
     default_config,
@@ -25,7 +25,7 @@ from haiku_template.config import (
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
-from haiku_template.finetuning import check_classes, is_folder
+from haiku_template.finetuning import check_classes, is_folder, without_lost_source
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
 from haiku_template.registry import users_module
 from haiku_template.reporting import trackers
@@ -34,7 +34,7 @@ from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage.workdir import CONFIG, has_checkpoints
 from haiku_template.storage.workdir import check as check_workdir
 from haiku_template.training import Experiment
-from haiku_template.training.experiment import make_data
+from haiku_template.training.experiment import family_of, make_data
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,13 @@ def run(
     if rewind is not None and not dry_run:
         mirror = Path(config.mirror).expanduser() if mirrored else None
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
+    begun = devices.processes.first(bool(_begun(Path(workdir), config.mirror)))
+    if begun:
+        config = _without_lost_source(config)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
-    begun = config.init_from and _begun(Path(workdir), config.mirror)
-    if config.init_from is not None and not devices.processes.first(bool(begun)):
+    if not begun:
         _check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
@@ -99,6 +101,12 @@ def run(
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
         _explain(error, trainer, config, Path(workdir), memory_limit)
         raise
+
+
+def _without_lost_source(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+    if config.compat:
+        compat.install()  # Before the model is imported.
+    return without_lost_source(config, family_of(config.model.name))
 
 
 def _check_classes(config: config_dict.ConfigDict, names: tuple[str, ...]) -> None:

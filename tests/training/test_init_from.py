@@ -20,6 +20,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.finetuning.source import open_source, with_sizes
 from haiku_template.params import flatten
 from haiku_template.runs import Run, start
+from haiku_template.runs.export import export_npz, export_safetensors
 from haiku_template.training import Experiment, experiment
 from haiku_text.models import bert, gpt
 from tests.runs import changed, evaluated
@@ -140,6 +141,32 @@ def test_a_run_whose_frozen_part_changed_does_not_resume(tmp_path, cpu, pretrain
     assert (workdir / "metrics.jsonl").read_text() == before
     with pytest.raises(ConfigError, match="trained a part of its model"):
         Experiment.from_config(config(init_from=str(workdir)), cpu).trainer(cpu)
+
+
+def test_a_run_that_trained_all_needs_its_source_no_more(tmp_path, cpu, pretrained):
+    source, workdir = tmp_path / "source.safetensors", tmp_path / "run"
+    trainer = Experiment.from_config(config(init_from=str(pretrained)), cpu).trainer(
+        cpu
+    )
+    leaves = flatten(jax.device_get(trainer.init().params))
+    save_file({f"old/{k}": x for k, x in leaves.items()}, source)
+    of_names = {"finetuning.rename": (("old/*", "*"),), "finetuning.fresh": (HEAD,)}
+    values = config(init_from=str(source), **of_names, num_steps=4, save_every=2)
+    start.run(values, cpu, str(workdir))
+    shutil.copytree(workdir, tmp_path / "as_it_was")
+    shutil.rmtree(tmp_path / "as_it_was" / "checkpoints" / "4")
+    before = evaluated(tmp_path / "as_it_was", cpu)
+    source.rename(tmp_path / "elsewhere")
+    assert evaluated(tmp_path / "as_it_was", cpu) == before and before[0] == 2
+    start.run(values, cpu, str(tmp_path / "as_it_was"))
+    ends = [Run.open(x, cpu).state for x in (workdir, tmp_path / "as_it_was")]
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(a, b)
+    export_safetensors(Run.open(workdir, cpu), tmp_path / "exported")
+    with pytest.raises(ConfigError, match="source.safetensors is not there"):
+        export_npz(Run.open(workdir, cpu), tmp_path / "exported.npz")  # In its names.
+    with pytest.raises(ConfigError, match="source.safetensors is not there"):
+        start.run(values, cpu, str(tmp_path / "new"))
 
 
 def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
