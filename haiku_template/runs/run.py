@@ -82,6 +82,8 @@ class Run:  # Why: docs/decisions/house.md#run
             divisor = self.devices.num_devices * config.accumulate_steps
             padding = -config.batch_size % divisor
             config.batch_size += padding
+            steps = min(config.optimizer.warmup_steps, max(config.num_steps - 1, 0))
+            config.optimizer.warmup_steps = steps  # As training cut it, and said.
             if (config.exact_elastic or 0) % self.devices.num_devices:
                 config.exact_elastic = None  # Such a number of devices has no shares.
             if self._holds_adapters:

@@ -169,6 +169,16 @@ def test_a_run_that_trained_all_needs_its_source_no_more(tmp_path, cpu, pretrain
         start.run(values, cpu, str(tmp_path / "new"))
 
 
+def test_what_training_warned_of_is_not_said_again(tmp_path, cpu, caplog):
+    values = config(**{"optimizer.warmup_steps": 9})
+    start.run(values, cpu, str(tmp_path))
+    assert "warmup_steps=9 leaves nothing of num_steps=3" in caplog.text
+    caplog.clear()
+    run = Run.open(tmp_path, cpu)
+    assert run.evaluate() and not caplog.text
+    assert float(run.trainer.experiment.schedule(2)) == values.optimizer.learning_rate
+
+
 def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
     with pytest.raises(ConfigError, match=r"init_from=nowhere is not there"):
         Experiment.from_config(config(init_from="nowhere"), cpu).trainer(cpu)
