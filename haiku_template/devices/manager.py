@@ -48,8 +48,14 @@ class DeviceManager(NamedTuple):
 
         Raises `DeviceError` if the request cannot be met; it names what exists.
         """
-        memory = gpu_memory_fraction, gpu_preallocate, gpu_memory
-        request = selection.parse(spec, num_devices, simulate_devices, *memory)
+        request = selection.parse(
+            spec,
+            gpu_memory,
+            num_devices=num_devices,
+            simulate_devices=simulate_devices,
+            memory_fraction=gpu_memory_fraction,
+            preallocate=gpu_preallocate,
+        )
         devices, reason = selection.choose(request, fallback)
         several = processes.of(devices)
         return cls(tuple(devices), reason, Ledger(), None, several, request.unified)

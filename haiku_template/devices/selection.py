@@ -31,10 +31,10 @@ class Request(NamedTuple):
     spec: str
     platform: str
     indices: tuple[int, ...]
-    num_devices: int | None
-    simulate_devices: int | None
-    memory_fraction: float | None
-    preallocate: bool | None
+    num_devices: int | None = None
+    simulate_devices: int | None = None
+    memory_fraction: float | None = None
+    preallocate: bool | None = None
     unified: float | None = None  # Times a card's memory, the host's beyond it.
 
 
@@ -112,39 +112,28 @@ def _meant(spec: str) -> str:
     return MEANT.format(f"--device={guess}") if SPEC.fullmatch(guess) else ""
 
 
-def parse(
-    spec: str,
-    num_devices: int | None = None,
-    simulate_devices: int | None = None,
-    memory_fraction: float | None = None,
-    preallocate: bool | None = None,
-    memory: str | None = None,
-) -> Request:
-    """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`; checks the options."""
+def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
+    """Parses `auto`, `cpu`, `gpu`, `tpu`, `gpu:1` or `gpu:0,2`; checks the options.
+
+    These are fields of a request, and a `memory` for `parse_memory`.
+    """
     if not (match := SPEC.fullmatch(spec)):
         raise DeviceError(
             f"--device={spec} is not understood{_meant(spec)}; possible are auto, cpu, "
             "gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
         )
-    request = Request(
-        spec,
-        match[1] or "auto",
-        tuple(map(int, match[2].split(","))) if match[2] else (),
-        num_devices,
-        simulate_devices,
-        memory_fraction,
-        preallocate,
-        memory and parse_memory(memory),
-    )
-    if memory_fraction is not None:
-        check_share(memory_fraction)
+    indices = tuple(map(int, match[2].split(","))) if match[2] else ()
+    unified = memory and parse_memory(memory)
+    request = Request(spec, match[1] or "auto", indices, **options, unified=unified)
+    if request.memory_fraction is not None:
+        check_share(request.memory_fraction)
     for sentence, is_faulty in FAULTS.items():
         if is_faulty(request):
             count, default = len(request.indices), jax.default_device
             raise DeviceError(
                 sentence.format(count=count, default=default, **request._asdict())
             )
-    return request._replace(platform="cpu") if simulate_devices else request
+    return request._replace(platform="cpu") if request.simulate_devices else request
 
 
 def backend_started() -> bool:
