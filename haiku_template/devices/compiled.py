@@ -23,6 +23,7 @@ from haiku_template.devices.layout import (
     in_device_memory,
     sharding_on,
 )
+from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_part
 from haiku_template.errors import PlacementError
 from haiku_template.params import leaves_by_path
@@ -211,7 +212,7 @@ def pack(scalars: Mapping[str, Any]) -> Scalars:
 
 
 class Specs(NamedTuple):
-    """Specs of what a step sees of its first arguments, and of its results.
+    """Specs of what a step sees of its first arguments, as `Share`s, and its results.
 
     They are trees of `PartitionSpec`, or prefixes of them.
     """
@@ -401,6 +402,7 @@ def _shard_mapped(
     specs: Specs,
 ) -> Callable[..., Any]:
     sharded = PartitionSpec(AXIS_NAME)
+    fn = on_shares(fn, specs.arguments)
 
     def mapped(*args: Any) -> Any:
         return jax.shard_map(

@@ -20,7 +20,6 @@ from haiku_template.data import each_shape
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
-from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
@@ -98,39 +97,32 @@ class Trainer:
         if self.recipe.plan.frozen or self.specs is not None:
             self.recipe = _with_forms(self.recipe, has_shares=self.specs is not None)
         functions = self.functions(devices.axis_name)
-        gradients, specs = self._on_shares(functions.gradients, TrainState.arguments)
-        if specs is not None:
-            specs = specs._replace(results=(self.specs.params, REPLICATED, REPLICATED))
+        specs = self._eval_specs = None
+        if (shares := self.specs) is not None:
+            specs = Specs(shares.arguments(), (shares.params, REPLICATED, REPLICATED))
+            self._eval_specs = Specs(shares.of_model())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
-            self.feed.gathering(gradients),
+            self.feed.gathering(functions.gradients),
             update=functions.update,
             out_shardings=(shardings, devices.replicated),
             specs=specs,
         )
         self._call = devices.compile_call(
-            self.feed.gathering(gradients, of_calls=True),
+            self.feed.gathering(functions.gradients, of_calls=True),
             self._skipping(functions.update),
             shardings,
             self.feed.steps_per_call,
             specs,
         )
-        step, specs = self._on_shares(functions.eval_step, TrainState.of_model)
-        self._eval_step = devices.compile(step, donate_argnums=(), specs=specs)
+        self._eval_step = devices.compile(
+            functions.eval_step, donate_argnums=(), specs=self._eval_specs
+        )
         if experiment.exact_elastic is not None:
             self._compile_shares(experiment.exact_elastic)
         self._of_several: dict[int, Trainer] = {}
         self._counts: dict[int, jax.Array] = {}  # Numbers of steps, on the devices.
         self._evaluated: set[tuple[int, int]] = set()  # Of sets: rows, batches.
-
-    def _on_shares(
-        self, function: Callable[..., Any], fields: Callable[[TrainState], tuple]
-    ) -> tuple[Callable[..., Any], Specs | None]:
-        """Makes a function of `fields` of the state one of their shares, with specs."""
-        if self.specs is None:
-            return function, None
-        arguments = fields(self.specs)
-        return on_shares(function, arguments), Specs(arguments)
 
     def _compile_shares(self, count: int) -> None:
         """Computes steps and evaluations by logical shares."""
@@ -291,8 +283,7 @@ class Trainer:
         predict_step = self._predict_function(self.devices.axis_name)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
-        step, specs = self._on_shares(predict_step, TrainState.of_model)
-        return self.devices.compile_per_example(step, specs)
+        return self.devices.compile_per_example(predict_step, self._eval_specs)
 
     def _predict_function(self, axis_name: str | None = None) -> Callable[..., Any]:
         recipe = self.recipe._replace(axis_name=axis_name)
