@@ -90,15 +90,16 @@ def check_placed(
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if isinstance(leaf, jax.core.Tracer):
             continue
-        fault = "" if isinstance(leaf, jax.Array) and leaf.devices() == target else COPY
-        if not fault and sharded and n > 1:
-            is_cut = leaf.shape[:1] == (n,) and not leaf.is_fully_replicated
-            fault = "" if is_cut else SHARES
-        if fault:
-            name = f"{subject}{list(leaves_by_path(tree))[i] or 'array'}"
-            raise PlacementError(
-                f"{name} ({shaped(leaf)}) is on {describe(leaf)}, and {fault}"
-            )
+        if not isinstance(leaf, jax.Array) or leaf.devices() != target:
+            raise _misplaced(tree, i, subject, COPY)
+        if sharded and n > 1 and (leaf.shape[:1] != (n,) or leaf.is_fully_replicated):
+            raise _misplaced(tree, i, subject, SHARES)
+
+
+def _misplaced(tree: Any, i: int, subject: str, fault: str) -> PlacementError:
+    path, leaf = [*leaves_by_path(tree).items()][i]
+    name = f"{subject}{path or 'array'} ({shaped(leaf)})"
+    return PlacementError(f"{name} is on {describe(leaf)}, and {fault}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +146,16 @@ class CompiledStep:
                     IN_FLIGHT.append(token)
                 return results
         except (ValueError, RuntimeError) as error:
-            if any(phrase in str(error) for phrase in GONE):
-                check_alive(trees[0], "the state's ", distinct=self.takes_state)
-            if any(phrase in str(error) for phrase in MISPLACED):
-                for tree in trees:
-                    check_placed(tree, devices, "the state's ")
+            self._check_state(str(error), trees)
             raise
+
+    def _check_state(self, error: str, trees: list[Any]) -> None:
+        """Names the leaf of which JAX's error is, as a `PlacementError`."""
+        if any(phrase in error for phrase in GONE):
+            check_alive(trees[0], "the state's ", distinct=self.takes_state)
+        if any(phrase in error for phrase in MISPLACED):
+            for tree in trees:
+                check_placed(tree, self.devices.everyone, "the state's ")
 
     # Why: docs/decisions/devices.md#first-call
     def _record(self, *args: Any) -> Any:

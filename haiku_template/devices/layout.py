@@ -33,8 +33,11 @@ class Layout(NamedTuple):  # Why: docs/decisions/devices.md#layout
 
     def of(self, tree: Any) -> Any:
         """Maps each leaf of a tree, or its shape, to its sharding."""
-        if not self.rules:
-            return jax.tree.map(lambda _: sharding_on(self.devices), tree)
+        if self.rules:
+            return self._by_rules(tree)
+        return jax.tree.map(lambda _: sharding_on(self.devices), tree)
+
+    def _by_rules(self, tree: Any) -> Any:
         n, leaves = len(self.devices), flatten(tree)
         rules, shardings = self._matches(leaves), []
         for path, leaf in leaves.items():

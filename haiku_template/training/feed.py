@@ -200,13 +200,17 @@ class Feed:
         return self._devices.shard(self._rows(step))
 
     def _put_stack(self, first: int, steps: range, errors: dict[int, Exception]) -> Any:
-        """Puts a stack of batches on the devices: arrays [B, steps, ...].
-
-        The first error ends the stack, and the next; `_cut` raises it at its step.
-        """
+        """Puts a stack of batches on the devices: arrays [B, steps, ...]."""
         if gathers(self._source):
             with contextlib.suppress(PlacementError):  # Raised at its step, below.
                 return self._devices.shard(self._gather(first))
+        return self._devices.shard(self._read_stack(first, steps, errors))
+
+    def _read_stack(self, first: int, steps: range, errors: dict[int, Any]) -> Any:
+        """Stacks batches; the first error ends this stack, and the next.
+
+        `_cut` raises it at its step.
+        """
         for error in errors.values():
             raise error
         stack = jax.tree.map(self._buffer, self._example)
@@ -215,9 +219,9 @@ class Feed:
                 self._fill(stack, first, step)
             except Exception as error:
                 errors[step] = error
-            if errors:
+            if errors:  # Also where `calls` ends.
                 break
-        return self._devices.shard(stack)
+        return stack
 
     def _fill(self, stack: Any, first: int, step: int) -> None:
         """Copies a step's batch into a stack."""

@@ -184,8 +184,10 @@ class Trainer:
         # With a mask, examples differ in the number of these tokens.
         if "loss_mask" in example or np.ndim(example.get("labels")) != 2:
             return Work(0)
-        tokens, flops = example["labels"].shape[1], self.experiment.flops_per_token
-        if flops is None:
+        return self._work_of(example["labels"].shape[1])
+
+    def _work_of(self, tokens: int) -> Work:
+        if (flops := self.experiment.flops_per_token) is None:
             return Work(tokens)
         plan = self.recipe.plan
         if not plan.frozen:
