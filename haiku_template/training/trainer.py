@@ -34,6 +34,7 @@ from haiku_template.training.custom import make_custom_step
 from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
 from haiku_template.training.feed import Feed, StagedBatch
 from haiku_template.training.initial import Initializer
+from haiku_template.training.skipping import skipping
 from haiku_template.training.state import Recipe, TrainState
 from haiku_template.training.tasks import Task, as_task, facts_of
 
@@ -110,7 +111,7 @@ class Trainer:
         )
         self._call = devices.compile_call(
             self.feed.gathering(functions.gradients, of_calls=True),
-            self._skipping(functions.update),
+            skipping(functions.update) if experiment.skips else functions.update,
             shardings,
             self.feed.steps_per_call,
             specs,
@@ -130,7 +131,8 @@ class Trainer:
 
         devices, functions = self.devices, self.functions()
         shares.check_exact(self.experiment, devices, self.feed.batch_size)
-        update = self._skipping(functions.update)
+        update = functions.update
+        update = skipping(update) if self.experiment.skips else update
         self._call = shares.compile_exact(
             devices, self.recipe, self.feed, update, count
         )
@@ -157,13 +159,6 @@ class Trainer:
         from haiku_template.devices.replay import replaying
 
         return replaying(self, replayed_steps(text), budget)
-
-    def _skipping(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        if not self.experiment.skips:
-            return update
-        from haiku_template.training.skipping import skipping
-
-        return skipping(update)
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
