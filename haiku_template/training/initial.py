@@ -201,13 +201,11 @@ def _check_gradients(
         )
 
 
-def init_model(
-    recipe: Recipe, batch: Any, rows: int, example: Any = None
-) -> dict[str, Any]:
+def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any]:
     """Initializes a model's `params` and `net_state`.
 
     `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as is
-    `example`, the inputs; these are so many rows of zeros by default.
+    `example`, the inputs; these are zeros by default.
     """
     inputs = inputs_of(batch, recipe.task.whole_batch)
     names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
@@ -217,8 +215,7 @@ def init_model(
             f"batches of the data have {names} alone"
         )
     if example is None:  # Most initialize from shapes and the rng alone.
-        shaped = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype)  # noqa: E731
-        example = jax.tree.map(shaped, inputs)
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
     try:
         example = policy.cast_to_param(recipe.preprocess(example))
@@ -234,14 +231,14 @@ def trace_model_init(
     recipe: Recipe, batch: Any, axis_name: str | None
 ) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
     """Binds `init_model`, and traces it as `dependents`: on one row if that will do."""
-    inputs = inputs_of(batch, recipe.task.whole_batch)
 
     def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
-        init = functools.partial(init_model, recipe, batch, rows)
-        example = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), inputs)
+        few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
+        init = functools.partial(init_model, recipe, few)
+        example = inputs_of(few, recipe.task.whole_batch)
         return init, *dependents(init, example, axis_name)
 
-    size = jax.tree.leaves(inputs)[0].shape[0]
+    size = jax.tree.leaves(batch)[0].shape[0]
     try:
         one = trace(1)
     except Exception:
