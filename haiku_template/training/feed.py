@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
 
+DEPTH = 2  # Batches that wait for the loop.
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 BUSY_SECONDS = 10.0  # Of waiting for a thread in the data set, which may hang there.
 # Seconds to make a step's batch and put it on the devices, below which a thread takes
@@ -329,7 +330,7 @@ def _check_alike(first: Any, batch: Any, step: int) -> None:
 
 
 class Prefetcher:
-    """Iterates over `make(step)` of each of the steps, `depth` of them ahead of time.
+    """Iterates over `make(step)` of each of the steps, `DEPTH` of them ahead of time.
 
     `make` gives the batch of a step, or those of several from it on, in the background
     thread and in order; its error is raised at its step. Leaving this context manager
@@ -339,13 +340,13 @@ class Prefetcher:
 
     # Why: docs/decisions/training.md#prefetch-thread
     def __init__(
-        self, make: Callable[[int], Any], steps: range, depth: int = 2, cheap: float = 0
+        self, make: Callable[[int], Any], steps: range, cheap: float = 0
     ) -> None:
         self._make, self._steps, self._cheap = make, steps, cheap
         self._left = iter(steps)
         # Two queues in C, one of them of free places, are faster than a `queue.Queue`.
         self._ready, self._places = queue.SimpleQueue(), queue.SimpleQueue()
-        for _ in range(depth):
+        for _ in range(DEPTH):
             self._places.put(None)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from haiku_template.training import feed
 from haiku_template.training.feed import TRIAL, Prefetcher
 
 # Seconds; a thread that does not end would otherwise hold up the whole suite.
@@ -25,15 +26,17 @@ def wait_for(made, count):
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize(("start", "stop"), [(0, 9), (3, 8), (4, 5), (2, 2)])
-def test_batches_come_in_order_each_once(start, stop, depth):
-    with Prefetcher(str, range(start, stop), depth) as batches:
+def test_batches_come_in_order_each_once(start, stop, depth, monkeypatch):
+    monkeypatch.setattr(feed, "DEPTH", depth)
+    with Prefetcher(str, range(start, stop)) as batches:
         assert list(batches) == [str(step) for step in range(start, stop)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_it_runs_ahead_by_one_more_than_the_depth_and_no_further(depth):
+def test_it_runs_ahead_by_one_more_than_the_depth_and_no_further(depth, monkeypatch):
+    monkeypatch.setattr(feed, "DEPTH", depth)
     made = []
-    with Prefetcher(made.append, range(0, 20), depth) as batches:
+    with Prefetcher(made.append, range(0, 20)) as batches:
         waiting = iter(batches)
         for taken in range(10):
             wait_for(made, taken + depth + 1)
@@ -75,9 +78,10 @@ def test_an_error_is_raised_at_its_own_step_and_ends_the_thread(error):
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("taken", [0, 1, 6])
-def test_leaving_early_ends_the_thread(taken, depth):
+def test_leaving_early_ends_the_thread(taken, depth, monkeypatch):
+    monkeypatch.setattr(feed, "DEPTH", depth)
     made = []
-    with Prefetcher(made.append, range(0, 1000), depth) as batches:
+    with Prefetcher(made.append, range(0, 1000)) as batches:
         assert len(prefetch_threads()) == 1
         for _ in zip(range(taken), batches, strict=False):
             pass
