@@ -156,6 +156,11 @@ def _configure(request: Request) -> None:
         _configure_accelerators(request)
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
+    if request[-3:] != (None, None, None):
+        _configure_memory(request)
+
+
+def _configure_memory(request: Request) -> None:
     if request.unified:  # Of the allocators BFC alone has it.
         os.environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
         os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "bfc"
