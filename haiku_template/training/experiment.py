@@ -233,17 +233,13 @@ def _check_functions(experiment: Experiment) -> None:
         part = getattr(experiment, name)
         if part is not None and not callable(part):
             raise ConfigError(f"Experiment({name}={part!r:.60}) is no function")
-    if experiment.step:
-        _check_beside_step(experiment)
-
-
-def _check_beside_step(experiment: Experiment) -> None:
     of_update = {
         "accumulate_steps": experiment.accumulate_steps > 1,
         "reduce_dtype": experiment.reduce_dtype is not None,
         "precision='float16'": experiment.precision == "float16",
     }
-    if names := [name for name, is_set in of_update.items() if is_set]:
+    names = [name for name, is_set in of_update.items() if is_set]
+    if experiment.step and names:
         raise ConfigError(
             f"{', '.join(names)} would do nothing: step makes the whole update, its "
             "average over the devices and its loss scale"
@@ -301,16 +297,21 @@ def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
     values = keys_of(config.data)
     if "vocab_size" in values and values["vocab_size"] is None:
         values["vocab_size"] = tuning.vocabulary_of(config.init_from)
-    if not (workers := values.get("workers")):
-        return by_name(values, spec)
+    if values.get("workers"):
+        return _in_workers(values, spec)
+    return by_name(values, spec)
+
+
+def _in_workers(values: dict[str, Any], spec: BatchSpec) -> Data:
     from haiku_template.data.workers import in_workers
 
     if values.get("placement") == "device":
         raise ConfigError(
-            f"config.data.workers={workers} makes batches on the host, and with "
-            "data.placement=device they are gathered on the devices; set one of the two"
+            f"config.data.workers={values['workers']} makes batches on the host, and "
+            "with data.placement=device they are gathered on the devices; set one of "
+            "the two"
         )
-    return in_workers(workers, by_name, values, spec)
+    return in_workers(values["workers"], by_name, values, spec)
 
 
 def make_model(
