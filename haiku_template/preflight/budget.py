@@ -259,7 +259,7 @@ def _evaluation_peak(trainer: Trainer) -> int:
     lowered, state = trainer.lower_evaluation(), trainer.abstract
     if lowered is None:
         return 0
-    beside = device_bytes(state) - device_bytes((state.variables(), state.frozen))
+    beside = device_bytes(state) - device_bytes(state.of_model())
     return beside + _peak(lowered.compile().memory_analysis())
 
 

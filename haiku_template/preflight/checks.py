@@ -83,7 +83,7 @@ def check_norms(trainer: Trainer) -> None:
             return experiment.steps.forward(recipe, *args, (rng, rng), True)[1]
 
         batch = canonical_shapes(each_shape(experiment.data.train)[0])
-        alone = _norms_alone(devices, forward, state.variables(), state.frozen, batch)
+        alone = _norms_alone(devices, forward, *state.of_model(), batch)
     if alone:
         raise PlacementError(
             f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
@@ -132,7 +132,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         )
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
-    sums = trainer.devices.abstract(eval_step, state.variables(), state.frozen, shapes)
+    sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names, _ = summarize(numbers, trainer.derived)

@@ -70,7 +70,7 @@ def of(trainer: Trainer) -> dict[str, str]:
         digests = {"train step": traced(functions.step, trained, state.frozen, shapes)}
         if data.evaluation is not None:
             digests["evaluation step"] = traced(
-                functions.eval_step, state.variables(), state.frozen, padded
+                functions.eval_step, *state.of_model(), padded
             )
         return digests
 

@@ -70,13 +70,9 @@ class TrainState(NamedTuple):
         """Trainable parameters to evaluate: their averages if there are any."""
         return self.params if self.ema_params is None else self.ema_params
 
-    def variables(self) -> Variables:
-        """Arguments of an evaluation step: averaged parameters, net_state, step."""
-        return self.averaged(), self.net_state, self.step
-
     def of_model(self) -> tuple[Variables, hk.Params]:
-        """First arguments of an evaluation step: `variables`, and frozen parameters."""
-        return self.variables(), self.frozen
+        """First arguments of an evaluation step, whose parameters are the averages."""
+        return (self.averaged(), self.net_state, self.step), self.frozen
 
     def arguments(self) -> "tuple[TrainState, hk.Params]":
         """First arguments of a train step: the state, and frozen parameters."""

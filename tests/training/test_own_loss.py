@@ -179,7 +179,7 @@ def test_padding_cannot_get_into_the_loss_of_a_whole_batch(one_device):
     trainer = experiment(whole).trainer(one_device)
     batch = one_device.shard(((X[:4], Y[:4]), np.array([0, 1, 2, ~3], np.int32)))
     state, eval_step = trainer.init(), jax.jit(trainer.functions().eval_step)
-    sums = one_device.fetch(eval_step(state.variables(), state.frozen, batch))
+    sums = one_device.fetch(eval_step(*state.of_model(), batch))
     assert np.isnan(sums["values"]["loss"])
 
 
