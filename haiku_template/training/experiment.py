@@ -112,8 +112,8 @@ class Experiment:
         held_out = getattr(self.data, "evaluation", None)
         fits = fits and (held_out is None or hasattr(held_out, "num_batches"))
         fits = fits and (self.optimizer is None or hasattr(self.optimizer, "init"))
-        functions = filter(None, (self.schedule, self.init_from, self.init))
-        if self.step or not all(map(callable, functions)):
+        functions = filter(None, (self.schedule, self.init_from))
+        if self.init or self.step or not all(map(callable, functions)):
             _check_functions(self)
         if not fits:
             _refuse_parts(self.data, self.optimizer)
@@ -127,11 +127,6 @@ class Experiment:
             _check_evaluations(self.data)
         if self.data.class_names:
             _check_classes(self.data.class_names, self.data.num_outputs)
-        if self.init and (self.init_from or self.finetuning != tuning.Finetuning()):
-            raise ConfigError(
-                "init makes the whole first state; init_from and finetuning are for "
-                "the parameters of a model"
-            )
 
     @classmethod
     def from_config(
@@ -228,11 +223,17 @@ def _check_classes(names: Sequence[str], count: int) -> None:
 
 
 def _check_functions(experiment: Experiment) -> None:
-    """Raises `ConfigError` for a part that is no function, or beside a custom step."""
+    """Raises `ConfigError` for what is no function, or beside a custom init or step."""
     for name in ("schedule", "init_from", "init", "step"):
         part = getattr(experiment, name)
         if part is not None and not callable(part):
             raise ConfigError(f"Experiment({name}={part!r:.60}) is no function")
+    is_tuned = experiment.finetuning != tuning.Finetuning()
+    if experiment.init and (experiment.init_from or is_tuned):
+        raise ConfigError(
+            "init makes the whole first state; init_from and finetuning are for "
+            "the parameters of a model"
+        )
     of_update = {
         "accumulate_steps": experiment.accumulate_steps > 1,
         "reduce_dtype": experiment.reduce_dtype is not None,
