@@ -257,7 +257,7 @@ def compile_step(
 def _updating(
     step: Callable[..., Any], update: Any, devices: "DeviceManager", specs: Specs | None
 ) -> Callable[..., Any]:
-    mapped = over_devices(step, devices, devices.everyone, specs=specs)
+    mapped = over_devices(step, devices, specs)
     if update is None:
         return mapped
     return lambda state, *args: update(state, mapped(state, *args))
@@ -345,7 +345,7 @@ def compile_per_example(
                 )
         return results
 
-    mapped = over_devices(share, devices, devices.devices, True, specs)
+    mapped = over_devices(share, devices, specs, joined=True)
     run = functools.wraps(step)(lambda *args: (mapped(*args), _token()))
     sharded = sharding_on(devices.devices, AXIS_NAME)
     shardings = sharded, sharding_on(devices.devices)
@@ -361,34 +361,31 @@ def _token() -> jax.Array:
 def over_devices(
     fn: Callable[..., Any],
     devices: "DeviceManager",
-    mesh_devices: Sequence[jax.Device],
-    joined: bool = False,
     specs: Specs | None = None,
+    joined: bool = False,
 ) -> Callable[..., Any]:
     """Maps a function over devices: the one switch between one and several of them.
 
     On one device it is called. On several it is `jax.pmap`ped over the first axis of
     its last argument, a batch [n, B / n, ...], and other arguments are replicated; with
     several processes, of whose rows `jax.pmap` would take its own alone, and for shares
-    of arguments, by `jax.shard_map`. Results: replicated, shares, or `joined` [B, ...].
+    of arguments, by `jax.shard_map`. Results are replicated, shares, or `joined`
+    [B, ...], of this process's devices alone.
     """
     if devices.axis_name is None:  # Why: docs/decisions/devices.md#switch
         return fn
+    mesh_devices = devices.devices if joined else devices.everyone
     if devices.processes.count > 1 or specs is not None:
         return _shard_mapped(fn, mesh_devices, joined, specs or Specs())
-    return _pmapped(fn, devices.axis_name, mesh_devices, joined)
+    return _pmapped(fn, mesh_devices, joined)
 
 
-def _pmapped(  # Why: docs/decisions/devices.md#device-axis
-    fn: Callable[..., Any],
-    axis_name: str,
-    mesh_devices: Sequence[jax.Device],
-    joined: bool,
-) -> Callable[..., Any]:
+# Why: docs/decisions/devices.md#device-axis
+def _pmapped(fn: Callable[..., Any], mesh_devices: Any, joined: bool) -> Any:
     def mapped(*args: Any) -> Any:
         results = jax.pmap(
             fn,
-            axis_name,
+            AXIS_NAME,
             in_axes=(*(None,) * (len(args) - 1), 0),
             out_axes=0 if joined else None,
             devices=mesh_devices,
