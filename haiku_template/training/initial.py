@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Of each `hk.ExponentialMovingAverage`: `average` is computed anew in every update.
 AVERAGE = {"average", "hidden", "counter"}
 FIELDS = ("params", "net_state", "opt_state", "ema_params")  # Of a custom init.
+# A function to first fields, their shapes, and paths of those that need the batch.
+Traced = tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]
 
 
 class Initializer:
@@ -227,12 +229,10 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
     return {"params": params, "net_state": net_state}
 
 
-def trace_model_init(
-    recipe: Recipe, batch: Any, axis_name: str | None
-) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
+def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Traced:
     """Binds `init_model`, and traces it as `dependents`: on one row if that will do."""
 
-    def trace(rows: int) -> tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]:
+    def trace(rows: int) -> Traced:
         few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
         init = functools.partial(init_model, recipe, few)
         example = inputs_of(few, recipe.task.whole_batch)
