@@ -92,15 +92,19 @@ def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
     Raises `PlacementError` if it would be padded and may not, `ConfigError` if empty.
     """
     if dataset.num_batches < 1:
-        raise ConfigError(
-            f"the evaluation set, a {type(dataset).__name__}, has num_batches="
-            f"{dataset.num_batches}, and metrics are of one batch at least; give it "
-            "examples, or train without: Data(evaluation=None)"
-        )
+        raise _no_batch(dataset)
     rows = num_rows(dataset.batch(0))
     if not pads and n > 1:
         _check_even(dataset, rows, n)
     return -(-rows // n) * n * pads
+
+
+def _no_batch(dataset: Any) -> ConfigError:
+    return ConfigError(
+        f"the evaluation set, a {type(dataset).__name__}, has num_batches="
+        f"{dataset.num_batches}, and metrics are of one batch at least; give it "
+        "examples, or train without: Data(evaluation=None)"
+    )
 
 
 def _check_even(dataset: Any, rows: int, n: int) -> None:
