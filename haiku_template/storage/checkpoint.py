@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-import sys
 import threading
 import time
 import zlib
@@ -680,24 +679,15 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
 def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]:
     """Turns what Orbax raises into one sentence, and silences its log."""
     # Why: docs/decisions/storage.md#damage
-    orbax, report = logging.getLogger("absl"), sys.unraisablehook
-    level = orbax.level
-    orbax.setLevel(logging.CRITICAL)
-    # Why: docs/decisions/patches.md#abandoned-reads
-    sys.unraisablehook = functools.partial(failures.report_unabandoned, report)
-    try:
-        yield
-        sys.unraisablehook = report
-    except Exception as error:
-        logging.getLogger("asyncio").addFilter(_is_retrieved)
-        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
-            raise
-        cause = error
-        while cause.__cause__:  # Orbax's own names no leaf.
-            cause = cause.__cause__
-        raise kind(f"{sentence}: {failures.cause(cause)}") from error
-    finally:
-        orbax.setLevel(level)
+    with failures.muted() as errors:
+        try:
+            yield
+        except Exception as error:
+            errors.append(error)
+            logging.getLogger("asyncio").addFilter(_is_retrieved)
+            if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+                raise
+            raise kind(f"{sentence}: {failures.root_cause(error)}") from error
 
 
 def _is_retrieved(record: logging.LogRecord) -> bool:

@@ -73,21 +73,30 @@ def cause(error: BaseException) -> str:
     return str(error).split("\n")[0].split(" [tensorstore_spec")[0][:300]
 
 
+def root_cause(error: BaseException) -> str:
+    """Tells the same of the first error of a chain: Orbax's own names no leaf."""
+    while error.__cause__:
+        error = error.__cause__
+    return cause(error)
+
+
 @contextlib.contextmanager
-def muted() -> Iterator[list[StorageError]]:
-    """Context in which Orbax's threads print nothing of a save that fails.
+def muted() -> Iterator[list[Exception]]:
+    """Context in which Orbax and its threads print nothing of what fails.
 
     Some do later: if there is an error in the list, the hook stays.
     """
     # Why: docs/decisions/storage.md#failed-saves
     absl, hook = logging.getLogger("absl"), sys.unraisablehook
-    absl.addFilter(_is_foreign)
+    is_foreign = functools.partial(_is_foreign)  # Of this context alone.
+    absl.addFilter(is_foreign)
+    # Why: docs/decisions/patches.md#abandoned-reads
     sys.unraisablehook = filtered = functools.partial(report_unabandoned, hook)
-    errors: list[StorageError] = []
+    errors: list[Exception] = []
     try:
         yield errors
     finally:
-        absl.removeFilter(_is_foreign)
+        absl.removeFilter(is_foreign)
         if sys.unraisablehook is filtered and not errors:  # Nothing was damaged.
             sys.unraisablehook = hook
 
