@@ -310,17 +310,21 @@ class Checkpoints:
         for seconds in (*RETRY_SECONDS, None):
             with contextlib.suppress(StorageError):
                 self._finish()
-            if (error := self._failures.error) is None:
+            if self._failures.error is None:
                 return
-            is_joint = self._writer is not self._reader
-            if seconds is None or is_joint or self._last is None:
-                self._last = None
-                raise error
-            logger.warning("%s; it is tried again in %g s", error, seconds)
-            time.sleep(seconds)
-            self._failures.error = None
-            with contextlib.suppress(StorageError):
-                self._begin(*self._last)
+            self._try_again(self._failures.error, seconds)
+
+    def _try_again(self, error: StorageError, seconds: float | None) -> None:
+        """Begins the last save anew, after so many seconds; raises `error` if None."""
+        is_joint = self._writer is not self._reader
+        if seconds is None or is_joint or self._last is None:
+            self._last = None
+            raise error
+        logger.warning("%s; it is tried again in %g s", error, seconds)
+        time.sleep(seconds)
+        self._failures.error = None
+        with contextlib.suppress(StorageError):
+            self._begin(*self._last)
 
     def _finish(self) -> None:
         """Waits for a save, if one has begun; raises `StorageError` if it failed."""
