@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from haiku_template.devices import DeviceManager
 from haiku_template.reporting import notebook, plots
 from haiku_template.reporting.display import Display, memory_text
 from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodput
-from haiku_template.reporting.perf import Clock, Work, rates
+from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
 from haiku_template.storage.metrics import MetricsWriter, read
@@ -22,29 +22,28 @@ class Report:
     """Context manager that observes the loop; no error in writing ends the run.
 
     `print` and `step` are those of its `Display`; `restart(step)` measures throughput
-    from a step on, so that compilation does not count; `clock` reads it. `peak` is the
-    FLOP/s of matrix products on all devices; None if not measured.
+    from a step on, so that compilation does not count; `clock` reads it, and `paused`
+    is a context that it leaves out, of evaluation and saving. `peak` is the FLOP/s of
+    matrix products on all devices, measured in `matmul_bytes` of each if the work of
+    the trainer's model is known, or None.
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        devices: DeviceManager,
-        *,
-        num_steps: int,
-        batch_size: int,
-        work: Work,
+        self, workdir: Path, trainer: Any, num_steps: int, matmul_bytes: int
     ) -> None:
-        self.workdir, self._devices = workdir, devices
-        self._batch_size, self._work, self.num_steps = batch_size, work, num_steps
-        self._follows = devices.processes.index > 0  # Another process shows the run.
+        self.workdir, self.num_steps = workdir, num_steps
+        self._devices, self._work = trainer.devices, trainer.work
+        self._batch_size = trainer.feed.batch_size
+        self._follows = self._devices.processes.index > 0  # Process 0 shows the run.
         self._display = Display(workdir, num_steps, quiet=self._follows)
         self.print, self.step = self._display.print, self._display.step
-        self.clock, self._profiler, self._start = Clock(devices), None, 0
-        self._clocks = [self.clock]
-        self.restart = self.clock.start
+        self.clock, self._profiler, self._start = Clock(self._devices), None, 0
+        self.restart, self.paused = self.clock.start, self.clock.paused
         self._stack = contextlib.ExitStack()
         self.peak: float | None = None
+        if self._work.flops:  # Before there is a state.
+            dtype = trainer.recipe.precision.policy.compute_dtype
+            self.peak = matmul_peak(self._devices, dtype, matmul_bytes)
         self._writers: list[tuple[str, Writer]] = []
 
     def __enter__(self) -> "Report":
@@ -65,10 +64,7 @@ class Report:
     ) -> None:
         """Starts writing metrics, measuring and profiling at `step`."""
         if profile is not None:
-            self._profiler = Profiler(profile, self.workdir / PROFILE, self._devices)
-            self._clocks.append(self._profiler.clock)
-            self._stack.callback(self._profiler.close)
-            self.print(*self._profiler.begin(step))
+            self._begin_profile(step, profile)
         self._start = step
         for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"
@@ -80,12 +76,15 @@ class Report:
             self._writers.append((GOODPUT, lambda step, _: progress.add(step)))
         self.restart(step)
 
+    def _begin_profile(self, step: int, interval: tuple[int, int]) -> None:
+        self._profiler = Profiler(interval, self.workdir / PROFILE, self._devices)
+        self.paused = self._both_paused
+        self._stack.callback(self._profiler.close)
+        self.print(*self._profiler.begin(step))
+
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context of evaluation and saving, which the throughput leaves out."""
-        with contextlib.ExitStack() as stack:
-            for clock in self._clocks:
-                stack.enter_context(clock.paused())
+    def _both_paused(self) -> Iterator[None]:
+        with self.clock.paused(), self._profiler.clock.paused():
             yield
 
     def due(self, step: int) -> bool:

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_template.preflight import (
-    Budget,
     check_before_start,
     check_functions,
     check_some,
-    fingerprint,
     settle,
 )
-from haiku_template.reporting import Report, Writer, first_lines, matmul_peak
+from haiku_template.reporting import Report, Writer, first_lines
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.resume import (
     brought_back,
@@ -123,9 +121,9 @@ def train(
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
-        fingerprint.keep(directory, trainer, config, num_steps)
         facts = open_workdir(trainer, directory, config, num_steps)
-        report = stack.enter_context(_report(trainer, directory, num_steps, budget))
+        report = Report(directory, trainer, num_steps, budget.matmul)
+        stack.enter_context(report)
         checkpoints = open_checkpoints(
             trainer,
             workdir,
@@ -160,21 +158,6 @@ def train(
         ).steps(state, start, num_steps)
         checkpoints.wait()
         return Result(state, report.finish(last))
-
-
-def _report(trainer: Trainer, workdir: Path, num_steps: int, budget: Budget) -> Report:
-    """Makes the report of a run; measures the devices, if it gives a utilization."""
-    report = Report(
-        workdir,
-        trainer.devices,
-        num_steps=num_steps,
-        batch_size=trainer.feed.batch_size,
-        work=trainer.work,
-    )
-    if trainer.work.flops:  # Before there is a state.
-        dtype = trainer.recipe.precision.policy.compute_dtype
-        report.peak = matmul_peak(trainer.devices, dtype, budget.matmul)
-    return report
 
 
 class _Run(NamedTuple):

@@ -14,6 +14,7 @@ from haiku_template.data import whole_batches
 from haiku_template.devices.processes import Processes, gather
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
+from haiku_template.preflight import fingerprint
 from haiku_template.storage import Checkpoints, digest_of_batch
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.checkpoint import newest_whole
@@ -28,6 +29,7 @@ def open_workdir(
     trainer: Trainer, workdir: Path, config: dict[str, Any], num_steps: int
 ) -> Callable[[int], dict[str, Any]]:
     """Opens a run's workdir; makes the function of a step that gives facts to save."""
+    fingerprint.keep(workdir, trainer, config, num_steps)
     # Why: docs/decisions/storage.md#facts
     environment = workdirs.open_workdir(
         workdir, config, trainer.devices, trainer.feed.steps_per_call, num_steps

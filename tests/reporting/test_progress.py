@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,8 +52,9 @@ def test_the_bar_is_not_drawn_again_below_the_last_line(
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    sizes = {"num_steps": 3, "batch_size": 1, "work": Work()}
-    with Report(tmp_path, one_device, **sizes) as report:
+    feed = SimpleNamespace(batch_size=1)
+    trainer = SimpleNamespace(devices=one_device, feed=feed, work=Work())
+    with Report(tmp_path, trainer, num_steps=3, matmul_bytes=0) as report:
         report.step(3)
         report.finish(3)
     drawn = terminal.getvalue()

@@ -16,9 +16,10 @@ from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.preflight import budget as budgets
 from haiku_template.preflight.budget import check_budget, memory_budget
+from haiku_template.reporting import report
 from haiku_template.reporting.display import in_units, parse_bytes
 from haiku_template.reporting.perf import Work
-from haiku_template.runs import loop, train
+from haiku_template.runs import train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, Trainer
 from haiku_template.training.feed import Prefetcher
@@ -217,7 +218,7 @@ def test_measuring_the_devices_is_counted_and_comes_before_the_state(
         return 1e9
 
     first = type(trainer).init
-    monkeypatch.setattr(loop, "matmul_peak", measured)
+    monkeypatch.setattr(report, "matmul_peak", measured)
     monkeypatch.setattr(
         type(trainer), "init", lambda self: states.append(1) or first(self)
     )
