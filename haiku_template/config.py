@@ -192,6 +192,14 @@ def _default_optimizer() -> config_dict.ConfigDict:
 def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Converts a config to JSON types; `ConfigError` names a key that cannot be."""
     values = config.to_dict()
+    try:
+        return parse(json.dumps(values), dict)
+    except TypeError:
+        _check_saveable(values)
+        raise
+
+
+def _check_saveable(values: dict[str, Any]) -> None:
     for key, value in flatten(values).items():
         try:
             json.dumps(value)
@@ -200,7 +208,6 @@ def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
                 f"config.{key} is a {type(value).__name__}, which cannot be saved; "
                 "possible are numbers, strings, booleans, None and tuples of them"
             ) from error
-    return parse(json.dumps(values), dict)
 
 
 def load(path: Path) -> config_dict.ConfigDict:
@@ -328,26 +335,31 @@ def _check_keys(
     for key, default in expected.items():
         name = f"{prefix}{key}"
         if key not in config:
-            if free or name == "early_stop.min_delta":  # It came later.
-                continue
-            raise ConfigError(
-                f"the config has no key {name}; start from default_config()"
-            )
-        if not isinstance(default, config_dict.ConfigDict):
+            if not free and name != "early_stop.min_delta":  # It came later.
+                raise _no_key(name, "; start from default_config()")
+        elif not isinstance(default, config_dict.ConfigDict):
             value, kind = config[key], expected.get_type(key)
             is_kind = isinstance(value, (int, float) if kind is float else kind)
             fits = is_kind and isinstance(value, bool) == (kind is bool)
             if not fits and (value is not None or default is not None):
-                raise ConfigError(
-                    f"config.{name}={value!r} has the wrong type; possible is "
-                    f"{TYPES[kind]}{' or None' * (default is None)}"
-                )
+                raise _wrong_type(name, value, kind, default)
         elif not isinstance(config[key], config_dict.ConfigDict):
             raise ConfigError(f"config.{name} must have a name and its own keys")
         elif name not in NAMED:
             _check_keys(config[key], default, f"{name}.")
         elif "name" not in config[key]:
-            raise ConfigError(f"the config has no key {name}.name")
+            raise _no_key(f"{name}.name")
+
+
+def _no_key(name: str, advice: str = "") -> ConfigError:
+    return ConfigError(f"the config has no key {name}{advice}")
+
+
+def _wrong_type(name: str, value: Any, kind: type, default: Any) -> ConfigError:
+    possible = f"{TYPES[kind]}{' or None' * (default is None)}"
+    return ConfigError(
+        f"config.{name}={value!r} has the wrong type; possible is {possible}"
+    )
 
 
 def _check_unknown(prefix: str, key: str, keys: Iterable[str], free: bool) -> None:

@@ -90,11 +90,6 @@ def main() -> None:
     gc.freeze()  # Why: docs/decisions/house.md#collector
     gc.enable()
     if FLAGS.check:
-        if devices.processes.count > 1:
-            raise ConfigError(
-                f"--check is for one process, and this is a run of "
-                f"{devices.processes.count}; start one, or give --distributed=off"
-            )
         return trial.check_run(FLAGS.config, devices)
     start.run(
         FLAGS.config,

@@ -27,9 +27,15 @@ STEPS, BATCHES = 20, 2  # On one batch, and of the evaluation set.
 def check_run(config: Any, devices: DeviceManager) -> None:
     """Trains a few steps on the first batch, evaluates, saves and resumes; prints how.
 
-    Nothing is kept. Raises `ConfigError` if the loss does not fall, and what a run does
-    for parts that do not fit, do not fit in memory, or are not finite.
+    Nothing is kept. Raises `ConfigError` if the loss does not fall, or for one of
+    several processes, and what a run does for parts that do not fit, do not fit in
+    memory, or are not finite.
     """
+    if devices.processes.count > 1:
+        raise ConfigError(
+            f"--check is for one process, and this is a run of "
+            f"{devices.processes.count}; start one, or give --distributed=off"
+        )
     begun = time.monotonic()
     config = config.copy_and_resolve_references()
     config.num_steps, config.data.placement = STEPS, "host"
