@@ -27,9 +27,8 @@ STEPS, BATCHES = 20, 2  # On one batch, and of the evaluation set.
 def check_run(config: Any, devices: DeviceManager) -> None:
     """Trains a few steps on the first batch, evaluates, saves and resumes; prints how.
 
-    Nothing is kept. Raises `ConfigError` if the loss does not fall, or for one of
-    several processes, and what a run does for parts that do not fit, do not fit in
-    memory, or are not finite.
+    Nothing is kept. Raises `ConfigError` for several processes or a loss that does not
+    fall, and what a run does for parts that do not fit, also in memory, or not finite.
     """
     if devices.processes.count > 1:
         raise ConfigError(

@@ -245,19 +245,20 @@ class Checkpoints:
         # Why: docs/decisions/storage.md#room
         saves = -(-steps // (every or steps or 1))
         count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
-        leaves = jax.tree.leaves(state)
-        if not all(leaf.size for leaf in leaves):
-            paths = [path for path, leaf in flatten(state).items() if not leaf.size]
-            raise ConfigError(f"Orbax saves no array without elements: {some(paths)}")
-        size = sum(leaf.nbytes for leaf in leaves)
-        disk = os.statvfs(self.directory)
-        free = disk.f_bavail * disk.f_frsize
+        leaves = flatten(state)
+        if empty := [path for path, leaf in leaves.items() if not leaf.size]:
+            raise ConfigError(f"Orbax saves no array without elements: {some(empty)}")
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        free = shutil.disk_usage(self.directory).free
         if self._is_first and count * size > free:
-            raise StorageError(
-                f"the checkpoints of this run need {count * size:,} bytes in "
-                f"{self.directory} ({count} of {size:,}), and {free:,} are free there: "
-                "make room, keep fewer (config.keep_last), or use another --workdir"
-            )
+            raise self._of_full_disk(count, size, free)
+
+    def _of_full_disk(self, count: int, size: int, free: int) -> StorageError:
+        return StorageError(
+            f"the checkpoints of this run need {count * size:,} bytes in "
+            f"{self.directory} ({count} of {size:,}), and {free:,} are free there: "
+            "make room, keep fewer (config.keep_last), or use another --workdir"
+        )
 
     def _write(self, step: int, state: Any, metrics: Any, **changes: Any) -> None:
         """Starts to write a step."""
@@ -316,8 +317,7 @@ class Checkpoints:
 
     def _try_again(self, error: StorageError, seconds: float | None) -> None:
         """Begins the last save anew, after so many seconds; raises `error` if None."""
-        is_joint = self._writer is not self._reader
-        if seconds is None or is_joint or self._last is None:
+        if seconds is None or self._last is None or self._writer is not self._reader:
             self._last = None
             raise error
         logger.warning("%s; it is tried again in %g s", error, seconds)

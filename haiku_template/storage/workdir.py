@@ -41,6 +41,13 @@ PROCESSES, PROGRAM = "processes", "program.json"
 FLAGS = {*VARIABLES, "jax_default_matmul_precision", "jax_enable_x64"}
 FLAGS |= {"jax_threefry_partitionable"}
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
+# Why a run does not begin among such files.
+EXPORTED = (
+    ", which was exported, and nothing is overwritten; use another --workdir "
+    "(config.init_from starts from exported parameters, config.finetuning.adapters "
+    "from adapters)"
+)
+UNKNOWN = f" but no {CONFIG}, so it is not known what made them; use another --workdir"
 
 
 def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-0
@@ -49,12 +56,16 @@ def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-
     with usable(workdir):
         for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
             if (workdir / name).is_symlink():
-                raise ConfigError(
-                    f"{workdir / name} is a link to {os.readlink(workdir / name)}, and "
-                    "a run writes to and removes from its own workdir alone; remove "
-                    "the link, or use another --workdir, which may be a link as a whole"
-                )
+                raise _of_link(workdir / name)
         return _make_inner(workdir, index) if index else workdir
+
+
+def _of_link(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is a link to {os.readlink(path)}, and a run writes to and removes "
+        "from its own workdir alone; remove the link, or use another --workdir, which "
+        "may be a link as a whole"
+    )
 
 
 def _make_inner(workdir: Path, index: int) -> Path:
@@ -90,15 +101,12 @@ def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> No
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     if exported := sorted(path.name for path in workdir.glob("*.safetensors")):
-        raise _of_export(workdir, exported)
+        raise _of_others(workdir, exported, EXPORTED)
     if (workdir / CONFIG).exists():
         return check_same_run(workdir, config, mirrored)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
     if names := [name for name in names if (workdir / name).exists()]:
-        raise ConfigError(
-            f"{workdir} holds {', '.join(names)} but no {CONFIG}, so it is not "
-            "known what made them; use another --workdir"
-        )
+        raise _of_others(workdir, names, UNKNOWN)
 
 
 def _refuse_path(workdir: Path) -> None:
@@ -110,12 +118,8 @@ def _refuse_path(workdir: Path) -> None:
     )
 
 
-def _of_export(workdir: Path, names: list[str]) -> ConfigError:
-    return ConfigError(
-        f"{workdir} holds {', '.join(names)}, which was exported, and nothing is "
-        "overwritten; use another --workdir (config.init_from starts from exported "
-        "parameters, config.finetuning.adapters from adapters)"
-    )
+def _of_others(workdir: Path, names: list[str], reason: str) -> ConfigError:
+    return ConfigError(f"{workdir} holds {', '.join(names)}{reason}")
 
 
 def check_path(path: Path) -> None:
@@ -221,19 +225,22 @@ def mark_saved(workdir: Path, step: int) -> None:
 
 
 def open_workdir(
-    workdir: Path, config: dict[str, Any], devices: DeviceManager, *steps: int
+    workdir: Path,
+    config: dict[str, Any],
+    devices: DeviceManager,
+    steps_per_call: int = 1,
+    num_steps: int | None = None,
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. `steps` are of a call, for all starts, and those of this.
+    Call it under the lock. `steps_per_call` is for all starts, `num_steps` of this.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
-    number, num_steps = steps or (1, None)
     with usable(workdir):
         _check_contents(workdir, config, False)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            run = {"id": uuid.uuid4().hex, "steps_per_call": number}
+            run = {"id": uuid.uuid4().hex, "steps_per_call": steps_per_call}
             write_json(workdir / RUN, run)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
@@ -315,17 +322,17 @@ def _wait_for_lock(workdir: Path, is_free: Callable[[], bool]) -> None:
         if is_free():
             return
         time.sleep(ASKED_SECONDS)
+    _wait_for_lease(workdir, is_free)
+
+
+def _wait_for_lease(workdir: Path, is_free: Callable[[], bool]) -> None:
+    """Waits in a run of several for the lock of a lost process, as `_wait_for_lock`.
+
+    It is a stopped one, or one of a node that is cut off, and may outlive all others.
+    """
     sentence = f"another run is writing to {workdir}"
     if jax.process_count() == 1:
         raise ConfigError(f"{sentence}; wait for it, or use another --workdir")
-    _wait_for_lease(sentence, is_free)
-
-
-def _wait_for_lease(sentence: str, is_free: Callable[[], bool]) -> None:
-    """Waits for the lock of a lost process, which may outlive all others.
-
-    It is a stopped one, or one of a node that is cut off.
-    """
     logger.warning("%s; waiting up to %.0f s for its end", sentence, LOCK_SECONDS)
     deadline = time.monotonic() + LOCK_SECONDS
     while not is_free():

@@ -171,10 +171,10 @@ def test_a_run_without_room_for_its_saves_does_not_begin(tmp_path, monkeypatch):
     """C11, C12: and one that has room for a save at its end alone begins."""
     size = device_bytes(trainer().abstract.saved())
 
-    def statvfs(_):
-        return SimpleNamespace(f_bavail=5 * size // 2, f_frsize=1)
+    def disk_usage(_):
+        return SimpleNamespace(free=5 * size // 2)
 
-    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     with pytest.raises(StorageError) as caught:
         train(trainer(), workdir=tmp_path, **SAVES)
     sentence = str(caught.value)
