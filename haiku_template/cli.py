@@ -110,7 +110,7 @@ define_config = functools.partial(
     accept_new_attributes=True,
     lock_config=False,
 )
-signals.when_ended(lambda *_: jax_doctor.end_children())
+signals.CALLED.append(lambda *_: jax_doctor.end_children())
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":

@@ -31,5 +31,5 @@ ADVICE = {  # Why: docs/decisions/doctor.md#advice
 } | {REMOVED[name].instead: path for name, path in MOVED.items()}
 
 if __name__ == "__main__":
-    signals.when_ended(lambda *_: jax_doctor.end_children())
+    signals.CALLED.append(lambda *_: jax_doctor.end_children())
     sys.exit(main(program="python -m haiku_template.doctor", advice=ADVICE))

@@ -32,8 +32,8 @@ UNWRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 PRINT_SECONDS = 1.0  # Nobody may read what is printed.
 # Seconds in which the main thread may obey, unless it sits in C; and a second signal.
 PATIENCE, SECOND_PATIENCE = 2.0, 0.5
-# Each is called with the sentence and the exit code, the newest first.
-_CALLED: list[Callable[[str, int], object]] = []
+# Each is called with the sentence and the exit code at a forced end, the newest first.
+CALLED: list[Callable[[str, int], object]] = []
 _SENTENCES = [NOTHING_SAVED]  # Of `leave`, the last.
 _ENDING: list[str] = []  # Sentences with which this process ends.
 # Each is called with the number of a signal, in the thread that `watch` starts.
@@ -179,10 +179,10 @@ def _output_is_lost() -> bool:
 
 
 def end(sentence: str, code: int) -> None:
-    """Ends this process at once: says why, and calls what `called` registered."""
+    """Ends this process at once: says why, and calls what is in `CALLED`."""
     try:
         _ENDING.append(sentence)
-        called, _CALLED[:] = _CALLED[::-1], []  # A second signal does not wait.
+        called, CALLED[:] = CALLED[::-1], []  # A second signal does not wait.
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [2], [], PRINT_SECONDS)[1]:
                 os.write(2, f"error: {sentence}\n".encode())
@@ -200,19 +200,14 @@ def called(
     call: Callable[[str, int], object], sentence: str = NOTHING_SAVED
 ) -> Iterator[None]:
     """Context in which `call` is called if a signal ends this process: to clean up."""
-    _CALLED.append(call)
+    CALLED.append(call)
     _SENTENCES.append(sentence)
     try:
         yield
     finally:
         _SENTENCES.pop()
         with contextlib.suppress(ValueError):
-            _CALLED.remove(call)
-
-
-def when_ended(call: Callable[[str, int], object]) -> None:
-    """Calls `call` if a signal ends this process: to tell other processes."""
-    _CALLED.append(call)
+            CALLED.remove(call)
 
 
 def ignore() -> None:

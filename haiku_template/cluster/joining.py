@@ -97,7 +97,7 @@ def join(
     heartbeat = Heartbeat(meeting.peers, index)
     HEARTBEATS.append(heartbeat)
     signals.RESCUES.append(heartbeat.rescue)
-    signals.when_ended(leave)
+    signals.CALLED.append(leave)
     service = relay.start(meeting, address, index, BEAT_SECONDS)
     import jax
 
