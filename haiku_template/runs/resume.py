@@ -128,10 +128,7 @@ def restored_or_first(
     facts |= {"the steps of a call": trainer.experiment.steps_per_call}
     trainer.devices.processes.agree(facts)
     if start:
-        start, saved = _restored(trainer, checkpoints, num_steps)
-        if checkpoints.mirror is not None and start in checkpoints.steps:
-            checkpoints.mirror.update()  # It may be new, or cut off.
-        state = TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
+        start, state = _restored(trainer, checkpoints, num_steps)
     else:
         state = trainer.init()
     trainer.devices.check(state, trainer.layout)
@@ -142,7 +139,7 @@ def restored_or_first(
 
 def _restored(
     trainer: Trainer, checkpoints: Checkpoints, num_steps: int
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, TrainState]:
     """Restores the newest checkpoint that is whole in all processes, or its copy."""
     processes, abstract = trainer.devices.processes, trainer.abstract.saved()
     mirror = checkpoints.mirror
@@ -171,7 +168,10 @@ def _restored(
             f"{checkpoints.directory.parent} is at step {step}, and num_steps is "
             f"{num_steps}; a run does not go back: use another --workdir"
         )
-    return step, saved
+    if mirror is not None and step in checkpoints.steps:
+        mirror.update()  # It may be new, or cut off.
+    frozen = trainer.initializer.frozen(trainer.layout)
+    return step, TrainState(**saved, frozen=frozen)
 
 
 def _of_all(processes: Processes, damage: str | None) -> str | None:
