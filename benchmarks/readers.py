@@ -798,7 +798,7 @@ READERS = {
 # Calls that open or parse something, and are no readers of outside data.
 ELSEWHERE = {
     "cli.open_run": "opens a run, whose files have readers of their own",
-    "runs.start.fitted": "reads the config of a run, which has a reader",
+    "runs.start._taken": "reads the config of a run, which has a reader",
     "haiku_text.generate.main": "restores parameters",
     "signals.is_of_output": "opens nothing but /dev/null",
     **dict.fromkeys(

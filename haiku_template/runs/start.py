@@ -74,13 +74,13 @@ def run(
     if rewind is not None and not dry_run:
         mirror = Path(config.mirror).expanduser() if mirrored else None
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
-    begun = devices.processes.first(bool(_begun(Path(workdir), config.mirror)))
-    if begun:
+    begun = config.init_from and _begun(Path(workdir), config.mirror)
+    if begun := devices.processes.first(bool(begun)):
         config = _without_lost_source(config)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
-    if not begun:
+    if config.init_from is not None and not begun:
         _check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
