@@ -1,6 +1,7 @@
 """Forms of a model: what `hk.transform` makes, adapted to one way of calling it."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,17 @@ from haiku_template.params import flatten
 
 MOST_LAYERS = 10_000
 FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
-NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
+BY_PLACE = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+}
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
+# Names of what tells training from evaluation; others that have `train` in them are a
+# user's: `pretrained`, `constraint`. And of what tells it by its opposite.
+SWITCH = re.compile(r"(is_|in_|for_)?train(ing)?(_mode|_flag)?")
+OPPOSITE = re.compile(
+    r"deterministic|(is_|in_)?(eval|evaluation|test|testing|inference)(_mode)?"
+)
 
 
 def is_lazy(outputs: Any) -> bool:
@@ -184,23 +194,38 @@ def _patterns(keys: dict[str, Any]) -> tuple | None:
 def _forward_arguments(
     parameters: list[inspect.Parameter],
 ) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
-    """Finds the arguments that `forward` takes: with or without is_training."""
-    signature = inspect.Signature(parameters)
-    for form in (
-        lambda inputs, is_training: ((inputs, is_training), {}),
-        lambda inputs, is_training: ((inputs,), {"is_training": is_training}),
-        lambda inputs, is_training: ((inputs,), {}),
-    ):
-        args, kwargs = form(None, True)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        named = (x for x in parameters[1 : len(args)] if x.kind is NAMED)
-        if any("train" not in x.name and x.name[0] != "_" for x in named):
-            continue  # An option of the user's, or its opposite: `deterministic`.
-        return form
-    raise ConfigError(
-        f"the model is made of forward{signature}; possible are {FORWARDS}, where the "
-        "name of the second has `train` in it"
+    """Finds the arguments that `forward` takes: with or without is_training.
+
+    A parameter of that name, or of another in `SWITCH`, gets it wherever it stands; so
+    does a second one that has none, as `_` and in `*args`.
+    """
+    signature, rest = inspect.Signature(parameters), parameters[1:]
+    names = [x.name for x in rest if SWITCH.fullmatch(x.name)]
+    kinds = {x.kind for x in parameters}
+    second = rest[0].name if rest and rest[0].kind in BY_PLACE else ""
+    has_place = second in names or second.startswith("_")
+    has_place |= not names and inspect.Parameter.VAR_POSITIONAL in kinds
+    names = [x for x in names if not (has_place and x == second)]
+    if not (has_place or names) and inspect.Parameter.VAR_KEYWORD in kinds:
+        names = ["is_training"]
+
+    def arguments(inputs: Any, is_training: bool) -> tuple[tuple, dict[str, Any]]:
+        args = (inputs, is_training) if has_place else (inputs,)
+        return args, dict.fromkeys(names, is_training)
+
+    args, kwargs = arguments(None, True)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _of_forward(signature) from error
+    if not has_place and not names and any(OPPOSITE.fullmatch(x.name) for x in rest):
+        raise _of_forward(signature)  # It would be the same in training.
+    return arguments
+
+
+def _of_forward(signature: inspect.Signature) -> ConfigError:
+    return ConfigError(
+        f"the model is made of forward{signature}; possible are {FORWARDS}, and other "
+        "parameters with defaults; is_training may be called training or train, too, "
+        "and no parameter says the opposite in its place"
     )

@@ -4,6 +4,7 @@ import functools
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -134,6 +135,57 @@ def test_a_second_argument_that_is_no_is_training_is_not_taken_for_it():
         with pytest.raises(ConfigError, match="possible are forward"):
             with_state(hk.transform(forward))
     with_state(hk.transform(lambda inputs, _: inputs))
+
+
+def said(train):
+    """Outputs that tell what a switch was."""
+    return jnp.array({True: 1, False: 0}.get(train, -1))
+
+
+SWITCHES = {  # And what the switch is of (training, evaluation).
+    "keyword": (lambda x, *, train=True: said(train), (1, 0)),
+    "of a default": (lambda x, *, training=True: said(training), (1, 0)),
+    "third": (lambda x, rate=0.5, train=True: said(train) * (rate == 0.5), (1, 0)),
+    "behind a mask": (lambda x, mask=None, is_training=True: said(is_training), (1, 0)),
+    "a mode": (lambda x, train_mode: said(train_mode), (1, 0)),
+    "by place": (lambda x, is_training, /: said(is_training), (1, 0)),
+    "behind any": (lambda x, *rest, train=False: said(train) + len(rest), (1, 0)),
+    "two": (lambda x, is_training, train=3: said(is_training) + said(train), (2, 0)),
+    "any keywords": (lambda x, **options: said(options["is_training"]), (1, 0)),
+    "unnamed": (lambda x, _: said(_), (1, 0)),
+    "an option": (lambda x, pretrained=None: said(pretrained), (-1, -1)),
+    "options": (lambda x, constraint=None, trainable=None: said(constraint), (-1, -1)),
+    "beside an option": (
+        lambda x, pretrained=None, is_training=True: (
+            said(is_training) * said(pretrained)
+        ),
+        (-1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_gets_is_training_wherever_it_stands_and_whatever_it_is_called(name):
+    forward, expected = SWITCHES[name]
+    model = with_state(hk.transform(forward))
+    found = [model.apply({}, {}, None, np.ones(1), x)[0] for x in (True, False)]
+    assert (*map(int, found),) == expected
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x, deterministic=False: x,
+        lambda x, *, inference=False: x,
+        lambda x, mask=None, is_test=False: x,
+        lambda x, eval_mode=False: x,
+    ],
+)
+def test_a_switch_of_the_opposite_is_refused(forward):
+    """With its default it would be the same in training and in evaluation."""
+    with pytest.raises(ConfigError, match="no parameter says the opposite"):
+        with_state(hk.transform(forward))
+    with_state(hk.transform(lambda x, is_training, deterministic=False: x))
 
 
 def test_what_takes_any_arguments_gets_is_training():
