@@ -127,4 +127,4 @@ class Report:
     def _write(self, step: int, metrics: Metrics) -> None:
         for name, write in self._writers:
             with dispensable(name), self._devices.implicit_transfers():
-                write(step, metrics)
+                write(step, dict(metrics))  # It may change what it gets.

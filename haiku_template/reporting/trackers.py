@@ -6,6 +6,7 @@ there, and returns a function of (step, metrics). A resumed run has the same id 
 
 import csv
 import importlib.util
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from haiku_template.registry import resolve
 from haiku_template.reporting import tensorboard
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
+from haiku_template.storage.files import append_whole
 
 PROJECT = "haiku_template"  # Where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says none.
 TAG = "haiku_template.run"
@@ -48,19 +50,28 @@ def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], N
     path, columns = workdir / "metrics.csv", []
 
     def write(step: int, metrics: dict[str, float]) -> None:
-        unknown = [name for name in metrics if name not in columns]
-        if unknown:  # Written anew, with more columns.
+        known = list(columns)
+        columns.clear()  # If writing fails, the next row writes all of them anew.
+        if any(name not in known for name in metrics):
             rows = read(workdir / workdirs.METRICS)
-            columns[:] = dict.fromkeys([*columns, *(k for row in rows for k in row)])
-            with path.open("w", newline="") as file:
-                table = csv.DictWriter(file, columns)
-                table.writeheader()
-                table.writerows(rows)
+            known = [*dict.fromkeys([*known, *(k for row in rows for k in row)])]
+            workdirs.write_atomically(path, _table(known, rows, has_header=True))
         else:
-            with path.open("a", newline="") as file:
-                csv.DictWriter(file, columns).writerow({"step": step} | metrics)
+            append_whole(path, _table(known, [{"step": step} | metrics]))
+        columns.extend(known)
 
     return write
+
+
+def _table(
+    columns: list[str], rows: Sequence[dict[str, Any]], has_header: bool = False
+) -> bytes:
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, columns)
+    if has_header:
+        table.writeheader()
+    table.writerows(rows)
+    return text.getvalue().encode()
 
 
 def hparams_writer(workdir: Path, start: int) -> Callable[..., None]:

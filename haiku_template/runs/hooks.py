@@ -19,6 +19,7 @@ from haiku_template.params import flatten
 from haiku_template.registry import resolve
 from haiku_template.reporting import plots, tensorboard
 from haiku_template.runs.limits import FirstBatches
+from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
 from haiku_template.training.trainer import Trainer
 
@@ -94,7 +95,7 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
         return lambda: _draw(step, titles)
 
     def _draw(step: int, titles: list[str]) -> None:
-        path = workdir / "images" / f"{step}.png"
+        path = workdir / workdirs.IMAGES / f"{step}.png"
         path.parent.mkdir(exist_ok=True)
         if plots.write_pictures(path, pixels, titles):
             board.write(step, tensorboard.picture("evaluation", path.read_bytes()))

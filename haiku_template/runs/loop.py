@@ -280,7 +280,7 @@ class _Run(NamedTuple):
     def _tell(self, what: str, step: int, state: TrainState, values: Any) -> None:
         with self.trainer.devices.implicit_transfers():  # A user's own arithmetic.
             for hook in self.hooks:
-                hook(Event(what, step, state, values))
+                hook(Event(what, step, state, values and dict(values)))
 
     def _evaluate(self, step: int, state: TrainState, stop: int) -> Metrics | None:
         """Evaluates, if it is due and there is data to evaluate on."""

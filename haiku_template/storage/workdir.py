@@ -37,7 +37,7 @@ ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 MOST_METRICS = 2**29  # Bytes.
-PROCESSES, PROGRAM = "processes", "program.json"
+PROCESSES, PROGRAM, IMAGES = "processes", "program.json", "images"
 FLAGS = {*VARIABLES, "jax_default_matmul_precision", "jax_enable_x64"}
 FLAGS |= {"jax_threefry_partitionable"}
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "orbax-checkpoint", "grain")
@@ -54,7 +54,7 @@ def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-
     """Workdir of this process: the run's for process 0, one within it for another."""
     workdir, index = Path(workdir), jax.process_index()
     with usable(workdir):
-        for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES):
+        for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES, IMAGES):
             if (workdir / name).is_symlink():
                 raise _of_link(workdir / name)
         return _make_inner(workdir, index) if index else workdir

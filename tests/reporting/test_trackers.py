@@ -1,11 +1,15 @@
 """Metrics in the trackers of others, by their real packages: `make test-trackers`."""
 
+import contextlib
 import csv
+import errno
 import importlib.util
 import json
+import shutil
 
 import pytest
 
+from configs import digits
 from haiku_template.config import default_config
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -56,6 +60,73 @@ def test_the_table_has_each_metric_of_a_resumed_run_once(tmp_path):
     assert len(rows) == len(lines) == 6
     for row, line in zip(rows, lines, strict=True):
         assert {k: float(x) for k, x in row.items() if x} == line
+
+
+def test_a_table_that_a_full_disk_cut_is_written_anew(tmp_path, monkeypatch):
+    row, write = {"train/a": 0.5}, trackers.csv_writer(tmp_path, 0)
+
+    def log(step):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step} | row) + "\n")
+        write(step, row)
+
+    log(1)
+
+    def is_full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trackers, "append_whole", is_full)
+        patch.setattr(trackers.workdirs, "write_atomically", is_full)
+        for step in (2, 3):
+            with pytest.raises(OSError, match="No space"):
+                log(step)
+    log(4)
+    log(5)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,train/a", *(f"{step},0.5" for step in range(1, 6))]
+
+
+ALL_FILES = {
+    *("checkpoints", "config.json", "env.json", "goodput.jsonl", "images", ".lock"),
+    *("metrics.csv", "metrics.jsonl", "program.json", "report.png", "run.json"),
+    *("tensorboard", "train.log"),
+}
+
+
+@pytest.fixture(scope="module")
+def with_all_files(tmp_path_factory):
+    """A run's workdir, with the files of hooks and writers."""
+    workdir = tmp_path_factory.mktemp("all") / "run"
+    start.run(of_all_files(4), CPU, str(workdir))
+    assert {x.name for x in workdir.iterdir()} <= ALL_FILES
+    return workdir
+
+
+def of_all_files(num_steps):
+    values = digits.get_config()
+    changes = {"writers": ("csv", "hparams"), "hooks": ("images", "histograms")}
+    changes |= {"model.width": 4, "save_every": 2, "log_every": 1, "eval_every": 2}
+    values.update_from_flattened_dict(changes | {"num_steps": num_steps})
+    values.optimizer.update({"schedule": "constant", "warmup_steps": 0})
+    return values
+
+
+@pytest.mark.parametrize("name", sorted(ALL_FILES))
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path, with_all_files, name):
+    for copy in ("run", "other"):
+        shutil.copytree(with_all_files, tmp_path / copy)
+    path, target = tmp_path / "run" / name, tmp_path / "other" / name
+    if not target.exists():  # Drawn by commands alone.
+        target.write_text("of another run")
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    files = [x for x in [target, *target.rglob("*")] if x.is_file()]
+    before = {x: x.read_bytes() for x in files}
+    with contextlib.suppress(ConfigError):
+        start.run(of_all_files(6), CPU, str(tmp_path / "run"))
+    files = [x for x in [target, *target.rglob("*")] if x.is_file()]
+    assert {x: x.read_bytes() for x in files} == before and before
 
 
 def test_a_writer_that_is_not_there_is_refused_before_the_run(tmp_path, monkeypatch):
