@@ -101,7 +101,7 @@ def pictures(spec: BatchSpec, *, path: str, size: int = 128) -> Data:
             (file, names.index(folder.name))
             for folder in sorted((root / part).glob("*/"))
             for file in sorted(folder.iterdir())
-            if file.suffix.lower() in ENDINGS
+            if file.suffix.lower() in ENDINGS and file.name[0] != "."
         ]
         if not files:
             raise ConfigError(f"config.data.path={path}: no pictures in {part}/CLASS/")

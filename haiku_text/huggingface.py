@@ -1,6 +1,5 @@
 """Folders of Hugging Face's models: config.json, and safetensors in its names."""
 
-import fnmatch
 import functools
 import logging
 import re
@@ -97,7 +96,7 @@ def check_classes(
     that is `fresh`, patterns of paths, has none.
     """
     labels = describe(folder).config.get("id2label")
-    is_new = any(fnmatch.fnmatchcase(f"{HEAD}/w", x) for x in fresh)
+    is_new = any(matching(x, [f"{HEAD}/w"]) for x in fresh)
     if is_new or not isinstance(labels, dict):
         return
     order = [str(labels[k]) for k in sorted(labels, key=lambda k: (len(k), k))]

@@ -132,12 +132,8 @@ class Reader(pickle._Unpickler):
             return NAMES[module, name]
         if not NAME.fullmatch(f"{module}.{name}"):
             raise ValueError("a name is none")
-        raise ConfigError(
-            f"it names {module}.{name}, and nothing but arrays, their dtypes, dicts, "
-            "lists, tuples, text and numbers is read from a pickle; nothing was run. "
-            "If you trust the file, load it where its code is installed, and save "
-            "{module: {name: array}} of it by numpy.save"
-        )
+        of = " as float32" * (module == "ml_dtypes")  # float8, int4.
+        raise _nothing_else(f"it names {module}.{name}", of)
 
     def _view_bytes(self, width: int = 8) -> None:
         self.append(self.file.view(int.from_bytes(self.read(width), "little")))
@@ -182,6 +178,8 @@ class Reader(pickle._Unpickler):
 
     def _refuse(self) -> None:
         opcode = self.file.data[self.file.place - 1]
+        if opcode in b"\x8f\x90\x91":
+            raise _nothing_else("it holds a set")
         raise ValueError(f"the opcode {opcode:#x} is not read here")
 
     dispatch = dict.fromkeys(range(256), _refuse)
@@ -195,6 +193,15 @@ class Reader(pickle._Unpickler):
     dispatch[pickle.DICT[0]] = _make_dict
     dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _call
     dispatch[pickle.BUILD[0]] = _build
+
+
+def _nothing_else(found: str, of: str = "") -> ConfigError:
+    return ConfigError(
+        f"{found}, and nothing but arrays, their dtypes, dicts, lists, tuples, text "
+        "and numbers is read from a pickle; nothing was run. If you trust the file, "
+        "load it where its code is installed, and save {module: {name: array}} of it"
+        f"{of} by numpy.save"
+    )
 
 
 def load(path: Path, place: int = 0) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from haiku_template.conversion.pickles import Array
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, near, some
 
 PARAMS, STATE = "params", ("state", "net_state", "hk_state", "haiku_state")
 DEEPEST, SHOWN = 8, 12  # Levels that are searched, and keys in a message.
@@ -73,7 +73,10 @@ def _items(node: Any) -> dict[str, Any]:
     """Children of a container by key, and none of a leaf."""
     if isinstance(node, list | tuple):
         return {str(i): x for i, x in enumerate(node)}
-    return {str(k): x for k, x in node.items()} if isinstance(node, dict) else {}
+    items = {str(k): x for k, x in node.items()} if isinstance(node, dict) else {}
+    if len(items) < len(node if isinstance(node, dict) else ()):
+        raise ConfigError(f"two of its keys have one name, among {some(items)}")
+    return items
 
 
 def _at(node: Any, path: Path) -> Any:
@@ -104,7 +107,11 @@ def _parameters(node: Any) -> tuple[Any, list[str]]:
     if not isinstance(node, dict) or not any(map(_is_number, node.values())):
         return node, []
     numbers = {key: x for key, x in node.items() if _is_number(x)}
-    return numbers, [str(key) for key in node if key not in numbers]
+    modules = {key: x for key, x in node.items() if is_params({key: x})}
+    # Numbers beside modules are a counter's, such as `step`.
+    is_beside = modules and not any(x.values.ndim for x in numbers.values())
+    chosen = modules if is_beside else numbers
+    return chosen, [str(key) for key in node if key not in chosen]
 
 
 def _only(tree: Any) -> Path:

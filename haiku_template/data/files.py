@@ -152,7 +152,7 @@ def read_npy(directory: Path) -> Split:
 
     def part(name: str) -> Any:
         folder = directory / name
-        leaves = {x.stem: read_with(x, read) for x in folder.glob("*.npy")}
+        leaves = {x.stem: read_with(x, read) for x in folder.glob("[!.]*.npy")}
         file = directory / f"{name}.npy"
         if leaves and file.exists():
             raise ConfigError(f"there are {file} and {folder}, and one is needed")

@@ -6,7 +6,6 @@ paths (`gpt/block_0/attention/qkv/w`), as in a shell: `*` is anything, slashes t
 one character, `[ab]` one of them.
 """
 
-import fnmatch
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -222,7 +221,7 @@ def _unquantized(finetuning: Finetuning, leaves: dict[str, Any]) -> set[str]:
         path
         for path, leaf in leaves.items()
         if not quantized.is_possible(name, leaf.shape)
-        or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        or any(matching(pattern, [path]) for pattern in patterns)
     }
 
 
@@ -235,7 +234,7 @@ def scale_updates(multipliers: Multipliers) -> optax.GradientTransformation:
 
     def scale(module: str, name: str, update: jax.Array) -> jax.Array:
         path = f"{module}/{name}"
-        fits = (f for pattern, f in multipliers if fnmatch.fnmatchcase(path, pattern))
+        fits = (f for pattern, f in multipliers if matching(pattern, [path]))
         return next(fits, 1.0) * update
 
     return optax.stateless(lambda updates, _: hk.data_structures.map(scale, updates))

@@ -106,6 +106,7 @@ def _norms_alone(
             context.method_name == "__call__"
             and kwargs.get("is_training", args[1] if len(args) > 1 else False) is True
             and getattr(module, "cross_replica_axis", "not a norm") is None
+            and not isinstance(module, hk.nets.VectorQuantizer)  # It has no state.
         ):
             alone.append(f"{type(module).__name__} {module.module_name}")
         return call(*args, **kwargs)

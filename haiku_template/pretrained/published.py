@@ -3,6 +3,7 @@
 A leaf's path is its module and its name, `state:` before it in the network state.
 """
 
+import fnmatch
 import functools
 import logging
 import re
@@ -29,7 +30,7 @@ MARK = "state:"  # Why: docs/decisions/finetuning.md#slashes
 SHOWN = 8  # Names in a sentence.
 # Keys of parameters, and of the network state beside them, as files have them.
 SECTIONS = {"params": ("state", "net_state", "hk_state", "haiku_state"), "0": ("1",)}
-WILDCARD = re.compile(r"(\*|\?|\[[^\]]+\])")
+WILDCARD = re.compile(r"(\*|\?|\[[!^]?\]?[^\]]*\])")
 GROUPS = {"*": "(.*)", "?": "(.)"}
 
 
@@ -230,6 +231,12 @@ def _parse(old: str, new: str) -> tuple[re.Pattern, str]:
             "new name; each is carried over, in order, such as ('old/*', 'new/*')"
         )
     pieces[::2] = map(re.escape, pieces[::2])
-    pieces[1::2] = [GROUPS.get(x, f"({x.replace('[!', '[^')})") for x in pieces[1::2]]
+    pieces[1::2] = [GROUPS.get(x) or _group(x) for x in pieces[1::2]]
     plain = [text.replace("{", "{{").replace("}", "}}") for text in targets[::2]]
     return re.compile("".join(pieces)), "{}".join(plain)
+
+
+def _group(characters: str) -> str:
+    """Group of one of some characters, as `matching` has them: `[ab]`, `[!ab]`."""
+    pattern = fnmatch.translate(characters.replace("[^", "[!"))
+    return f"({pattern.removeprefix('(?s:')[:-3]})"  # Without its end.

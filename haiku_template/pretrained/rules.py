@@ -129,7 +129,8 @@ def _faults(
         yield f"missing  {path} {shaped(skeleton[path])}: {expected}{guess}"
     for i, name in enumerate(extra):
         guess = near(name, filter(None, names.values())) if i < most else ""
-        yield f"extra    {tensors[name]}{guess}"
+        path = f"{name}: " * (name != tensors[name].name)  # As patterns take it.
+        yield f"extra    {path}{tensors[name]}{guess}"
     for path, tensor, transform in itertools.chain(*matches.values()):
         target = skeleton[path]
         shape = TRANSFORMS[transform](np.broadcast_to(False, target.shape)).shape

@@ -12,6 +12,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.training.state import Recipe, TrainState, check_leaves
 from haiku_template.training.step import Batch, Gradients, Scalars, averaged, step_rng
+from haiku_template.training.tasks import check_number
 
 
 def preprocessed(recipe: Recipe, batch: Any) -> Any:
@@ -49,6 +50,8 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
         if averages and all(map(operator.is_, averages, before)):  # Not the step's own.
             means = averaged(recipe, new.ema_params, new.params, new.opt_state)
             new = new._replace(ema_params=means)
+        for name, scalar in scalars.items():
+            check_number("step", name, scalar)
         shapes = {name: list(jnp.shape(x)) for name, x in scalars.items()}
         if "loss" not in shapes or any(shapes.values()):
             raise ConfigError(

@@ -26,6 +26,9 @@ LABELS = ("classes", "numbers", "tokens", "any")
 # What the function of a task gets by name.
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
+# What one array of a batch would be called, and not a dictionary of several.
+OF_A_BATCH = ("labels", "label", "targets", "target", "y", "y_true")
+NUMBERS = jax.Array | np.ndarray | np.generic | int | float
 # Scalars beside a task's.
 OF_THE_STEP = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
@@ -133,16 +136,18 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     names = [*facts["batch"]] if isinstance(facts["batch"], dict) else []
     if task.labels != "any" and "labels" not in names:
         raise _no_labels(task, names)
+    if names and any(parameters.get(name) == "batch" for name in OF_A_BATCH):
+        raise _no_labels_alone(parameters, names)
     values = task.values(**{name: facts[fact] for name, fact in parameters.items()})
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(x, str) for x in values):
         raise _no_dictionary(values)
     if "loss" not in values:
         raise ConfigError(f"the task returns {', '.join(values)} and no 'loss'")
     if taken := [name for name in OF_THE_STEP if name in values]:
         raise taken_name("returns", taken[0])
     for name, value in values.items():
-        if (shape := jnp.shape(value)) != (rows,):
-            _check_shape(name, shape, facts["batch"], rows)
+        if (shape := getattr(value, "shape", None)) != (rows,):
+            shape = _check_shape(name, value, facts["batch"], rows)
         if not shape and "mask" not in parameters.values() and not facts["is_training"]:
             raise _unmasked(name, rows)
     values = dict(values)
@@ -163,6 +168,17 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     return averages, weights
 
 
+def numbers_of(derived: dict[str, Any]) -> dict[str, float]:
+    """Converts what a task derives; `ConfigError` for other than numbers by name."""
+    try:
+        return {name: float(value) for name, value in derived.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the task derives {derived!r:.80}; it must return a dictionary of numbers "
+            "by name, each of them one number"
+        ) from error
+
+
 def _no_labels(task: Task, names: list[str]) -> ConfigError:
     return ConfigError(
         f"the task takes labels ({task.labels}), and the batches of the data have "
@@ -173,7 +189,17 @@ def _no_labels(task: Task, names: list[str]) -> ConfigError:
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
         f"the task's {name!r} is [] for {rows} examples, not one number per example; "
-        "some may be padding in evaluation: let it take `mask`, bool [B], False there"
+        "some may be padding in evaluation: let it take `mask`, bool [B], False there "
+        "(what the model makes of a batch counts padding; it has none if eval batches "
+        "divide the set)"
+    )
+
+
+def _no_labels_alone(parameters: dict[str, str], names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"the task takes {', '.join(parameters)}, and what it takes beside the outputs "
+        f"is the whole batch, a dictionary of {', '.join(names)}: let it take `batch`, "
+        "and use batch['labels']"
     )
 
 
@@ -195,8 +221,19 @@ def _refuse_dtypes(dtypes: dict[str, Any]) -> None:
     )
 
 
-def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> None:
-    """Raises `ConfigError` for a value that is not of examples, tokens or the batch."""
+def check_number(whose: str, name: str, value: Any) -> None:
+    """Raises `ConfigError` for a value of a user's function that is no array."""
+    if not isinstance(value, NUMBERS):
+        raise ConfigError(
+            f"the {whose}'s {name!r} is a {type(value).__name__}; possible are arrays "
+            "and numbers: of several give each a name of its own"
+        )
+
+
+def _check_shape(name: str, value: Any, batch: Any, rows: int) -> tuple[int, ...]:
+    """Shape of a value; `ConfigError` if not of examples, tokens or the batch."""
+    check_number("task", name, value)
+    shape = jnp.shape(value)
     # Outputs [B, 1] minus labels [B] broadcast to [B, B]: a meaningless mean, also
     # where inputs are B wide.
     # Why: docs/decisions/house.md#task-values
@@ -211,6 +248,7 @@ def _check_shape(name: str, shape: tuple[int, ...], batch: Any, rows: int) -> No
             "array of the batch has them, or one for the batch: []; take the mean over "
             "other dimensions"
         )
+    return shape
 
 
 def _beside_inputs(batch: Any) -> Any:

@@ -4,6 +4,7 @@
 then the tokens, so that opening a file reads the header alone.
 """
 
+import itertools
 import json
 import mmap
 import os
@@ -54,7 +55,8 @@ def open_tokens(
 
     files = [path]
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in layouts)
+        kinds = (path.glob(f"[!.]*{suffix}") for suffix in layouts)
+        files = sorted(itertools.chain(*kinds))
         if not files:
             raise ConfigError(f"{path} holds no {possible} file")
         held_out = [p.name for p in files if VALIDATION.search(p.stem)]

@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # What would move a terminal's cursor, change its colors or ring its bell.
 CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 CONTROLS[ord("\r")] = ""
+LONG_WORD = re.compile(r"\w{4096}|\s{4096}|[^\w\s]{4096}")
 
 
 class Tokenizer:
@@ -191,13 +193,26 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         raise ConfigError(f"a vocabulary of {vocab_size} is too small: {least}")
     learned = _tokenizers().ByteLevelBPETokenizer()
     learned.train_from_iterator(
-        texts,
+        _cut_words(texts),
         vocab_size,
         min_frequency=0,
         special_tokens=[END_OF_TEXT[0]],
         show_progress=False,
     )
     return learned.to_str(pretty=True).encode()
+
+
+def _cut_words(texts: Iterable[str]) -> Iterator[str]:
+    """Cuts words that are very long, as of DNA: learning is quadratic in their length.
+
+    What is learned differs where they are cut alone.
+    """
+    for text in texts:
+        start = 0
+        for word in LONG_WORD.finditer(text):
+            yield text[start : word.end()]
+            start = word.end()
+        yield text[start:]
 
 
 def _read_ids(path: Path) -> dict[str, int]:

@@ -620,3 +620,39 @@ def test_pickles_one_after_another_are_all_read(tmp_path):
     with (tmp_path / "two.pkl").open("ab") as file:
         file.write(b"\x00" * 9)  # Padding is none.
     assert len(pickles.load(tmp_path / "two.pkl")) == 2
+
+
+@pytest.mark.parametrize("step", [np.int64(7), np.array(7), np.float32(0.5)])
+def test_a_counter_beside_modules_is_left_out_and_not_taken_for_them(
+    tmp_path, command, step
+):
+    source, output = tmp_path / "a.pickle", tmp_path / "a.safetensors"
+    source.write_bytes(pickle.dumps(PARAMS | {"step": step}))
+    ran = command("convert", f"--input={source}", f"--output={output}")
+    assert ran.returncode == 0, ran.stderr
+    first, second = ran.stdout.splitlines()
+    assert first.startswith(f"{output}: 11 arrays, 60,099 numbers")
+    assert second == "left out: step"
+
+
+def test_keys_of_one_name_are_refused(tmp_path, command):
+    source, output = tmp_path / "a.pickle", tmp_path / "a.safetensors"
+    source.write_bytes(pickle.dumps({1: {"w": np.ones(2)}, "1": {"w": np.zeros(2)}}))
+    ran = command("convert", f"--input={source}", f"--output={output}")
+    assert ran.returncode == 64 and "two of its keys have one name" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        ({"a"}, "it holds a set, and nothing but arrays"),
+        (frozenset("ab"), "it holds a set, and nothing but arrays"),
+        (np.ones(2, ml_dtypes.float8_e4m3fn), "array}} of it as float32 by numpy.save"),
+        (np.ones(2, ml_dtypes.int4), "it names ml_dtypes.int4.* as float32"),
+    ],
+)
+def test_what_is_whole_and_not_read_is_called_so(tmp_path, beside, words):
+    source = tmp_path / "a.pickle"
+    source.write_bytes(pickle.dumps({"params": PARAMS, "beside": beside}))
+    with pytest.raises(ConfigError, match=words):
+        pickles.load(source)

@@ -14,8 +14,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning import Finetuning, open_source
-from haiku_template.params import flatten
+from haiku_template.finetuning import (
+    Finetuning,
+    make_plan,
+    open_source,
+    scale_updates,
+)
+from haiku_template.params import flatten, matching
 from haiku_template.pretrained import convert, published, tensors
 from haiku_template.storage import trees
 
@@ -233,11 +238,15 @@ MISFITS = {
         {},
         "missing  state:block/norm/~/mean_ema/average",
     ),
-    "left over": (changed(**{"tail//w": ZERO}), {}, "extra    params//tail//w F32[]"),
+    "left over": (
+        changed(**{"tail//w": ZERO}),
+        {},
+        "extra    tail/w: params//tail//w F32[]",
+    ),
     "left over state": (
         changed() | {"state//tail//w": ZERO},
         {},
-        "extra    state//tail//w F32[]",
+        "extra    state:tail/w: state//tail//w F32[]",
     ),
     "shape": (
         changed(**{"head//w": np.zeros((3, 6), np.float32)}),
@@ -413,7 +422,7 @@ def test_state_is_left_alone_where_it_is_not_asked_for(tmp_path, one_device):
     np.savez(tmp_path / "a.npz", **flatten(TREE))
     leaves, state = read(tmp_path / "a.npz", one_device, state=None)
     assert state is None and leaves.keys() == set(PATHS)
-    with pytest.raises(ConfigError, match=r"extra    state/block/norm/~/mean_ema"):
+    with pytest.raises(ConfigError, match=r"extra    state:block/norm/~/mean_ema"):
         read(tmp_path / "a.npz", one_device, state={})
     assert read(tmp_path / "a.npz", one_device, state={}, ignore=["state:*"])[1] == {}
 
@@ -512,3 +521,39 @@ def test_steps_with_a_prefix_are_steps(tmp_path):
             manager.save(step, args=ocp.args.StandardSave({"w": np.ones(3)}))
     with pytest.raises(ConfigError, match="steps ckpt_00000001, ckpt_00000012; give"):
         trees.is_tree(tmp_path)
+
+
+SHELL = {  # Patterns as in a shell, and which of 0, 1, ], ^ and - they fit.
+    "[01]": "01",
+    "[!0]": "1]^-",
+    "[^0]": "1]^-",
+    "[]0]": "0]",
+    "[!]]": "01^-",
+    "[^]]": "01^-",
+    "[0-1]": "01",
+    "[1-]": "1-",
+    "[0^]": "0^",
+    "?": "01]^-",
+    "*": "01]^-",
+}
+
+
+@pytest.mark.parametrize("pattern", SHELL)
+def test_a_pattern_means_the_same_wherever_there_are_patterns(pattern):
+    paths = {x: f"l_{x}/w" for x in "01]^-"}
+    renamed = published._rename(
+        paths.values(),
+        published.Names([(f"l_{pattern}/w", f"new_{pattern}/w")], (), ()),
+    )
+    shapes = {f"l_{x}": {"w": jax.ShapeDtypeStruct((2, 2), np.float32)} for x in paths}
+    found = {
+        "matching": matching(f"l_{pattern}/w", paths.values()),
+        "rename": {old for new, old in renamed.items() if new.startswith("new_")},
+        "train": make_plan(Finetuning(train=(f"l_{pattern}/w",)), shapes).trained,
+    }
+    rates = scale_updates([(f"l_{pattern}/w", 2.0)])
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    updates, _ = rates.update(ones, rates.init(ones))
+    found["multipliers"] = {k for k, x in flatten(updates).items() if x[0, 0] == 2}
+    for key, fits in found.items():
+        assert {*fits} == {paths[x] for x in SHELL[pattern]}, key

@@ -220,6 +220,16 @@ def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
     train(made(1, model=model), num_steps=1, workdir=tmp_path)
 
 
+def test_a_codebook_without_state_needs_no_axis(tmp_path):
+    def forward(inputs):
+        quantized = hk.nets.VectorQuantizer(4, 8, 0.25)(hk.Linear(4)(inputs), True)
+        return hk.Linear(3)(quantized["quantize"])
+
+    model = hk.transform(lambda inputs: forward(hk.Flatten()(inputs)))
+    result = train(made(4, model=model), num_steps=1, workdir=tmp_path)
+    assert int(result.state.step) == 1
+
+
 def test_a_norm_whose_statistics_are_fixed_needs_no_axis(tmp_path):
     """A published trunk, whose code has none, trains its head on several devices."""
 

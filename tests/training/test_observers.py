@@ -63,6 +63,30 @@ def test_a_writer_that_a_config_names_gets_all_metrics_and_is_closed(tmp_path):
     assert steps == [row["step"] for row in read(tmp_path / "metrics.jsonl")]
 
 
+def worse(workdir, step):
+    """A writer that keeps what it is given, and changes it."""
+    return lambda step, metrics: (metrics.pop("eval/loss", None), metrics.clear())
+
+
+@pytest.mark.parametrize("what", ["writer", "hook"])
+def test_what_a_hook_or_writer_does_with_its_metrics_changes_no_run(tmp_path, what):
+    def hook(event):
+        if event.what == "evaluation":
+            event.values["eval/loss"] = str(event.values["eval/loss"])
+
+    options = {"writers": [worse]} if what == "writer" else {"hooks": [hook]}
+    every = {"num_steps": 8, "log_every": 2, "eval_every": 2, "save_every": 2}
+    for name, more in (("a", {}), ("b", options)):
+        train(trainer(), workdir=tmp_path / name, keep_last=1, **every, **more)
+    for name in ("metrics.jsonl", "checkpoints"):
+        a, b = (tmp_path / x / name for x in "ab")
+        if name == "checkpoints":
+            assert [x.name for x in a.iterdir()] == [x.name for x in b.iterdir()]
+        else:
+            a, b = ([row.get("eval/loss") for row in read(x)] for x in (a, b))
+            assert a == b
+
+
 def test_a_writer_that_fails_is_a_warning_and_the_run_ends_well(tmp_path, caplog):
     start.run(config(writers=(f"{__name__}:broken",)), CPU, str(tmp_path))
     said = "writer broken is not written, and the run continues: the service is gone"

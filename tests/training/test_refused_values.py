@@ -17,7 +17,7 @@ from haiku_template.finetuning import Finetuning
 from haiku_template.models import losses
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment, classification
+from haiku_template.training import Experiment, Task, classification
 from haiku_template.training.tasks import as_task, example_values
 from haiku_text.models.logits import LazyLogits, token_losses
 from haiku_text.tasks import language_model
@@ -297,6 +297,43 @@ def test_a_part_of_another_kind_is_refused_as_an_experiment_is_made(parts, words
 )
 def test_values_without_a_gradient_or_an_order_are_refused(one_device, task, words):
     trainer = made(one_device, lambda step: batch(), task=task)
+    with pytest.raises(ConfigError, match=words):
+        trainer.step(trainer.init(), one_device.shard(batch()))
+
+
+def a_loss(outputs):
+    return {"loss": outputs[:, 0] ** 2}
+
+
+@pytest.mark.parametrize("value", [{"a": jnp.ones(4)}, None, "x", (jnp.ones(4), 1)])
+@pytest.mark.parametrize("whose", ["task", "step"])
+def test_a_value_that_is_no_array_is_named(one_device, whose, value):
+    parts = {"task": lambda outputs: a_loss(outputs) | {"aux": value}}
+    if whose == "step":
+        step = lambda state, *args: (state, {"loss": jnp.ones(()), "aux": value})  # noqa: E731
+        parts = {"step": step}
+    trainer = of_kind(**parts).trainer(one_device)
+    words = f"the {whose}'s 'aux' is a {type(value).__name__}; possible are arrays"
+    with pytest.raises(ConfigError, match=words):
+        trainer.step(trainer.init(), one_device.shard(batch()))
+
+
+@pytest.mark.parametrize("derived", [3.0, None, {"p": None}, {"p": np.ones(3)}])
+def test_what_is_derived_is_numbers_by_name_before_a_step_is_made(
+    tmp_path, one_device, derived
+):
+    task = Task(a_loss, derive=lambda averages, counts: derived)
+    trainer = of_kind(data=Data(SETS_TO_TRAIN, SETS, 2), task=task).trainer(one_device)
+    with pytest.raises(ConfigError, match="return a dictionary of numbers by name"):
+        train(trainer, num_steps=2, workdir=tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["labels", "targets", "y"])
+def test_a_task_of_labels_alone_is_told_that_it_gets_the_batch(one_device, name):
+    task = eval(f"lambda logits, {name}: {{'loss': logits[:, 0] - {name}}}")
+    trainer = made(one_device, lambda step: batch(), task=task)
+    words = f"takes logits, {name}, .*use batch.'labels'"
     with pytest.raises(ConfigError, match=words):
         trainer.step(trainer.init(), one_device.shard(batch()))
 

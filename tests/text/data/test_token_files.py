@@ -210,6 +210,14 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, suffix):
         load(tmp_path / f"a{suffix}")
 
 
+def test_hidden_files_are_no_token_files(tmp_path):
+    """Such as a file manager of macOS leaves beside each file."""
+    np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    for name in ("._a.bin", ".b.bin"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7" * 100)
+    assert len(open_tokens(tmp_path, random=False)) == 300
+
+
 def test_a_folder_without_token_files_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     with refuses(tmp_path, "holds no .safetensors, .npy, .bin file"):

@@ -1,5 +1,6 @@
 """Tokens are those of tokenizer.json, or bytes; as text, they come back whole."""
 
+import re
 import sys
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from haiku_template.errors import ConfigError
 from haiku_text.data import Tokenizer
-from haiku_text.data.tokenizer import learn_tokenizer
+from haiku_text.data.tokenizer import _cut_words, learn_tokenizer
 
 SAMPLE = "naïve café 漢字 🦊 fin\n\tx"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##b", "c"]
@@ -194,3 +195,13 @@ def test_bytes_that_are_no_character_end_no_stream(tmp_path):
         assert "".join(pieces(ours, [*tokens, 257, 257])).endswith("a")
     shown = "".join(pieces(ours, [257, 1 + 0x41, 1 + 0xC3, 257, 257]))
     assert shown.startswith("aA") and shown.endswith("a") and "\ufffd" in shown
+
+
+def test_a_vocabulary_is_learned_of_long_words_cut():
+    """As of DNA: the library's time is quadratic in the longest word."""
+    texts = ["ACGT" * 5_000 + " a b", " " * 10_000, "-" * 4_097, "plain words", ""]
+    cut = [*_cut_words(texts)]
+    assert "".join(cut) == "".join(texts)
+    assert max(len(x) for x in re.findall(r"\w+|\s+|[^\w\s]+", "\0".join(cut))) == 4096
+    plain = ["some plain words, " * 20, "and others"]
+    assert [*_cut_words(plain)] == plain
