@@ -367,7 +367,7 @@ ATTACKS = {
     "an old object": (b"(" + ENCODE + b"o.", "opcode 0x6f"),
     "a new object by keywords": (ENCODE + b")}\x92.", "opcode 0x92"),
     "a buffer of others": (b"\x97.", "opcode 0x97"),
-    "a set": (b"\x8f.", "opcode 0x8f"),
+    "a set": (b"\x8f.", "it holds a set"),
     "attributes of a function": (ENCODE + SLOTS, "sets attributes of a function"),
     "attributes of a class": (b"cnumpy\ndtype\n" + SLOTS, "sets attributes of a type"),
     "attributes of an array": (
