@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from haiku_template.devices import DeviceManager
     from haiku_template.runs import Run
 
-HELP = re.compile(r"--?(h|\?|help\w*)(=.*)?")
+HELP = re.compile(r"--?(h|\?|help|helpfull|helpshort|helpxml)(=true)?")
 # The home folder in a value, which a shell leaves as it is behind a =; words are joined
 # by zeros. A prompt is text, and names of modules hold a ~, too: a pattern of remat.
 HOME = re.compile(

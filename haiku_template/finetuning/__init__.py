@@ -19,8 +19,9 @@ from haiku_template.finetuning.source import Source as Source
 from haiku_template.finetuning.source import check_classes as check_classes
 from haiku_template.finetuning.source import check_readable as check_readable
 from haiku_template.finetuning.source import is_folder as is_folder
+from haiku_template.finetuning.source import is_lost as is_lost
 from haiku_template.finetuning.source import open_source as open_source
 from haiku_template.finetuning.source import trains_a_part as trains_a_part
 from haiku_template.finetuning.source import vocabulary_of as vocabulary_of
 from haiku_template.finetuning.source import with_sizes as with_sizes
-from haiku_template.finetuning.source import without_lost_source as without_lost_source
+from haiku_template.finetuning.source import without_source as without_source

@@ -108,19 +108,24 @@ def trains_a_part(finetuning: Any) -> bool:
     return bool(finetuning.train) or finetuning.lora.rank is not None
 
 
-def without_lost_source(config: Any, family: Family | None) -> Any:
-    """Config of a run that has begun, without an `init_from` that is gone.
+def is_lost(init_from: str | None) -> bool:
+    """Tests for a `config.init_from` that is not there."""
+    return init_from is not None and not Path(init_from).exists()
 
-    Its checkpoints have all parameters unless some are frozen. A model of a family
-    may have its sizes from there, and keeps it.
+
+def without_source(config: Any, family: Family | None) -> Any:
+    """Config of a run that has begun, whose `init_from` is lost.
+
+    Its checkpoints have all parameters unless some are frozen. A model of a family, or
+    a vocabulary, may have its sizes from there, and keeps it.
     """
-    path, parts = config.init_from, config.finetuning
-    if path is None or Path(path).exists() or family or trains_a_part(parts):
+    has_size = config.data.get("vocab_size", 0) is not None
+    if family or not has_size or trains_a_part(config.finetuning):
         return config
     logger.warning(
         "config.init_from=%s is not there; the parameters are those of the run's "
         "checkpoints",
-        path,
+        config.init_from,
     )
     config = config.copy_and_resolve_references()
     config.init_from = None

@@ -20,10 +20,11 @@ BY_PLACE = {
 }
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
 # Names of what tells training from evaluation; others that have `train` in them are a
-# user's: `pretrained`, `constraint`. And of what tells it by its opposite.
-SWITCH = re.compile(r"(is_|in_|for_)?train(ing)?(_mode|_flag)?")
-OPPOSITE = re.compile(
+# user's: `pretrained`, `constraint`. And of what may tell it, or by its opposite.
+SWITCH = re.compile(r"(is_?|in_|for_)?train(ing)?_?(mode|flag|phase)?")
+UNCLEAR = re.compile(
     r"deterministic|(is_|in_)?(eval|evaluation|test|testing|inference)(_mode)?"
+    r"|(.*_)?(is|not)?train(ing|mode)?(_.*)?"
 )
 
 
@@ -201,10 +202,10 @@ def _forward_arguments(
     """
     signature, rest = inspect.Signature(parameters), parameters[1:]
     names = [x.name for x in rest if SWITCH.fullmatch(x.name)]
-    kinds = {x.kind for x in parameters}
+    kinds = [x.kind for x in parameters]
     second = rest[0].name if rest and rest[0].kind in BY_PLACE else ""
     has_place = second in names or second.startswith("_")
-    has_place |= not names and inspect.Parameter.VAR_POSITIONAL in kinds
+    has_place |= not names and inspect.Parameter.VAR_POSITIONAL in kinds[:2]
     names = [x for x in names if not (has_place and x == second)]
     if not (has_place or names) and inspect.Parameter.VAR_KEYWORD in kinds:
         names = ["is_training"]
@@ -218,7 +219,8 @@ def _forward_arguments(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise _of_forward(signature) from error
-    if not has_place and not names and any(OPPOSITE.fullmatch(x.name) for x in rest):
+    unclear = (x for x in rest if UNCLEAR.fullmatch(x.name))
+    if not (has_place or names) and any(isinstance(x.default, bool) for x in unclear):
         raise _of_forward(signature)  # It would be the same in training.
     return arguments
 
@@ -227,5 +229,5 @@ def _of_forward(signature: inspect.Signature) -> ConfigError:
     return ConfigError(
         f"the model is made of forward{signature}; possible are {FORWARDS}, and other "
         "parameters with defaults; is_training may be called training or train, too, "
-        "and no parameter says the opposite in its place"
+        "and none is a flag of another name, or of the opposite, in its place"
     )

@@ -20,8 +20,9 @@ from haiku_template.finetuning import (
     ADAPTERS,
     Plan,
     check_same_frozen,
+    is_lost,
     read_facts,
-    without_lost_source,
+    without_source,
 )
 from haiku_template.models import Family, plain_outputs
 from haiku_template.models.attention import for_devices
@@ -76,7 +77,8 @@ class Run:  # Why: docs/decisions/house.md#run
         padding = 0
         if self.config is not None:
             config = self.config.copy_and_resolve_references()
-            config = without_lost_source(config, self.family)
+            if is_lost(config.init_from):
+                config = without_source(config, self.family)
             config.data.placement = "host"
             # Larger, so that it splits over these devices; the rest is padding.
             divisor = self.devices.num_devices * config.accumulate_steps

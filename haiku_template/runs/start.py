@@ -25,7 +25,7 @@ from haiku_template.config import (
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
-from haiku_template.finetuning import check_classes, is_folder, without_lost_source
+from haiku_template.finetuning import check_classes, is_folder, is_lost, without_source
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
 from haiku_template.registry import users_module
 from haiku_template.reporting import trackers
@@ -76,7 +76,7 @@ def run(
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
     begun = config.init_from and _begun(Path(workdir), config.mirror)
     if begun := devices.processes.first(bool(begun)):
-        config = _without_lost_source(config)
+        config = _without_lost_source(config, devices)
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
@@ -103,10 +103,14 @@ def run(
         raise
 
 
-def _without_lost_source(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+def _without_lost_source(
+    config: config_dict.ConfigDict, devices: DeviceManager
+) -> config_dict.ConfigDict:
+    if not devices.processes.first(is_lost(config.init_from)):
+        return config
     if config.compat:
         compat.install()  # Before the model is imported.
-    return without_lost_source(config, family_of(config.model.name))
+    return without_source(config, family_of(config.model.name))
 
 
 def _check_classes(config: config_dict.ConfigDict, names: tuple[str, ...]) -> None:
@@ -150,7 +154,9 @@ def fitted(
         taken = devices.processes.first(_taken(workdir, config.mirror))
         if taken is not None:
             return _as_fitted(config, with_tuples(taken))
-    build = functools.partial(_changed_trainer, config, devices)
+    begun = devices.processes.first(_begun(workdir, config.mirror) is not None)
+    to_build = _without_lost_source(config, devices) if begun else config
+    build = functools.partial(_changed_trainer, to_build, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
     if fit == "apply":

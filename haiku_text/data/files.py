@@ -4,7 +4,6 @@
 then the tokens, so that opening a file reads the header alone.
 """
 
-import itertools
 import json
 import mmap
 import os
@@ -55,8 +54,8 @@ def open_tokens(
 
     files = [path]
     if path.is_dir():
-        kinds = (path.glob(f"[!.]*{suffix}") for suffix in layouts)
-        files = sorted(itertools.chain(*kinds))
+        shown = (p for p in path.iterdir() if p.name[0] != ".")
+        files = sorted(p for p in shown if p.suffix in layouts)
         if not files:
             raise ConfigError(f"{path} holds no {possible} file")
         held_out = [p.name for p in files if VALIDATION.search(p.stem)]

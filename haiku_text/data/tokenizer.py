@@ -24,7 +24,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # What would move a terminal's cursor, change its colors or ring its bell.
 CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 CONTROLS[ord("\r")] = ""
-LONG_WORD = re.compile(r"\w{4096}|\s{4096}|[^\w\s]{4096}")
+LONG_WORD = re.compile(r"[^\W_]{4096}|\s{4096}|(?:[^\w\s]|_){4096}")
 
 
 class Tokenizer:

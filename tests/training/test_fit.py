@@ -187,7 +187,7 @@ def test_a_list_is_no_other_value_than_its_tuple(caplog):
     config = config_of()
     config.model.remat = ["*/block_*"]
     same = start._as_fitted(config, {"model.remat": ("*/block_*",)})
-    assert same.model.remat == ("*/block_*",) and not caplog.text
+    assert (*same.model.remat,) == ("*/block_*",) and not caplog.text
     start._as_fitted(config, {"model.remat": ("*/head",)})
     assert "keeps config.model.remat=('*/head',), with which" in caplog.text
 

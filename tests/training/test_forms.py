@@ -150,6 +150,13 @@ SWITCHES = {  # And what the switch is of (training, evaluation).
     "a mode": (lambda x, train_mode: said(train_mode), (1, 0)),
     "by place": (lambda x, is_training, /: said(is_training), (1, 0)),
     "behind any": (lambda x, *rest, train=False: said(train) + len(rest), (1, 0)),
+    "any behind an option": (lambda x, scale=2, *rest: said(scale), (-1, -1)),
+    "any keywords behind any": (
+        lambda x, mask=None, *rest, **options: said(options["is_training"]),
+        (1, 0),
+    ),
+    "a phase": (lambda x, train_phase=True: said(train_phase), (1, 0)),
+    "in one word": (lambda x, istraining=True: said(istraining), (1, 0)),
     "two": (lambda x, is_training, train=3: said(is_training) + said(train), (2, 0)),
     "any keywords": (lambda x, **options: said(options["is_training"]), (1, 0)),
     "unnamed": (lambda x, _: said(_), (1, 0)),
@@ -179,12 +186,16 @@ def test_a_switch_gets_is_training_wherever_it_stands_and_whatever_it_is_called(
         lambda x, *, inference=False: x,
         lambda x, mask=None, is_test=False: x,
         lambda x, eval_mode=False: x,
+        lambda x, deterministic=False, *rest: x,
+        lambda x, not_training=False: x,
+        lambda x, is_train_or_not=True: x,
     ],
 )
 def test_a_switch_of_the_opposite_is_refused(forward):
     """With its default it would be the same in training and in evaluation."""
-    with pytest.raises(ConfigError, match="no parameter says the opposite"):
+    with pytest.raises(ConfigError, match="none is a flag of another name"):
         with_state(hk.transform(forward))
+    with_state(hk.transform(lambda x, test=None, trainable=True, eval=len: x))
     with_state(hk.transform(lambda x, is_training, deterministic=False: x))
 
 
