@@ -195,9 +195,9 @@ class Reader(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = _build
 
 
-def _nothing_else(found: str, of: str = "") -> ConfigError:
+def _nothing_else(subject: str, of: str = "") -> ConfigError:
     return ConfigError(
-        f"{found}, and nothing but arrays, their dtypes, dicts, lists, tuples, text "
+        f"{subject}, and nothing but arrays, their dtypes, dicts, lists, tuples, text "
         "and numbers is read from a pickle; nothing was run. If you trust the file, "
         "load it where its code is installed, and save {module: {name: array}} of it"
         f"{of} by numpy.save"

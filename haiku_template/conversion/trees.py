@@ -73,8 +73,10 @@ def _items(node: Any) -> dict[str, Any]:
     """Children of a container by key, and none of a leaf."""
     if isinstance(node, list | tuple):
         return {str(i): x for i, x in enumerate(node)}
-    items = {str(k): x for k, x in node.items()} if isinstance(node, dict) else {}
-    if len(items) < len(node if isinstance(node, dict) else ()):
+    if not isinstance(node, dict):
+        return {}
+    items = {str(k): x for k, x in node.items()}
+    if len(items) < len(node):
         raise ConfigError(f"two of its keys have one name, among {some(items)}")
     return items
 
@@ -110,8 +112,8 @@ def _parameters(node: Any) -> tuple[Any, list[str]]:
     modules = {key: x for key, x in node.items() if is_params({key: x})}
     # Numbers beside modules are a counter's, such as `step`.
     is_beside = modules and not any(x.values.ndim for x in numbers.values())
-    chosen = modules if is_beside else numbers
-    return chosen, [str(key) for key in node if key not in chosen]
+    subtree = modules if is_beside else numbers
+    return subtree, [str(key) for key in node if key not in subtree]
 
 
 def _only(tree: Any) -> Path:

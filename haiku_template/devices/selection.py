@@ -156,7 +156,8 @@ def _configure(request: Request) -> None:
         _configure_accelerators(request)
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
-    if request[-3:] != (None, None, None):
+    of_memory = request.memory_fraction, request.preallocate, request.unified
+    if of_memory != (None, None, None):
         _configure_memory(request)
 
 

@@ -14,13 +14,10 @@ from haiku_template.params import flatten
 
 MOST_LAYERS = 10_000
 FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
-BY_PLACE = {
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-}
+BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 FORWARDS = "forward(inputs, is_training) and forward(inputs)"
-# Names of what tells training from evaluation; others that have `train` in them are a
-# user's: `pretrained`, `constraint`. And of what may tell it, or by its opposite.
+# Names of the flag of training. Others with `train` in them, such as `pretrained` and
+# `constraint`, are options. A flag named as in `UNCLEAR` may be it, or its opposite.
 SWITCH = re.compile(r"(is_?|in_|for_)?train(ing)?_?(mode|flag|phase)?")
 UNCLEAR = re.compile(
     r"deterministic|(is_|in_)?(eval|evaluation|test|testing|inference)(_mode)?"
@@ -197,13 +194,14 @@ def _forward_arguments(
 ) -> Callable[[Any, bool], tuple[tuple, dict[str, Any]]]:
     """Finds the arguments that `forward` takes: with or without is_training.
 
-    A parameter of that name, or of another in `SWITCH`, gets it wherever it stands; so
-    does a second one that has none, as `_` and in `*args`.
+    Any parameter named as in `SWITCH` gets it. Without one, it is the second argument
+    of `forward(inputs, _)` and `forward(*args)`, and a keyword of `**kwargs`. Raises
+    `ConfigError` for other required parameters, and for flags as in `UNCLEAR`.
     """
-    signature, rest = inspect.Signature(parameters), parameters[1:]
-    names = [x.name for x in rest if SWITCH.fullmatch(x.name)]
+    signature, behind = inspect.Signature(parameters), parameters[1:]
+    names = [x.name for x in behind if SWITCH.fullmatch(x.name)]
     kinds = [x.kind for x in parameters]
-    second = rest[0].name if rest and rest[0].kind in BY_PLACE else ""
+    second = behind[0].name if behind and behind[0].kind in BY_PLACE else ""
     has_place = second in names or second.startswith("_")
     has_place |= not names and inspect.Parameter.VAR_POSITIONAL in kinds[:2]
     names = [x for x in names if not (has_place and x == second)]
@@ -219,7 +217,7 @@ def _forward_arguments(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise _of_forward(signature) from error
-    unclear = (x for x in rest if UNCLEAR.fullmatch(x.name))
+    unclear = (x for x in behind if UNCLEAR.fullmatch(x.name))
     if not (has_place or names) and any(isinstance(x.default, bool) for x in unclear):
         raise _of_forward(signature)  # It would be the same in training.
     return arguments
@@ -228,6 +226,7 @@ def _forward_arguments(
 def _of_forward(signature: inspect.Signature) -> ConfigError:
     return ConfigError(
         f"the model is made of forward{signature}; possible are {FORWARDS}, and other "
-        "parameters with defaults; is_training may be called training or train, too, "
-        "and none is a flag of another name, or of the opposite, in its place"
+        "parameters with defaults; is_training may be called training or train, too; "
+        "a flag of another name, such as deterministic=False, would be the same in "
+        "training and in evaluation"
     )

@@ -103,7 +103,7 @@ class Budget(NamedTuple):
 
     @property
     def fit(self) -> str:
-        """Whether the run fits, in a word or three."""
+        """Verdict on the run's fit, in a word or three."""
         if self.limit is not None and self.peak > self.limit:
             return "no"
         is_slow = self.card is not None and self.peak > self.card

@@ -50,15 +50,15 @@ def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], N
     path, columns = workdir / "metrics.csv", []
 
     def write(step: int, metrics: dict[str, float]) -> None:
-        known = list(columns)
+        header = list(columns)
         columns.clear()  # If writing fails, the next row writes all of them anew.
-        if any(name not in known for name in metrics):
+        if any(name not in header for name in metrics):
             rows = read(workdir / workdirs.METRICS)
-            known = [*dict.fromkeys([*known, *(k for row in rows for k in row)])]
-            workdirs.write_atomically(path, _table(known, rows, has_header=True))
+            header = [*dict.fromkeys([*header, *(k for row in rows for k in row)])]
+            workdirs.write_atomically(path, _table(header, rows, has_header=True))
         else:
-            append_whole(path, _table(known, [{"step": step} | metrics]))
-        columns.extend(known)
+            append_whole(path, _table(header, [{"step": step} | metrics]))
+        columns.extend(header)
 
     return write
 

@@ -82,8 +82,8 @@ def summarize_runs(
     Raises `ConfigError` if there are none.
     """
     # A workdir may be a link, behind which `rglob` does not look.
-    own, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
-    files = [*sorted(own), *sorted(linked)] if folder.is_dir() else []
+    deep, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
+    files = [*sorted(deep), *sorted(linked)] if folder.is_dir() else []
     places = {x.resolve(): x.parent for x in reversed(files)}  # Of two the first.
     names = sorted(str(x.relative_to(folder)) for x in places.values())
     names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]

@@ -208,10 +208,7 @@ class Feed:
         return self._devices.shard(self._read_stack(first, steps, errors))
 
     def _read_stack(self, first: int, steps: range, errors: dict[int, Any]) -> Any:
-        """Stacks batches; the first error ends this stack, and the next.
-
-        `_cut` raises it at its step.
-        """
+        """Stacks batches up to the first error, which `_cut` raises at its step."""
         for error in errors.values():
             raise error
         stack = jax.tree.map(self._buffer, self._example)
@@ -220,7 +217,7 @@ class Feed:
                 self._fill(stack, first, step)
             except Exception as error:
                 errors[step] = error
-            if errors:  # Also where `calls` ends.
+            if errors:
                 break
         return stack
 

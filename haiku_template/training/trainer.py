@@ -268,9 +268,9 @@ class Trainer:
         """Derives metrics on the host, by a task that may compute with JAX."""
         with self.devices.implicit_transfers(), contextlib.suppress(tasks.OfEvaluation):
             counts = tasks.NoCounts() if counts is None else counts
-            given, derived = dict(averages), self.recipe.task.derive(averages, counts)
+            before, derived = dict(averages), self.recipe.task.derive(averages, counts)
             numbers = tasks.numbers_of(derived)
-            news = [k for k, x in derived.items() if x is not given.get(k)]
+            news = [k for k, x in derived.items() if x is not before.get(k)]
             if taken := [name for name in tasks.OF_THE_STEP if name in news]:
                 raise tasks.taken_name("derives", taken[0])
             return numbers

@@ -66,6 +66,16 @@ def test_npy_gives_back_what_was_written(tmp_path):
     assert_split(files.read_npy(tmp_path), ARRAYS)
 
 
+def test_hidden_files_are_no_arrays(tmp_path):
+    """Such as a file manager of macOS leaves beside each file."""
+    write_npy(tmp_path, {k: x for k, x in ARRAYS.items() if k != "x_train"})
+    for name, array in (("a", np.ones((4, 2))), ("b", np.ones((4, 3)))):
+        (tmp_path / "x_train").mkdir(exist_ok=True)
+        np.save(tmp_path / "x_train" / f"{name}.npy", array)
+        (tmp_path / "x_train" / f"._{name}.npy").write_bytes(b"\0\5\x16\7" * 10)
+    assert sorted(files.read_npy(tmp_path).x_train) == ["a", "b"]
+
+
 def test_npy_files_are_mapped_and_not_read(tmp_path):
     write_npy(tmp_path, ARRAYS)
     split = files.read_npy(tmp_path)
