@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.errors import ConfigError
-from haiku_template.models.losses import WEIGHT, Values
+from haiku_template.models.losses import WEIGHT, Values, of_examples
 from haiku_template.training.tasks import Task
 from haiku_text.models.logits import LazyLogits, token_losses
 
 
+@of_examples
 def token_values(
     outputs: jax.Array | LazyLogits,
     batch: dict[str, Any],

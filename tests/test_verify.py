@@ -127,8 +127,29 @@ def test_a_loss_of_the_models_own_is_compared(devices):
     made = trainer(devices, model=hk.transform(whole), task=own_loss)
     (loss,) = verify(made, made.init(), by_hand)
     assert loss.difference < 1e-6
-    with pytest.raises(ConfigError, match="one loss for a batch"):
+    with pytest.raises(ConfigError, match="predictions are of examples"):
         list(verify(made, made.init(), lambda *_: np.zeros(8)))
+
+
+def test_what_is_of_a_whole_batch_is_not_compared(devices):
+    """It is of a device's share, and padded; one of examples is compared beside it."""
+
+    def with_codebook(inputs):
+        used = hk.get_parameter("codes", (3, 2), init=jnp.ones)
+        return hk.Linear(1)(inputs), {"loss": jnp.mean(inputs), "codes": used, "one": 1}
+
+    def by_hand(params, net_state, batch):
+        linear = params["linear"]
+        others = {"loss": 7.0, "codes": np.zeros((3, 2)), "one": 2}
+        return batch["inputs"] @ linear["w"] + linear["b"], others
+
+    parts = {"model": hk.transform(with_codebook)}
+    parts["task"] = lambda outputs, batch: {"loss": jnp.mean(outputs[0], axis=1)}
+    made = trainer(devices, **parts)
+    (compared,) = verify(made, made.init(), by_hand)
+    assert compared.name == "0"
+    with pytest.raises(ConfigError, match="differ by more"):
+        list(verify(made, made.init(), lambda *_: (np.zeros((8, 1)), by_hand(*_)[1])))
 
 
 def test_errors_of_the_function_are_its_own(one_device):

@@ -3,6 +3,7 @@
 Shapes: B examples, K classes or targets.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,13 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(labels < 0, jnp.nan, losses)  # They would count from the end.
 
 
+def of_examples(function: Callable[..., Values]) -> Callable[..., Values]:
+    """Marks a function of outputs that are all of examples, and none of a batch."""
+    function.of_examples = True
+    return function
+
+
+@of_examples
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats and accuracy: logits [B, K], `labels` int [B] in [0, K)."""
     labels = batch["labels"]
@@ -41,6 +49,7 @@ def _unfit(labels: jax.Array, outputs: jax.Array, advice: str) -> ConfigError:
     )
 
 
+@of_examples
 def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     """Squared and absolute error, averaged over the targets of each example.
 

@@ -126,7 +126,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         return
     for evaluation in (dataset, *(sets := data.evaluations).values()):
         trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
-    if not trainer.pads:
+    if trainer.has_one_loss:
         logger.warning(
             "the model returns one loss for a batch: its evaluation is exact if that "
             "is a mean over the examples; a loss for each, [B], is exact in any case"

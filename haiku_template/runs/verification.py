@@ -43,7 +43,7 @@ def verify(  # Why: docs/decisions/models.md#verify
     Both get the parameters of `state` and the first batch of the training data, as the
     data have it; the model computes as in evaluation, without dropout. Where the
     function returns one number, [], it is compared with the loss, else with the
-    outputs, leaf by leaf.
+    outputs, leaf by leaf, but those that the model makes of a whole batch.
 
     Yields each comparison. Raises `ConfigError` at the end for a difference of more
     than `tolerance` times the largest value there; or for other names or shapes.
@@ -61,7 +61,13 @@ def verify(  # Why: docs/decisions/models.md#verify
         here = {"loss": trainer.evaluate(state, one)["eval/loss"]}
     else:
         (here,) = trainer.predict(state, one)
-    comparisons = list(_compare(flatten(here), flatten(there)))
+    here = flatten(here, is_leaf=lambda x: x is None)
+    of_batch = {name for name, x in here.items() if x is None}
+    both = [
+        {k: x for k, x in y.items() if k not in of_batch}
+        for y in (here, flatten(there))
+    ]
+    comparisons = list(_compare(*both))
     yield from comparisons
     wrong = [x for x in comparisons if not x.difference <= tolerance * (x.largest or 1)]
     if wrong:

@@ -186,6 +186,32 @@ def make_predict_step(
     return predict_step
 
 
+def of_examples(predict_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces outputs of a whole batch, not [B, ...], by None: padding may count.
+
+    What it returns raises `ConfigError` if there are no others.
+    """
+
+    def predict_rows(variables: Variables, frozen: hk.Params, inputs: Any) -> Any:
+        outputs, shape = predict_step(variables, frozen, inputs), inputs[1].shape
+        of = lambda x: x if jnp.shape(x)[:1] == shape else None  # noqa: E731
+        rows = jax.tree.map(of, outputs)
+        if not jax.tree.leaves(rows):
+            raise _no_rows(outputs, *shape)
+        return rows
+
+    return predict_rows
+
+
+def _no_rows(outputs: Any, rows: int) -> ConfigError:
+    shapes = jax.tree.map(lambda x: list(jnp.shape(x)), outputs)
+    return ConfigError(
+        f"the model's outputs have the shapes {shapes} for {rows} examples, and "
+        "predictions are of examples: let it return an array with a row for each, "
+        "[B, ...], such as the loss of each"
+    )
+
+
 def evaluation_rng(recipe: Recipe, places: jax.Array) -> jax.Array:
     """PRNG key of examples at these places of their set, or one for each of them."""
     rng = split_seed(recipe.seed).evaluation

@@ -279,6 +279,7 @@ class Trainer:
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
         predict_step = self._predict_function(self.devices.axis_name)
+        predict_step = evaluations.of_examples(predict_step)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
         return self.devices.compile_per_example(predict_step, self._eval_specs)
@@ -288,13 +289,11 @@ class Trainer:
         return evaluations.make_predict_step(recipe, self.experiment.steps.forward)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
-        """Yields outputs [B, ...] for each batch of an evaluation set, on the host."""
+        """Yields outputs [B, ...] for each batch of an evaluation set, on the host.
+
+        Those of a whole batch are None; raises `ConfigError` if there are no others.
+        """
         dataset = self.experiment.data.evaluation if dataset is None else dataset
-        if not self.pads:
-            raise ConfigError(
-                "the model returns one loss for a batch, and predictions are of "
-                "examples; let it return a loss for each, [B]"
-            )
         # Gathered once: for its batches a process waits for no other.
         variables, frozen = self.devices.gather(state.of_model())
         return self.devices.map_batches(
@@ -307,21 +306,26 @@ class Trainer:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         with self.feed.alone(), self.devices.implicit_transfers():
-            return evaluations.padded_size(shares, dataset, self.pads)
+            pads = not self.has_one_loss
+            if shares == 1 and not hasattr(self.recipe.task.function, "of_examples"):
+                pads = self._gives_rows
+            return evaluations.padded_size(shares, dataset, pads)
+
+    @property
+    def has_one_loss(self) -> bool:
+        """True if the model's own loss is one number for a batch, padding included."""
+        # Why: docs/decisions/training.md#own-loss
+        return self.recipe.task.function is losses.own_loss and not self._gives_rows
 
     @functools.cached_property
-    def pads(self) -> bool:
-        """False if a loss of the model's own is of a whole batch, padding included."""
-        # Why: docs/decisions/training.md#own-loss
-        return self.recipe.task.function is not losses.own_loss or self._gives_rows()
-
     def _gives_rows(self) -> bool:
         """Traces the model, and tests if all that it returns is of examples."""
         rows = jax.ShapeDtypeStruct((self.feed.batch_size,), np.int32)
         batch = inputs_of(self.feed.example, self.recipe.task.whole_batch), rows
         step, state = self._predict_function(), self.abstract
         outputs = self.devices.abstract(step, *state.of_model(), batch)
-        return all(leaf.ndim for leaf in jax.tree.leaves(outputs))
+        size = self.feed.batch_size
+        return all(x.shape[:1] == (size,) for x in jax.tree.leaves(outputs))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Parameters to evaluate, adapters merged, and network state.
@@ -360,6 +364,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
     if task.function is not losses.classification:
         return task
 
+    @losses.of_examples
     def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
         if len(shape := jnp.shape(outputs)) != 2 or shape[1] != num_outputs:
             raise ConfigError(

@@ -52,6 +52,38 @@ def test_every_example_counts_once_whatever_the_sizes(num_devices, size, batch_s
     assert metrics["eval/loss"] == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [10, 12])
+def test_a_number_of_a_whole_batch_counts_no_padding_on_one_device(one_device, size):
+    """As the loss of a codebook, which the model makes of all rows that it gets."""
+    data = example(size, 4)
+
+    def forward(inputs, is_training):
+        return hk.Linear(3)(inputs), jnp.mean(jnp.square(hk.Linear(2)(inputs) - 1))
+
+    def task(outputs, batch):
+        logits, commitment = outputs
+        loss = classification.values(logits, batch)["loss"]
+        return {
+            "loss": loss + commitment,
+            "commitment": jnp.full(len(loss), commitment),
+        }
+
+    experiment = Experiment(
+        model=hk.transform(forward), task=task, data=data, optimizer=optax.sgd(0.1)
+    )
+    trainer = experiment.trainer(one_device)
+    state = trainer.init()
+    metrics = trainer.evaluate(state)
+
+    linear = one_device.fetch(state.params)["linear_1"]
+    outputs = data.evaluation.inputs @ linear["w"] + linear["b"]
+    # A mean over batches weighted by their rows is the mean over all rows.
+    expected = np.mean(np.square(outputs.astype(np.float64) - 1))
+    assert metrics["eval/commitment"] == pytest.approx(expected, abs=1e-6)
+    predictions = [*trainer.predict(state)]
+    assert sum(len(logits) for logits, _ in predictions) == size
+
+
 def test_padding_that_gives_nan_does_not_count(one_device):
     data = example(5, 4)
 

@@ -193,7 +193,9 @@ def test_predictions_are_what_the_model_returns_for_each_example(devices):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(scalars["of"]["root"], np.sqrt(expected), rtol=1e-5)
     alone = experiment(whole).trainer(devices)
-    with pytest.raises(ConfigError, match="one loss for a batch.*for each"):
+    with pytest.raises(
+        ConfigError, match=r"shapes \[\] for .* predictions are of examples.*for each"
+    ):
         list(alone.predict(alone.init()))
 
 
