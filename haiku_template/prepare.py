@@ -4,7 +4,8 @@
         --output=tokens.safetensors
 
 Needs the extra `text`. Memory stays bounded whatever the size of the text. Exit codes:
-0 done, 64 bad flags, text or tokenizer, and nothing was written, 130 interrupted.
+0 done, 64 bad flags, text or tokenizer, 74 storage, and nothing was written, 130
+interrupted.
 """
 
 if __name__ == "__main__":  # Before imports, which take a second.

@@ -21,7 +21,8 @@ PREEMPTED, STALLED, INTERRUPTED = 75, 76, 130
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 # The second is Slurm's custom for a time limit that is near.
 EXIT_CODES |= {signal.SIGHUP: PREEMPTED, signal.SIGUSR1: PREEMPTED}
-NOTHING_SAVED = (
+ENDED = "received: the command has ended before it was done"
+NOTHING_SAVED = (  # Of training.
     "received while nothing was being trained, and nothing new was saved; the same "
     "command resumes the last checkpoint, or begins anew without one"
 )
@@ -34,7 +35,7 @@ PRINT_SECONDS = 1.0  # Nobody may read what is printed.
 PATIENCE, SECOND_PATIENCE = 2.0, 0.5
 # Each is called with the sentence and the exit code at a forced end, the newest first.
 CALLED: list[Callable[[str, int], object]] = []
-_SENTENCES = [NOTHING_SAVED]  # Of `leave`, the last.
+_SENTENCES = [ENDED]  # Of `leave`, the last.
 _ENDING: list[str] = []  # Sentences with which this process ends.
 # Each is called with the number of a signal, in the thread that `watch` starts.
 HEARERS: list[Callable[[int], object]] = []
@@ -45,11 +46,12 @@ RESCUES: list[Any] = []  # Of a process of several: `cluster/rescue.py`.
 _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
 
 
-def install() -> None:
+def install(*sentences: str) -> None:
     """Makes signals end this command at once, in a sentence, until the loop notes them.
 
     What is ignored, as by nohup, or has a handler already, stays so.
     """
+    _SENTENCES.extend(sentences)
     for number in EXIT_CODES:
         if is_free(number):
             signal.signal(number, leave)
@@ -196,12 +198,10 @@ def end(sentence: str, code: int) -> None:
 
 
 @contextlib.contextmanager
-def called(
-    call: Callable[[str, int], object], sentence: str = NOTHING_SAVED
-) -> Iterator[None]:
+def called(call: Callable[[str, int], object], sentence: str = "") -> Iterator[None]:
     """Context in which `call` is called if a signal ends this process: to clean up."""
     CALLED.append(call)
-    _SENTENCES.append(sentence)
+    _SENTENCES.append(sentence or _SENTENCES[-1])
     try:
         yield
     finally:

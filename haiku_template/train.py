@@ -15,7 +15,7 @@ if __name__ == "__main__":  # Before imports, which take a second.
     from haiku_template import signals
 
     gc.disable()  # What is imported stays.
-    signals.install()
+    signals.install(signals.NOTHING_SAVED)
 
 import os
 from pathlib import Path

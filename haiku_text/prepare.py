@@ -9,7 +9,7 @@ from absl import flags
 
 from haiku_template import signals
 from haiku_template.data.files import read_with
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, StorageError
 from haiku_text.data import documents
 from haiku_text.data.documents import TextFile, pieces
 from haiku_text.data.files import TokenWriter, check_same, write_new
@@ -35,6 +35,7 @@ def main() -> None:
 
     Raises:
       ConfigError: flags, text or tokenizer do not fit; no token file was written.
+      StorageError: a folder cannot be written, and no token file was.
     """
     outputs = [Path(x) for x in (FLAGS.output, FLAGS.validation_output) if x]
     source = Path(FLAGS.tokenizer)
@@ -53,8 +54,8 @@ def main() -> None:
         _write(tokenizer, outputs, file_sets)
         write_new(beside, contents)
     except OSError as error:
-        where = error.filename or outputs[0].parent
-        raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
+        where = Path(error.filename or outputs[0]).parent  # Of a temporary file.
+        raise StorageError(f"{where} cannot be written: {error.strerror}") from error
 
 
 def _write(

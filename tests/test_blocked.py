@@ -273,5 +273,5 @@ def test_other_commands_end_where_their_data_blocks_and_leave_no_half_file(
     reach(folder, process)
     process.terminate()
     code, errors = ended(process, 40)
-    assert code == 75 and errors.count("error: SIGTERM received while") == 1, errors
+    assert code == 75 and errors.count("error: SIGTERM received: the") == 1, errors
     assert not list(folder.glob("*new*"))

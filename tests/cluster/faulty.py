@@ -100,5 +100,5 @@ def train_with(change: Callable[[Any], None]) -> None:
 
 
 if __name__ == "__main__":
-    signals.install()
+    signals.install(signals.NOTHING_SAVED)
     cli.run(main)

@@ -37,5 +37,5 @@ def advance(self, state, steps, arrays, _advance=Trainer.advance):
 
 if __name__ == "__main__":
     Trainer.advance = advance
-    signals.install()
+    signals.install(signals.NOTHING_SAVED)
     cli.run(train.main)

@@ -23,5 +23,5 @@ def hang(*_: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, hang)
     with jax.thread_guard(True):
-        signals.install()
+        signals.install(signals.NOTHING_SAVED)
         cli.run(train.main)

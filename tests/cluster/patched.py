@@ -14,5 +14,5 @@ def main():
 
 
 if __name__ == "__main__":
-    signals.install()
+    signals.install(signals.NOTHING_SAVED)
     cli.run(main)
