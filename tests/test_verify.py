@@ -127,11 +127,11 @@ def test_a_loss_of_the_models_own_is_compared(devices):
     made = trainer(devices, model=hk.transform(whole), task=own_loss)
     (loss,) = verify(made, made.init(), by_hand)
     assert loss.difference < 1e-6
-    with pytest.raises(ConfigError, match="predictions are of examples"):
+    with pytest.raises(ConfigError, match="predictions are arrays of examples"):
         list(verify(made, made.init(), lambda *_: np.zeros(8)))
 
 
-def test_what_is_of_a_whole_batch_is_not_compared(devices):
+def test_what_is_of_a_whole_batch_is_not_compared(devices, caplog):
     """It is of a device's share, and padded; one of examples is compared beside it."""
 
     def with_codebook(inputs):
@@ -148,6 +148,7 @@ def test_what_is_of_a_whole_batch_is_not_compared(devices):
     made = trainer(devices, **parts)
     (compared,) = verify(made, made.init(), by_hand)
     assert compared.name == "0"
+    assert "not compared, as of a whole batch: 1/codes, 1/loss, 1/one" in caplog.text
     with pytest.raises(ConfigError, match="differ by more"):
         list(verify(made, made.init(), lambda *_: (np.zeros((8, 1)), by_hand(*_)[1])))
 

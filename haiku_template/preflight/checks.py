@@ -13,7 +13,7 @@ from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.preflight.budget import Budget, check_budget
 from haiku_template.registry import IMPORTING
-from haiku_template.training.evaluation import pad, summarize
+from haiku_template.training.evaluation import one_numbers, pad, summarize
 from haiku_template.training.state import split_seed
 from haiku_template.training.trainer import Trainer
 
@@ -126,10 +126,11 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         return
     for evaluation in (dataset, *(sets := data.evaluations).values()):
         trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
-    if trainer.has_one_loss:
+    if of_batch := trainer.one_numbers:
         logger.warning(
-            "the model returns one loss for a batch: its evaluation is exact if that "
-            "is a mean over the examples; a loss for each, [B], is exact in any case"
+            "the model returns %s for a batch: its evaluation is exact if that is a "
+            "mean over the examples; numbers for each, [B], are exact in any case",
+            one_numbers(of_batch),
         )
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step

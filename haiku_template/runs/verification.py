@@ -1,5 +1,6 @@
 """Verification: a run's first loss or outputs beside a publisher's."""
 
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -7,10 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 from haiku_template.params import flatten
 from haiku_template.training import Trainer
 from haiku_template.training.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class Comparison(NamedTuple):
@@ -61,12 +64,10 @@ def verify(  # Why: docs/decisions/models.md#verify
         here = {"loss": trainer.evaluate(state, one)["eval/loss"]}
     else:
         (here,) = trainer.predict(state, one)
-    here = flatten(here, is_leaf=lambda x: x is None)
-    of_batch = {name for name, x in here.items() if x is None}
-    both = [
-        {k: x for k, x in y.items() if k not in of_batch}
-        for y in (here, flatten(there))
-    ]
+    both = flatten(here, is_leaf=lambda x: x is None), flatten(there)
+    if of_batch := {name for name, x in both[0].items() if x is None}:
+        logger.warning("not compared, as of a whole batch: %s", some(sorted(of_batch)))
+        both = [{k: x for k, x in y.items() if k not in of_batch} for y in both]
     comparisons = list(_compare(*both))
     yield from comparisons
     wrong = [x for x in comparisons if not x.difference <= tolerance * (x.largest or 1)]

@@ -5,7 +5,7 @@ Shapes: B examples in one device's share of a batch.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import haiku as hk
@@ -16,9 +16,10 @@ import numpy as np
 from haiku_template.data import ahead
 from haiku_template.devices import DeviceManager, check_host_batch, sum_over
 from haiku_template.devices.transfer import detached, own_rows, pad_rows
-from haiku_template.errors import ConfigError, PlacementError
+from haiku_template.errors import ConfigError, PlacementError, some
 from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
+from haiku_template.params import flatten
 from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
 from haiku_template.training.tasks import example_values, weighted_sum
@@ -86,17 +87,18 @@ def placed_inputs(
         yield inputs_of(batch, whole_batch), places
 
 
-def padded_size(n: int, dataset: Any, pads: bool = True) -> int:
-    """Rows of a padded batch: a multiple of n, of the devices; 0 unless `pads`.
+def padded_size(n: int, dataset: Any, of_batch: Sequence[str] = ()) -> int:
+    """Rows of a padded batch: a multiple of n, of the devices; 0 for no padding.
 
-    Raises `PlacementError` if it would be padded and may not, `ConfigError` if empty.
+    It would count in outputs `of_batch`, of a whole one. Raises `PlacementError` if it
+    is needed all the same, `ConfigError` if empty.
     """
     if dataset.num_batches < 1:
         raise _no_batch(dataset)
     rows = num_rows(dataset.batch(0))
-    if not pads and n > 1:
-        _check_even(dataset, rows, n)
-    return -(-rows // n) * n * pads
+    if of_batch and n > 1:
+        _check_even(dataset, rows, n, of_batch)
+    return 0 if of_batch else -(-rows // n) * n
 
 
 def _no_batch(dataset: Any) -> ConfigError:
@@ -107,17 +109,23 @@ def _no_batch(dataset: Any) -> ConfigError:
     )
 
 
-def _check_even(dataset: Any, rows: int, n: int) -> None:
+def _check_even(dataset: Any, rows: int, n: int, of_batch: Sequence[str]) -> None:
     last = num_rows(dataset.batch(dataset.num_batches - 1))
     if rows % n or last % n:
         size = (dataset.num_batches - 1) * rows + last
         raise PlacementError(
             f"the evaluation set has {size} examples in batches of {rows}, the last of "
-            f"{last}, to be sharded over {n} devices; the model's own loss is one "
-            "number for a batch, in which padding would count: possible are a batch "
-            f"size and a number of examples that {n} divides, or a loss for each "
-            "example, [B]"
+            f"{last}, to be sharded over {n} devices; the model returns "
+            f"{one_numbers(of_batch)} for a batch, in which padding would count: "
+            f"possible are a batch size and a number of examples that {n} divides, or "
+            "numbers for each example, [B]"
         )
+
+
+def one_numbers(of_batch: Sequence[str]) -> str:
+    """Names what a model with a loss of its own returns as one number."""
+    names = [{"": "loss", "0": "loss"}.get(x, x.removeprefix("1/")) for x in of_batch]
+    return f"one number ({some(names)})"
 
 
 def summarize(
@@ -186,29 +194,33 @@ def make_predict_step(
     return predict_step
 
 
-def of_examples(predict_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces outputs of a whole batch, not [B, ...], by None: padding may count.
+def of_examples(
+    predict_step: Callable[..., Any], of_batch: Sequence[str]
+) -> Callable[..., Any]:
+    """Replaces outputs of a whole batch, of these paths, by None: padding may count.
 
-    What it returns raises `ConfigError` if there are no others.
+    What it returns raises `ConfigError` if there are no others, or one is no array.
     """
 
-    def predict_rows(variables: Variables, frozen: hk.Params, inputs: Any) -> Any:
-        outputs, shape = predict_step(variables, frozen, inputs), inputs[1].shape
-        of = lambda x: x if jnp.shape(x)[:1] == shape else None  # noqa: E731
-        rows = jax.tree.map(of, outputs)
+    def predict_rows(*args: Any) -> Any:
+        outputs = predict_step(*args)
+        paths = iter(flatten(outputs))
+        rows = jax.tree.map(lambda x: None if next(paths) in of_batch else x, outputs)
         if not jax.tree.leaves(rows):
-            raise _no_rows(outputs, *shape)
+            raise _no_rows(outputs)
         return rows
 
     return predict_rows
 
 
-def _no_rows(outputs: Any, rows: int) -> ConfigError:
-    shapes = jax.tree.map(lambda x: list(jnp.shape(x)), outputs)
+def _no_rows(outputs: Any) -> ConfigError:
+    found = jax.tree.map(
+        lambda x: list(x.shape) if hasattr(x, "shape") else type(x).__name__, outputs
+    )
     return ConfigError(
-        f"the model's outputs have the shapes {shapes} for {rows} examples, and "
-        "predictions are of examples: let it return an array with a row for each, "
-        "[B, ...], such as the loss of each"
+        f"the model returns {found} for a batch, and predictions are arrays of "
+        "examples: let it return one with a row for each, [B, ...], such as the loss "
+        "of each; a dataclass is registered with jax.tree_util.register_dataclass"
     )
 
 

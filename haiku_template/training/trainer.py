@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OTHER_SIZES = 7  # Batches that a model is traced with, to tell which axes are theirs.
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
@@ -279,7 +280,7 @@ class Trainer:
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
         predict_step = self._predict_function(self.devices.axis_name)
-        predict_step = evaluations.of_examples(predict_step)
+        predict_step = evaluations.of_examples(predict_step, self.of_batch)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
         return self.devices.compile_per_example(predict_step, self._eval_specs)
@@ -306,26 +307,40 @@ class Trainer:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         with self.feed.alone(), self.devices.implicit_transfers():
-            pads = not self.has_one_loss
-            if shares == 1 and not hasattr(self.recipe.task.function, "of_examples"):
-                pads = self._gives_rows
-            return evaluations.padded_size(shares, dataset, pads)
+            of_batch = self.of_batch if shares == 1 else self.one_numbers
+            return evaluations.padded_size(shares, dataset, of_batch)
 
     @property
-    def has_one_loss(self) -> bool:
-        """True if the model's own loss is one number for a batch, padding included."""
+    def one_numbers(self) -> tuple[str, ...]:
+        """Paths as `of_batch` of a loss of the model's own, which is never padded."""
         # Why: docs/decisions/training.md#own-loss
-        return self.recipe.task.function is losses.own_loss and not self._gives_rows
+        is_own = self.recipe.task.function is losses.own_loss
+        return self.of_batch if is_own else ()
 
     @functools.cached_property
-    def _gives_rows(self) -> bool:
-        """Traces the model, and tests if all that it returns is of examples."""
-        rows = jax.ShapeDtypeStruct((self.feed.batch_size,), np.int32)
-        batch = inputs_of(self.feed.example, self.recipe.task.whole_batch), rows
-        step, state = self._predict_function(), self.abstract
-        outputs = self.devices.abstract(step, *state.of_model(), batch)
-        size = self.feed.batch_size
-        return all(x.shape[:1] == (size,) for x in jax.tree.leaves(outputs))
+    def of_batch(self) -> tuple[str, ...]:
+        """Paths of what the model returns of a whole batch, in which padding counts."""
+        if hasattr(self.recipe.task.function, "of_examples"):
+            return ()
+        try:  # What has that many rows by chance, as experts of a batch, is no row.
+            return self._of_batch(OTHER_SIZES)
+        except Exception:  # A model may be of one size.
+            return self._of_batch(1)
+
+    def _of_batch(self, times: int) -> tuple[str, ...]:
+        size, predict_step = self.feed.batch_size * times, self._predict_function()
+        longer = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
+        inputs = inputs_of(self.feed.example, self.recipe.task.whole_batch)
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def look(*args: Any) -> None:  # Outputs may be of any type, and stay inside.
+            outputs = flatten(predict_step(*args))
+            shapes.update({path: np.shape(x) for path, x in outputs.items()})
+
+        places = jax.ShapeDtypeStruct((size,), np.int32)
+        batch = jax.tree.map(longer, inputs), places
+        self.devices.abstract(look, *self.abstract.of_model(), batch)
+        return tuple(path for path, x in shapes.items() if x[:1] != (size,))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Parameters to evaluate, adapters merged, and network state.

@@ -1,3 +1,5 @@
+import dataclasses
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,97 @@ def test_a_number_of_a_whole_batch_counts_no_padding_on_one_device(one_device, s
     assert metrics["eval/commitment"] == pytest.approx(expected, abs=1e-6)
     predictions = [*trainer.predict(state)]
     assert sum(len(logits) for logits, _ in predictions) == size
+
+
+@dataclasses.dataclass
+class Plain:
+    """No type of JAX's: a loss takes it, and predictions cannot."""
+
+    logits: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    logits: jax.Array
+
+
+FORMS = {  # What a model returns, and how to take its logits of that.
+    "array": (lambda x: x, lambda x: x),
+    "dictionary": (lambda x: {"a": x}, lambda x: x["a"]),
+    "with a word": (lambda x: {"a": x, "kind": "linear"}, lambda x: x["a"]),
+    "with a number": (lambda x: (x, 1.5), lambda x: x[0]),
+    "with None": (lambda x: (x, None), lambda x: x[0]),
+    "registered": (Registered, lambda x: x.logits),
+    "dataclass": (Plain, lambda x: x.logits),
+    "function": (lambda x: lambda scale: x * scale, lambda x: x(1.0)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_may_return_any_type_to_its_loss(devices, form):
+    """Only predictions are arrays; of a batch that is padded they are the same."""
+    pack, unpack = FORMS[form]
+    experiment = Experiment(
+        model=hk.transform(lambda inputs, is_training: pack(hk.Linear(3)(inputs))),
+        task=lambda outputs, batch: classification.values(unpack(outputs), batch),
+        data=example(10, 4),
+        optimizer=optax.sgd(0.1),
+    )
+    trainer = experiment.trainer(devices)
+    state = trainer.init()
+    plain = dataclasses.replace(experiment, task=classification)
+    plain = dataclasses.replace(
+        plain, model=hk.transform(lambda x, is_training: hk.Linear(3)(x))
+    ).trainer(devices)
+    expected = plain.evaluate(plain.init())["eval/loss"]
+    assert trainer.evaluate(state)["eval/loss"] == pytest.approx(expected, abs=1e-7)
+    if form in ("dataclass", "function"):
+        kind = {"dataclass": "Plain", "function": "function"}[form]
+        with pytest.raises(ConfigError, match=f"returns {kind} for a batch.*register"):
+            list(trainer.predict(state))
+    else:
+        outputs = np.concatenate([*map(unpack, trainer.predict(state))])
+        np.testing.assert_array_equal(outputs, np.concatenate([*plain.predict(state)]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 12])
+def test_what_is_of_examples_is_no_matter_of_their_number(devices, rows):
+    """Loads of experts, as many as examples of a share, of a batch, or of the set."""
+
+    def forward(inputs, is_training):
+        return {"logits": hk.Linear(3)(inputs), "loads": jnp.ones(rows)}
+
+    def task(outputs, batch):
+        return classification.values(outputs["logits"], batch)
+
+    trainer = Experiment(
+        model=hk.transform(forward),
+        task=task,
+        data=example(12, 4),
+        optimizer=optax.sgd(0.1),
+    ).trainer(devices)
+    assert trainer.of_batch == ("loads",)
+    predictions = [*trainer.predict(trainer.init())]
+    assert all(x["loads"] is None and len(x["logits"]) == 4 for x in predictions)
+
+
+def test_a_model_of_one_batch_size_is_evaluated(one_device):
+    """It cannot be traced with any other, which would tell its rows for sure."""
+
+    def forward(inputs, is_training):
+        assert len(inputs) in (1, 8)  # Parameters are made with one example.
+        return hk.Linear(3)(inputs), 2.0
+
+    trainer = Experiment(
+        model=hk.transform(forward),
+        task=lambda outputs, batch: classification.values(outputs[0], batch),
+        data=example(16, 8),
+        optimizer=optax.sgd(0.1),
+    ).trainer(one_device)
+    state = trainer.init()
+    assert trainer.of_batch == ("1",) and trainer.evaluate(state)["eval/loss"] > 0
+    assert [len(logits) for logits, _ in trainer.predict(state)] == [8, 8]
 
 
 def test_padding_that_gives_nan_does_not_count(one_device):

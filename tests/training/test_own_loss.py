@@ -145,7 +145,7 @@ def test_four_devices_and_micro_batches_equal_one_batch(one_device, four_devices
 def test_a_batch_that_may_not_be_padded_and_does_not_split_is_refused_before_step_0(
     one_device, four_devices, tmp_path, parts, found
 ):
-    words = f"{found}.*4 devices.*padding.*possible are .* loss for each example"
+    words = f"{found}.*4 devices.*padding.*possible are .* numbers for each example"
     with pytest.raises(PlacementError, match=words):
         trainer = experiment(whole, **parts).trainer(four_devices)
         train(trainer, num_steps=1, workdir=tmp_path / "run")
@@ -194,7 +194,7 @@ def test_predictions_are_what_the_model_returns_for_each_example(devices):
     np.testing.assert_allclose(scalars["of"]["root"], np.sqrt(expected), rtol=1e-5)
     alone = experiment(whole).trainer(devices)
     with pytest.raises(
-        ConfigError, match=r"shapes \[\] for .* predictions are of examples.*for each"
+        ConfigError, match=r"returns \[\] for .* predictions are arrays of examples.*for each"
     ):
         list(alone.predict(alone.init()))
 
