@@ -37,6 +37,19 @@ def matching(pattern: str, paths: Iterable[str]) -> set[str]:
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
 
 
+def in_dictionaries(tree: Any) -> Any:
+    """Replaces named tuples and registered dataclasses, which few formats have."""
+    one_level = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
+    fields = {keys[0]: in_dictionaries(x) for keys, x in one_level if keys}
+    if fields and all(hasattr(key, "name") for key in fields):
+        return {key.name: x for key, x in fields.items()}
+    return jax.tree.map(
+        lambda x: x if x is tree else in_dictionaries(x),
+        tree,
+        is_leaf=lambda x: x is not tree,
+    )
+
+
 def ordered(tree: Any, like: Any) -> Any:
     """Orders dictionaries, which JAX sorts, as they are in another tree."""
     if type(like) is dict:

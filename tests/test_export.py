@@ -1,23 +1,26 @@
 """Exports, used as other software would: files, and a process without Haiku."""
 
 import copy
+import dataclasses
 import functools
 import json
 import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.config import default_config
-from haiku_template.data import BatchSpec, EvaluationSet, Split, from_split
+from haiku_template.data import BatchSpec, Data, EvaluationSet, Split, from_split
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
@@ -32,7 +35,7 @@ from haiku_template.runs import (
     write_predictions,
 )
 from haiku_template.runs.start import run
-from haiku_template.training import Experiment, Task
+from haiku_template.training import Experiment, Task, classification
 from haiku_template.training.trainer import with_state
 from haiku_text.huggingface import check_classes, describe
 from haiku_text.models import bert, gpt, multiply_out
@@ -297,6 +300,63 @@ def test_outputs_of_a_users_class_are_exported_as_dictionaries(tmp_path, one_dev
     described = json.loads((tmp_path / "out/forward.json").read_text())
     assert described["class_names"] == ["3", "7"]
     assert "inputs/more/logits" in described["outputs"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Graph:
+    """Inputs of a user's class, whose names do not sort as its fields."""
+
+    nodes: Any
+    edges: Any
+    kind: str = dataclasses.field(default="mesh", metadata={"static": True})
+
+
+@pytest.mark.parametrize("kind", [Outputs, Graph])
+def test_inputs_and_outputs_of_a_users_class_are_dictionaries_in_files(
+    kind, tmp_path, one_device
+):
+    """Where there are no such classes; a run's own program has them."""
+    pytest.importorskip("flatbuffers")
+    x, y = np.eye(8, 3, dtype=np.float32), np.arange(8, dtype=np.int32) % 2
+    batch = {"inputs": kind(x, 2 * x), "labels": y}
+    first, second = {Outputs: ("logits", "inputs"), Graph: ("nodes", "edges")}[kind]
+
+    def model(inputs):
+        a, b = getattr(inputs, first), getattr(inputs, second)
+        return kind(hk.Linear(2)(a), {"more": kind(b, jnp.mean(b))})
+
+    def task(outputs, batch):
+        return classification.values(getattr(outputs, first), batch)
+
+    dataset = SimpleNamespace(num_batches=1, batch=lambda index: batch)
+    data = Data(dataset, dataset, 2)
+    experiment = Experiment(
+        model=hk.transform(model), data=data, task=task, optimizer=optax.sgd(0.0)
+    )
+    train(experiment.trainer(one_device), num_steps=1, workdir=tmp_path / "run")
+    run = Run.open(tmp_path / "run", one_device, experiment=experiment)
+    outputs = run.predict({"inputs": batch["inputs"]})
+    assert isinstance(outputs, kind)
+    logits = getattr(outputs, first)
+    program = exported_of(run, tmp_path / "out")
+    found = program.call({first: x, second: 2 * x})
+    np.testing.assert_allclose(found[first], logits, rtol=1e-6)
+    assert {*found} == {first, second} and {*found[second]["more"]} == {first, second}
+    write_predictions(run, tmp_path / "out.jsonl")
+    lines = [*map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())]
+    expected = {first: 2 * x[3], second: None}
+    np.testing.assert_allclose(lines[3]["outputs"][first], logits[3], rtol=1e-6)
+    assert lines[3]["outputs"][second] == {
+        "more": expected | {first: [*expected[first]]}
+    }
+    write_predictions(run, tmp_path / "out.npz")
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert {*arrays} == {
+            f"outputs/{first}",
+            f"outputs/{second}/more/{first}",
+            "labels",
+        }
 
 
 def test_an_error_without_words_has_its_class(tmp_path):

@@ -24,7 +24,9 @@ def _mapped(branch: Callable[[Any, Any], Any], tree: Any) -> Any:
     if tree is None:
         return None
     if dataclasses.is_dataclass(tree):  # chex's are mappings, too.
-        names = [field.name for field in dataclasses.fields(tree)]
+        # Static fields are none to JAX; to Flax, those with `pytree_node=False`.
+        fields = [f for f in dataclasses.fields(tree) if not f.metadata.get("static")]
+        names = [f.name for f in fields if f.metadata.get("pytree_node", True)]
         branches = {name: branch(name, getattr(tree, name)) for name in names}
         return dataclasses.replace(tree, **branches)
     if isinstance(tree, Mapping):

@@ -6,7 +6,7 @@ TensorBoard's; an error is a warning. In several processes one before the writin
 the run: a process that went on would leave the others waiting.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from haiku_template.params import flatten
 from haiku_template.registry import resolve
 from haiku_template.reporting import plots, tensorboard
 from haiku_template.runs.limits import FirstBatches
+from haiku_template.runs.predictions import class_scores
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
 from haiku_template.training.trainer import Trainer
@@ -91,7 +92,8 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
 
     def look(step: int, state: Any) -> Callable[[], None]:
         (outputs,) = trainer.predict(state, FirstBatches(data.evaluation, 1))
-        titles = [_title(data, outputs, labels, i) for i in range(len(pixels))]
+        titles = [*_titles(trainer, outputs, labels)][: len(pixels)]
+        titles = titles or [""] * len(pixels)
         return lambda: _draw(step, titles)
 
     def _draw(step: int, titles: list[str]) -> None:
@@ -103,12 +105,11 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     return at_evaluations("images", trainer, look)
 
 
-def _title(data: Any, outputs: Any, labels: Any, i: int) -> str:
-    """`seven`, or `seven, not one`: what is predicted of an example, and its label."""
-    if not isinstance(outputs, np.ndarray) or outputs.ndim != 2 or not data.num_outputs:
-        return ""
-    names = data.class_names or [*map(str, range(outputs.shape[1]))]
-    predicted = int(outputs[i].argmax())
-    if labels is None or labels.shape != outputs.shape[:1] or labels[i] == predicted:
-        return names[predicted]
-    return f"{names[predicted]}, not {names[int(labels[i])]}"
+def _titles(trainer: Trainer, outputs: Any, labels: Any) -> Iterator[str]:
+    """`seven`, or `seven, not one`: the class predicted of examples, and the label."""
+    names, scores = class_scores(trainer, outputs)
+    for i in range(0 if scores is None else len(scores)):
+        title = str(names[predicted := scores[i].argmax()])
+        if np.shape(labels) == scores.shape[:1] and labels[i] != predicted:
+            title += f", not {names[int(labels[i])]}"
+        yield title

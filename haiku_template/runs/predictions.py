@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_template.data import ahead
 from haiku_template.errors import ConfigError
-from haiku_template.params import flatten
+from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
 from haiku_template.training import Trainer
@@ -107,7 +107,8 @@ def print_predictions(run: Run, examples: Any = None) -> None:
     with run.devices.explicit_transfers():
         for batch in _batches(run, examples):
             if "class" in batch and is_softmax:
-                batch["probability"] = _probability(batch.pop("outputs"))
+                (logits,) = jax.tree.leaves(batch.pop("outputs"))
+                batch["probability"] = _probability(logits)
             sys.stdout.writelines(map(json_line, _rows(batch)))
 
 
@@ -136,29 +137,34 @@ def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:
     """Yields outputs, and what is known of each example, in batches [B, ...]."""
     dataset = run.evaluation_set() if examples is None else examples.dataset
     files, first = np.array(examples.files if examples else ()), 0
-    data, task = run.trainer.experiment.data, run.trainer.recipe.task
-    names = np.array(data.class_names or range(data.num_outputs))
-    is_classifier = task.labels == "classes" or _scores_classes(run)
     for batch in _predict(run.trainer, run.state, dataset):
-        outputs, rows = batch["outputs"], num_rows(batch)
-        if is_classifier and getattr(outputs, "shape", ())[1:] == (len(names),):
-            batch["class"] = names[outputs.argmax(axis=1)]
+        names, scores = class_scores(run.trainer, batch["outputs"])
+        rows = num_rows(batch)
+        if scores is not None:
+            batch["class"] = names[scores.argmax(axis=1)]
         if len(files):
             batch = {"file": files[first : first + rows]} | batch
         first += rows
         yield batch
 
 
-def _scores_classes(run: Run) -> bool:
-    """Tests for data with names of classes, and a label of one whole number [B].
+def class_scores(trainer: Trainer, outputs: Any) -> tuple[np.ndarray, Any]:
+    """Names of K classes, and the outputs that score them, [B, K]: the only ones.
 
-    A loss of one's own, of any labels, says nothing of its outputs; several labels an
-    example, or numbers, would make the highest of K outputs no class.
+    None are scores where the task is not of classes, and neither is the data: with
+    names of classes, and a label of one whole number [B]. A loss of one's own, of any
+    labels, says nothing of its outputs; several labels an example, or numbers, would
+    make the highest of K outputs no class.
     """
-    example = run.trainer.feed.example
+    data, example = trainer.experiment.data, trainer.feed.example
+    names = np.array(data.class_names or range(data.num_outputs))
     labels = example.get("labels") if isinstance(example, dict) else None
     has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
-    return has_classes and bool(run.trainer.experiment.data.class_names)
+    is_named = has_classes and bool(data.class_names)
+    scores, *more = jax.tree.leaves(outputs)
+    if more or not is_named and trainer.recipe.task.labels != "classes":
+        return names, None
+    return names, scores if scores.shape[1:] == names.shape else None
 
 
 def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:
@@ -174,4 +180,4 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
     dataset_once = types.SimpleNamespace(num_batches=dataset.num_batches, batch=read)
     with ahead(dataset, 0, dataset.num_batches):
         for outputs in trainer.predict(state, dataset_once):
-            yield {"outputs": outputs} | labels.popleft()
+            yield {"outputs": in_dictionaries(outputs)} | labels.popleft()

@@ -15,7 +15,7 @@ from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of
-from haiku_template.params import flatten
+from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_folder
 from haiku_template.runs.run import Run
 from haiku_template.training.evaluation import evaluation_rng
@@ -98,9 +98,17 @@ def export_forward(
 ) -> tuple[jax.export.Exported, bytearray]:
     """Lowers a function of inputs [B, ...] and serializes it; None is for any B.
 
-    Raises `ConfigError` with JAX's reason.
+    Named tuples and dataclasses are dictionaries there. Raises `ConfigError` with JAX's
+    reason.
     """
-    of_dictionaries = lambda inputs: _in_dictionaries(forward(inputs))  # noqa: E731
+    paths, structure = [*flatten(inputs)], jax.tree.structure(inputs)
+
+    def of_dictionaries(inputs: Any) -> Any:
+        leaves = flatten(inputs)  # In the order of their names.
+        inputs = jax.tree.unflatten(structure, [leaves[path] for path in paths])
+        return in_dictionaries(forward(inputs))
+
+    inputs = in_dictionaries(inputs)
     specs, size = canonical_shapes(inputs, rows=batch_size), f"of {batch_size}"
     if batch_size is None:
         size = "of any size"
@@ -116,13 +124,6 @@ def export_forward(
             + "; --batch_size=1 is for a model of one size"
             * (batch_size is None)
         ) from error
-
-
-def _in_dictionaries(tree: Any) -> Any:
-    """Named tuples as dictionaries, which `jax.export` can serialize."""
-    is_named = lambda x: hasattr(x, "_asdict")  # noqa: E731
-    plain = lambda x: _in_dictionaries(x._asdict()) if is_named(x) else x  # noqa: E731
-    return jax.tree.map(plain, tree, is_leaf=is_named)
 
 
 def in_a_line(error: Exception) -> str:

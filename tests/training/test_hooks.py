@@ -1,16 +1,23 @@
 """Hooks that a config names: distributions, pictures, and a model's own text."""
 
 import json
+from types import SimpleNamespace
 
+import haiku as hk
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from configs import digits, gpt_bytes
+from haiku_template.data import Data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.reporting import tensorboard
+from haiku_template.reporting import plots, tensorboard
 from haiku_template.runs import start
+from haiku_template.runs.hooks import images
 from haiku_template.storage import metrics, read
+from haiku_template.training import Experiment, Task, classification, regression
 
 CPU = DeviceManager.create("cpu", num_devices=1)
 
@@ -54,6 +61,42 @@ def test_pictures_and_distributions_are_written_and_change_no_number(tmp_path, d
     (events,) = (folder / "tensorboard" / "histograms").iterdir()
     (_, *steps) = values(events)
     assert len(steps) == 2 and all(b"mlp/~/linear_0/w" in step for step in steps)
+
+
+CLASSES = Task(lambda o, batch: classification.values(o[0], batch), labels="classes")
+ANY = Task(lambda o, batch: {"loss": jnp.mean(o, axis=1)})
+OF_PIXELS = {  # Task, what the model makes of outputs, labels; and the titles.
+    "classes": (classification, lambda x: x, [1, 2, 1], ["1", "1, not 2", "1"]),
+    "and a number": (CLASSES, lambda x: (x, 1.0), [1, 2, 1], ["1", "1, not 2", "1"]),
+    "numbers": (regression, lambda x: x[:, :1], [0.5, 1.0, 2.0], ["", "", ""]),
+    "pixels": (ANY, lambda x: x, [1, 2, 1], ["", "", ""]),
+}
+
+
+@pytest.mark.parametrize("case", OF_PIXELS)
+def test_a_picture_says_what_is_predicted_where_that_is_a_class(
+    case, tmp_path, monkeypatch
+):
+    task, pack, labels, expected = OF_PIXELS[case]
+    batch = {"inputs": np.zeros((3, 2, 2), np.float32), "labels": np.array(labels)}
+
+    def model(inputs):
+        bias = jnp.array([0.0, 1.0, 0.5]) + 0 * hk.Linear(1)(inputs[:, 0])
+        return pack(bias)
+
+    dataset = SimpleNamespace(num_batches=1, batch=lambda index: batch)
+    experiment = Experiment(
+        model=hk.transform(model),
+        task=task,
+        data=Data(dataset, dataset, 3 if task is not regression else 1),
+        optimizer=optax.sgd(0.1),
+    )
+    drawn = []
+    monkeypatch.setattr(plots, "write_pictures", lambda *args: drawn.append(args[2]))
+    hook = images(trainer := experiment.trainer(CPU), tmp_path)
+    state = trainer.init()
+    hook(SimpleNamespace(what="evaluation", step=1, state=state))
+    assert drawn == [expected]
 
 
 @pytest.mark.slow

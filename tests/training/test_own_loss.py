@@ -194,7 +194,8 @@ def test_predictions_are_what_the_model_returns_for_each_example(devices):
     np.testing.assert_allclose(scalars["of"]["root"], np.sqrt(expected), rtol=1e-5)
     alone = experiment(whole).trainer(devices)
     with pytest.raises(
-        ConfigError, match=r"returns \[\] for .* predictions are arrays of examples.*for each"
+        ConfigError,
+        match=r"returns \[\] for .* predictions are arrays of examples.*for each",
     ):
         list(alone.predict(alone.init()))
 
