@@ -27,12 +27,13 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Restores the checkpoint, evaluates it and prints the metrics."""
-    run, dataset = cli.open_run(), None
+    run, dataset, name = cli.open_run(), None, flags.FLAGS.inputs
     from haiku_template.runs import predictions
 
-    if (name := flags.FLAGS.inputs) is not None:
-        dataset = predictions.read_labelled(run, name)
-    print(predictions.json_line({"step": run.step, **run.evaluate(dataset)}), end="")
+    if name is not None:
+        dataset = predictions.read_examples(run, name).dataset
+    metrics = run.evaluate(dataset, f"--inputs={name}")
+    print(predictions.json_line({"step": run.step} | metrics), end="")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
 from haiku_template.runs import Run, train
-from haiku_template.runs.predictions import (
-    print_predictions,
-    read_labelled,
-    write_predictions,
-)
+from haiku_template.runs.predictions import print_predictions, write_predictions
 from haiku_template.training import Experiment
 from tests.runs import ROOT
 
@@ -48,6 +44,12 @@ def fit(config, workdir, num_devices=1):
     trainer = Experiment.from_config(config, devices).trainer(devices)
     train(trainer, num_steps=config.num_steps, workdir=workdir)
     return workdir
+
+
+def evaluate(run, path):
+    data, size = run.trainer.experiment.data, run.trainer.feed.batch_size
+    examples = read_examples(str(path), data, size)
+    return run.evaluate(examples.dataset, f"--inputs={path}")
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +155,11 @@ def test_each_kind_of_file_is_read(run, expected, tmp_path, kind):
     assert (saved["class"] == expected.argmax(axis=1)).all()
     assert ("labels" in saved) == (kind in ("npz", "csv"))
     if "labels" in saved:
-        dataset = read_labelled(run, str(file))
         accuracy = (expected.argmax(axis=1) == Y[:11]).mean()
-        assert run.evaluate(dataset)["eval/accuracy"] == pytest.approx(accuracy)
+        assert evaluate(run, file)["eval/accuracy"] == pytest.approx(accuracy)
     else:
         with pytest.raises(ConfigError, match="has no labels"):
-            read_labelled(run, str(file))
+            evaluate(run, file)
 
 
 def test_the_command_prints_a_class_and_its_probability(
@@ -296,7 +297,7 @@ REFUSED_LABELS = {
 def test_labels_of_another_kind_are_refused_in_a_sentence(run, tmp_path, name):
     labels, words = REFUSED_LABELS[name]
     with pytest.raises(ConfigError, match=words):
-        read_labelled(run, write_table(tmp_path / "a.csv", "label", labels))
+        evaluate(run, write_table(tmp_path / "a.csv", "label", labels))
 
 
 def test_whole_numbers_are_labels_of_a_regression_too(tmp_path, one_device):
@@ -305,7 +306,7 @@ def test_whole_numbers_are_labels_of_a_regression_too(tmp_path, one_device):
     run = Run.open(fit(config, tmp_path / "run"), one_device)
     table = write_table(tmp_path / "a.csv", "y", range(11))
     errors = run.predict(NEW)[:, 0] - np.arange(11)
-    loss = run.evaluate(read_labelled(run, table))["eval/loss"]
+    loss = evaluate(run, table)["eval/loss"]
     assert loss == pytest.approx(np.square(errors).mean(), rel=1e-5)
 
 
@@ -413,10 +414,10 @@ def test_pictures_of_another_size_are_resized_and_said(
     for name in ("1", "0"):
         (tmp_path / "numbered" / name).mkdir(parents=True)
         Image.new("RGB", (5, 4)).save(tmp_path / "numbered" / name / "a.png")
-    dataset = read_labelled(run, str(tmp_path / "numbered"))
-    assert dataset.batch(0)["labels"].tolist() == [0, 1]
+    examples = read_examples(str(tmp_path / "numbered"), data, 8)
+    assert examples.dataset.batch(0)["labels"].tolist() == [0, 1]
     with pytest.raises(ConfigError, match=r"pictures for each class \(0, 1"):
-        read_labelled(run, str(tmp_path / "sorted"))
+        evaluate(run, tmp_path / "sorted")
 
 
 def test_pictures_for_a_run_of_fractions_are_scaled(tmp_path, caplog):
@@ -459,5 +460,5 @@ def test_new_texts_need_no_label_and_get_their_class_s_name(tmp_path, one_device
         outputs = next(iter(run.trainer.predict(run.state, one.dataset)))
         np.testing.assert_allclose(outputs[0], row["outputs"], atol=1e-5)
     with pytest.raises(ConfigError, match="has no labels"):
-        read_labelled(run, str(tmp_path / "new.jsonl"))
-    assert run.evaluate(read_labelled(run, str(tmp_path / "t.jsonl")))["eval/loss"] > 0
+        evaluate(run, tmp_path / "new.jsonl")
+    assert evaluate(run, tmp_path / "t.jsonl")["eval/loss"] > 0

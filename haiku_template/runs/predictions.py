@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from haiku_template.data import ahead
+from haiku_template.data.dataset import class_numbers
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_file
@@ -27,16 +28,6 @@ def read_examples(run: Run, name: str) -> Any:
 
     data, size = run.trainer.experiment.data, run.trainer.feed.batch_size
     return examples.read_examples(name, data, size)
-
-
-def read_labelled(run: Run, name: str) -> Any:
-    """Reads examples to evaluate a run on; `ConfigError` if they lack its labels."""
-    from haiku_template.data import examples
-
-    dataset, trainer = read_examples(run, name).dataset, run.trainer
-    data, size = trainer.experiment.data, trainer.feed.batch_size
-    kind = trainer.recipe.task.labels
-    return examples.as_labelled(dataset, data, size, f"--inputs={name}", kind)
 
 
 def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
@@ -156,11 +147,9 @@ def class_scores(trainer: Trainer, outputs: Any) -> tuple[np.ndarray, Any]:
     labels, says nothing of its outputs; several labels an example, or numbers, would
     make the highest of K outputs no class.
     """
-    data, example = trainer.experiment.data, trainer.feed.example
+    data = trainer.experiment.data
     names = np.array(data.class_names or range(data.num_outputs))
-    labels = example.get("labels") if isinstance(example, dict) else None
-    has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
-    is_named = has_classes and bool(data.class_names)
+    is_named = data.class_names and class_numbers(data)
     scores, *more = jax.tree.leaves(outputs)
     if more or not is_named and trainer.recipe.task.labels != "classes":
         return names, None

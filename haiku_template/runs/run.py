@@ -226,11 +226,14 @@ class Run:  # Why: docs/decisions/house.md#run
             outputs = list(self.trainer.predict(state, dataset))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
-    def evaluate(self, examples: Any = None) -> dict[str, float]:
+    def evaluate(
+        self, examples: Any = None, where: str = "the set of examples"
+    ) -> dict[str, float]:
         """Metrics of the evaluation set; those of classes also give confusion.png.
 
         Of other `examples`, arrays [N, ...] as in a batch of the run or an evaluation
-        set, metrics alone. Raises `ConfigError` as `predict`, and for missing labels.
+        set, metrics alone. Raises `ConfigError`, which says `where`, as `predict`, and
+        for missing labels.
         """
         from haiku_template.data.examples import as_labelled
 
@@ -239,7 +242,7 @@ class Run:  # Why: docs/decisions/house.md#run
             self.evaluation_set()
         else:
             kind = self.trainer.recipe.task.labels
-            examples = as_labelled(examples, data, size, "the set of examples", kind)
+            examples = as_labelled(examples, data, size, where, kind)
         with self.devices.explicit_transfers():
             metrics, counts = self.trainer.measure(self.state, examples)
         if "confusion" in counts and examples is None:
