@@ -1,9 +1,7 @@
 """Fine-tuning: trainable and frozen parameters, LoRA, pretrained parameters."""
 
 from haiku_template.finetuning.adapters import ADAPTERS as ADAPTERS
-from haiku_template.finetuning.adapters import check_frozen as check_frozen
 from haiku_template.finetuning.adapters import check_same_frozen as check_same_frozen
-from haiku_template.finetuning.adapters import fingerprint as fingerprint
 from haiku_template.finetuning.adapters import load_adapters as load_adapters
 from haiku_template.finetuning.adapters import read_facts as read_facts
 from haiku_template.finetuning.adapters import save_adapters as save_adapters

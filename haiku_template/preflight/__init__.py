@@ -1,7 +1,6 @@
 """Before step 0: what is known of a run by tracing alone."""
 
 from haiku_template.config import check_some as check_some
-from haiku_template.preflight.budget import Budget as Budget
 from haiku_template.preflight.budget import memory_budget as memory_budget
 from haiku_template.preflight.budget import print_budget as print_budget
 from haiku_template.preflight.budget import print_targets as print_targets
