@@ -232,9 +232,11 @@ def _describe(folder: str | Path, family: Family | None = None) -> Any:
     return resolve("init_from", "describe", HUGGING_FACE)(folder, family)
 
 
-def check_classes(folder: str, names: Sequence[str], fresh: Sequence[str]) -> None:
+def check_classes(config: Any, names: Sequence[str]) -> None:
     """Raises `ConfigError` if a classifier's folder has other classes than the data."""
-    resolve("init_from", "check_classes", HUGGING_FACE)(folder, names, fresh)
+    if names and is_folder(config.init_from):
+        check = resolve("init_from", "check_classes", HUGGING_FACE)
+        check(config.init_from, names, config.finetuning.fresh)
 
 
 def is_folder(init_from: str | None) -> bool:

@@ -25,7 +25,7 @@ from haiku_template.config import (
 from haiku_template.data import count_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
-from haiku_template.finetuning import check_classes, is_folder, is_lost, without_source
+from haiku_template.finetuning import check_classes, is_lost, without_source
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
 from haiku_template.registry import users_module
 from haiku_template.reporting import trackers
@@ -81,7 +81,7 @@ def run(
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
     if config.init_from is not None and not begun:
-        _check_classes(config, experiment.data.class_names)
+        check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
     if config.num_epochs is not None:
         _check_batch_size(config, trainer.feed.batch_size)
@@ -111,11 +111,6 @@ def _without_lost_source(
     if config.compat:
         compat.install()  # Before the model is imported.
     return without_source(config, family_of(config.model.name))
-
-
-def _check_classes(config: config_dict.ConfigDict, names: tuple[str, ...]) -> None:
-    if names and is_folder(config.init_from):
-        check_classes(config.init_from, names, config.finetuning.fresh)
 
 
 def _check_batch_size(config: config_dict.ConfigDict, size: int) -> None:
