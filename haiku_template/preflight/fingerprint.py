@@ -34,7 +34,6 @@ from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-FILE = "program.json"
 FORMAT = "2"  # Of the digests: a workdir with those of another is refused.
 VERSIONS = ("format", "jax", "python")
 FIRST_BATCH = "first batch of the training data"  # Not where a process has a share.
@@ -124,7 +123,7 @@ def keep(
 
 
 def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
-    file = workdir / FILE
+    file = workdir / workdirs.PROGRAM
     if workdirs.has_checkpoints(workdir) and file.exists():
         advice = ". Nothing was changed there: use another --workdir or restore what "
         advice += f"was edited; to resume all the same, remove {file}"
@@ -138,7 +137,7 @@ def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
 
 def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
     """Warns if a finished run's experiment is not the one that it was trained with."""
-    if (workdir / FILE).exists():
+    if (workdir / workdirs.PROGRAM).exists():
         try:
             _check(workdir, trainer)
         except ConfigError as error:
@@ -149,8 +148,8 @@ def _check(
     workdir: Path, trainer: Trainer, num_steps: int | None = None, advice: str = ""
 ) -> None:
     """Asserts that this is the fingerprint of the run, whose `num_steps` may differ."""
-    saved, config = workdirs.read_json(workdir / FILE), trainer.experiment.config
-    start = saved.pop(NUM_STEPS, None)
+    saved = workdirs.read_json(workdir / workdirs.PROGRAM)
+    config, start = trainer.experiment.config, saved.pop(NUM_STEPS, None)
     if config and start not in (None, config[NUM_STEPS]):
         trainer = _with_num_steps(trainer, config, start)
     digests = of(trainer)
