@@ -22,9 +22,6 @@ def early_stop(
     options = {"mode": mode, "patience": patience, "min_delta": min_delta}
     check_some({f"early_stop.{key}": value for key, value in options.items()})
 
-    def has_metrics(row: dict[str, Any]) -> bool:
-        return any(name.startswith("eval/") for name in row)
-
     # Why: docs/decisions/training.md#early-stopping
     def stops(rows: list[dict[str, Any]]) -> bool:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -37,9 +34,9 @@ def early_stop(
         values = {row["step"]: row[metric] for row in rows if metric in row}
         if kind != "eval/":  # Lines are not evaluations: the last one before each.
             steps = sorted(values)
-            evaluated = (x["step"] for x in rows if has_metrics(x))
-            places = sorted({bisect.bisect(steps, step) for step in evaluated} - {0})
-            values = {steps[n - 1]: values[steps[n - 1]] for n in places}
+            evaluations = (x for x in rows if any(k.startswith("eval/") for k in x))
+            places = {bisect.bisect(steps, x["step"]) for x in evaluations} - {0}
+            values = {steps[n - 1]: values[steps[n - 1]] for n in sorted(places)}
         points = [(sign * math.inf if x is None else x, i) for i, x in values.items()]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:
