@@ -786,11 +786,16 @@ def _checked(metrics: dict[str, float]) -> dict[str, float]:
     return metrics | ({CHECKSUM: zlib.crc32(text)} if metrics else {})
 
 
+def check_plain(folder: Path, but: Path | None = None) -> None:
+    """Raises `OSError` for what may never end when it is read, but in one folder."""
+    for file in folder.rglob("*"):
+        if not (file.is_dir() or but and file.is_relative_to(but)):
+            bounded.opened(file).close()
+
+
 def check_files(folder: Path) -> None:
     """Raises `OSError` or `ValueError` for a file that Orbax would hang in."""
-    for file in folder.rglob("*"):
-        if not (file.is_dir() or file.is_relative_to(folder / "metrics")):
-            bounded.opened(file).close()
+    check_plain(folder, but=folder / "metrics")
     lists = (*folder.glob("state/_*"), *folder.glob("*/array_metadatas/*"))
     for file in (folder / "_CHECKPOINT_METADATA", *lists):
         bounded.read_json(file, most=2**28)

@@ -13,7 +13,7 @@ import tensorstore  # Why: docs/decisions/finetuning.md#orbax-leaves
 
 from haiku_template.bounded import read_json
 from haiku_template.errors import ConfigError
-from haiku_template.storage.checkpoint import quiet
+from haiku_template.storage.checkpoint import check_plain, quiet
 from haiku_template.storage.workdir import check_path
 
 MOST_METADATA = 2**28  # Bytes: some 300 for each leaf.
@@ -66,20 +66,10 @@ def leaves(source: Path) -> list[Leaf]:
     return [leaf for name, folder in items for leaf in _leaves(name, folder)]
 
 
-def _check_files(folder: Path) -> None:
-    """Raises `ConfigError` for what may hang or never end when it is read."""
-    for path in folder.rglob("*"):
-        if not path.is_file() and not path.is_dir():
-            raise ConfigError(
-                f"the Orbax tree in {folder} is damaged: {path.relative_to(folder)} is "
-                "no plain file"
-            )
-
-
 def _leaves(item: str, folder: Path) -> list[Leaf]:
     check_path(folder)
-    _check_files(folder)
     with _faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
+        check_plain(folder)
         metadata = checkpointer.metadata(folder.absolute()).item_metadata
         if metadata is None:
             raise ValueError("its leaves cannot be listed")
