@@ -49,6 +49,7 @@ class Heartbeat:
       stall_seconds: limit of that; others may compile or save meanwhile.
       limit: words for it.
       resumes: True if the run has a checkpoint to resume from.
+      parted: ends the watch, once all have left and JAX's runtime is shut down.
     """
 
     def __init__(self, peers: Sequence[Peer], index: int) -> None:
@@ -59,7 +60,7 @@ class Heartbeat:
         self.resumes: Callable[[], bool] = lambda: True
         self._stalled: dict[str, float] = {}  # Names, and when each first said so.
         self._finished: dict[str, float] = {}  # Names, and when each left in order.
-        self._found, self._parted = threading.Event(), threading.Event()
+        self._found, self.parted = threading.Event(), threading.Event()
         self._first, self._left = threading.Lock(), threading.Lock()
         self._latest = math.inf
         self.rescue = Rescue(self)
@@ -88,10 +89,6 @@ class Heartbeat:
             yield
         finally:
             self.waited, self.stall_seconds, self.limit = before
-
-    def part(self) -> None:
-        """Ends the watch, once all have left and JAX's runtime is shut down."""
-        self._parted.set()
 
     def wait_for_fault(self) -> str:
         """Waits until a process is known to be lost; "" if none is."""
@@ -210,7 +207,7 @@ class Heartbeat:
         # From process 0 it reaches all; process 0 ignores it.
         self.send({"lost": fault, "code": self.fault_code})
         self._found.set()
-        if self._parted.wait(LEAVE_SECONDS):
+        if self.parted.wait(LEAVE_SECONDS):
             return
         self._latest = time.monotonic() + PRINT_SECONDS
         with contextlib.suppress(OSError, ValueError):

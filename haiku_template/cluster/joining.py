@@ -153,7 +153,7 @@ def _shut_down() -> None:
         heartbeat.references = references
     jax.distributed.shutdown()
     for heartbeat in HEARTBEATS:
-        heartbeat.part()
+        heartbeat.parted.set()
 
 
 def watch(

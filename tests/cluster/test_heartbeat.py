@@ -267,7 +267,8 @@ def test_a_helper_ends_with_its_process(other):
 
 
 def test_one_that_left_in_order_is_not_missed(other):
-    process, link = other("time.sleep(2); heart.leave(); heart.part(); time.sleep(2)")
+    ends = "heart.leave(); heart.parted.set()"
+    process, link = other(f"time.sleep(2); {ends}; time.sleep(2)")
     link.sendall(b'{"left": ""}\n')
     for _ in range(20):
         link.sendall(b"\n")
