@@ -92,12 +92,11 @@ def _set_aside(workdir: Path, first: int, mirror: Path | None) -> None:
             f"{saved or 'none'}; a new run with a smaller config.save_every has one, "
             "and config.max_consecutive_nonfinite skips such steps"
         )
-    with workdirs.usable(workdir):
-        for step in [step for step in saved[::-1] if step >= first]:
-            away = workdirs.unused(folder / f"{step}.rewound")
-            folder.joinpath(str(step)).rename(away)
-        # Else the run would go on from a copy that has the steps' updates.
-        mirrors.leave_out(workdir, mirror, first)
+    for step in [step for step in saved[::-1] if step >= first]:
+        away = workdirs.unused(folder / f"{step}.rewound")
+        folder.joinpath(str(step)).rename(away)
+    # Else the run would go on from a copy that has the steps' updates.
+    mirrors.leave_out(workdir, mirror, first)
 
 
 # Why: docs/decisions/training.md#left-out
