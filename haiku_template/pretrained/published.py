@@ -77,12 +77,14 @@ def read_published(
     Raises `ConfigError` if the file is damaged or a pickle, or names, shapes or dtypes
     of parameters and state do not fit: lists every one.
     """
-    if state is not None:  # Frozen parameters are read without it, and none is fresh.
-        paths = [*flatten(shapes), *(MARK + path for path in flatten(state))]
-        if fresh := [path for path in paths if _fits(path, names.fresh)]:
-            text = "%s: config.finetuning.fresh starts %s from the seed: %s"
-            fact = f"{len(fresh)} of {len(paths)} leaves"
-            _say_once(text, source, fact, some(fresh, SHOWN))
+    marked = {MARK + path: x for path, x in flatten(state or {}).items()}
+    expected = flatten(shapes) | marked
+    fresh = [path for path in expected if _fits(path, names.fresh)]
+    # Frozen parameters are read without it, and none of them is fresh.
+    if fresh and state is not None:
+        text = "%s: config.finetuning.fresh starts %s from the seed: %s"
+        fact = f"{len(fresh)} of {len(expected)} leaves"
+        _say_once(text, source, fact, some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
     may_have = state is None or state  # Patterns may be of what a pass leaves out.
@@ -94,19 +96,16 @@ def read_published(
             "which would give %s",
             *(beside, ", ".join(list(flatten(state))[:4])),
         )
-        state = None
+        state, expected = None, flatten(shapes)
     ignored = _fitting("ignore", names.ignore, tensors)
     old_names = _rename(tensors, names)
     tensors = {new: tensors[old] for new, old in old_names.items()}
     ignored = {new for new, old in old_names.items() if old in ignored}
     if state is None:
         tensors = {path: x for path, x in tensors.items() if not _is_state(path)}
-    marked = [pattern for pattern in names.fresh if _is_state(pattern)]
-    if state is not None:
-        _fitting("fresh", marked, [MARK + path for path in flatten(state)])
-    expected = flatten(shapes) | {MARK + k: x for k, x in flatten(state or {}).items()}
-    fresh = {path for path in filter(_is_state, expected) if _fits(path, names.fresh)}
-    left_out = {*skip, *fresh}
+    else:
+        _fitting("fresh", [*filter(_is_state, names.fresh)], marked)
+    left_out = {*skip, *filter(_is_state, fresh)}
     expected = {path: x for path, x in expected.items() if path not in left_out}
     matches = match(tensors, expected, [*rules, SAME_NAMES], left_out, ignored)
 
