@@ -12,6 +12,7 @@ from haiku_template.reporting.display import in_units, table
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+OPERAND = re.compile(r"%([\w.\-]+)")
 SHAPE = re.compile(r"(pred|[a-z]+\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -96,20 +97,13 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             computations[name] = []
             entry = name if header[1] else entry
         elif (fields := INSTRUCTION.match(line)) and name:
-            arguments = fields[4].split("), ")[0]
-            shapes = (
+            result, shapes, op, arguments = fields.groups()
+            sizes = tuple(
                 (dtype, math.prod(map(int, filter(None, dimensions.split(",")))))
-                for dtype, dimensions in SHAPE.findall(fields[2])
+                for dtype, dimensions in SHAPE.findall(shapes)
             )
-            computations[name].append(
-                Instruction(
-                    fields[1],
-                    tuple(shapes),
-                    fields[3],
-                    tuple(re.findall(r"%([\w.\-]+)", arguments)),
-                    line,
-                )
-            )
+            operands = tuple(OPERAND.findall(arguments.split("), ")[0]))
+            computations[name].append(Instruction(result, sizes, op, operands, line))
     return computations, entry
 
 

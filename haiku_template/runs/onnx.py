@@ -64,13 +64,10 @@ def convert_onnx(
 
     Raises `ConfigError` with the reason of jax2onnx.
     """
-    specs, structure = canonical_shapes(inputs, rows=batch_size), jax.tree.structure
+    specs = canonical_shapes(inputs, rows=batch_size)
     if batch_size is None:
         specs = jax.export.symbolic_args_specs(specs, "b, ...")
-
-    def on_leaves(*leaves: jax.Array) -> Any:
-        return program(jax.tree.unflatten(structure(inputs), leaves))
-
+    joined = jax.tree.structure(inputs).unflatten
     for name in ("jax2onnx", "onnx_ir"):  # They warn of plugins that are not there.
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -78,7 +75,7 @@ def convert_onnx(
             taken = _names(inputs, "inputs")
             returned = _names(jax.eval_shape(program, inputs), "outputs")
             return importlib.import_module("jax2onnx").to_onnx(
-                on_leaves,
+                lambda *leaves: program(joined(leaves)),
                 jax.tree.leaves(specs),
                 model_name="forward",
                 input_names=list(taken),
