@@ -22,6 +22,7 @@ from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.params import flatten
 from haiku_template.preflight.checks import check_evaluation
+from haiku_template.runs.limits import with_eval_batches
 from haiku_template.runs.start import loop_of
 from haiku_template.storage.metrics import read
 from haiku_template.storage.workdir import METRICS
@@ -132,11 +133,6 @@ def _devices(count: int) -> DeviceManager:
     return DeviceManager.create("cpu", num_devices=count, simulate_devices=NUM_DEVICES)
 
 
-def _first(count: int, dataset: Any) -> SimpleNamespace:
-    """Cuts a data set down to its first batches."""
-    return SimpleNamespace(num_batches=count, batch=lambda n: dataset.batch(n % count))
-
-
 def _train(
     config: config_dict.ConfigDict,
     workdir: Path,
@@ -152,14 +148,14 @@ def _train(
     config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
     devices = _devices(count)
     experiment = Experiment.from_config(config, devices)
-    data = experiment.data
+    if experiment.data.evaluation is not None:
+        experiment = with_eval_batches(experiment, 2)
     if one_batch:
-        data = data._replace(train=_first(1, data.train))
-    if data.evaluation is not None:
-        few = _first(min(data.evaluation.num_batches, 2), data.evaluation)
-        data = data._replace(evaluation=few)
-    trainer = dataclasses.replace(experiment, data=data).trainer(devices)
+        dataset = experiment.data.train
+        one = SimpleNamespace(batch=lambda step: dataset.batch(0))
+        data = experiment.data._replace(train=one)
+        experiment = dataclasses.replace(experiment, data=data)
     how = {"log_every": 1, "eval_every": max(1, num_steps // 2)}
     train = functools.partial(loop_of(config), workdir=workdir)
-    result = train(trainer, num_steps=stop or num_steps, **how)
+    result = train(experiment.trainer(devices), num_steps=stop or num_steps, **how)
     return devices.fetch(result.state), read(workdir / METRICS)
