@@ -5,6 +5,7 @@ a defect and shows its traceback.
 """
 
 import difflib
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterable
@@ -99,6 +100,12 @@ def near(
     originals = {x.casefold(): x for x in itertools.islice(names, 1000)}
     matches = difflib.get_close_matches(name.casefold(), originals, 1, cutoff)
     return template.format(originals[matches[0]]) if matches else ""
+
+
+def need_package(name: str, use: str, requirement: str) -> None:
+    """Raises `ConfigError` if the package that is for a `use` is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{use}, which is not installed: pip install {requirement}")
 
 
 def some(names: Iterable[object], most: int = 3, separator: str = ", ") -> str:

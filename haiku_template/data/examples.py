@@ -4,7 +4,6 @@ They take the place of an evaluation set, so that they have the shapes and dtype
 run's own batches; what differs is a `ConfigError`. Imports no JAX.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import is_label, read_table
 from haiku_template.data.trees import leaves_by_path, map_leaves, nested
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, need_package
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -201,11 +200,7 @@ def _read_pictures(
     folder: Path, like: Any, classes: dict[str, int]
 ) -> tuple[Any, tuple[str, ...]]:
     """Reads pictures, sorted by name; those in a folder of a class are labelled."""
-    if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "pictures are read with Pillow, which is not installed: pip install "
-            '"haiku_template[plots]"'
-        )
+    need_package("PIL", "pictures are read with Pillow", '"haiku_template[plots]"')
     paths = [x.relative_to(folder) for x in sorted(folder.rglob("*"))]
     shown = [x for x in paths if not any(part.startswith(".") for part in x.parts)]
     if not (files := [folder / x for x in shown if x.suffix.lower() in PICTURES]):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from haiku_template.bounded import parse
 from haiku_template.data.dataset import check_memory
 from haiku_template.data.files import check_names, read_with
-from haiku_template.errors import ConfigError, download
+from haiku_template.errors import ConfigError, download, need_package
 
 PIECE = 4096  # Rows of Parquet unpacked at a time.
 
@@ -106,13 +106,8 @@ def read_csv(path: Path, name: Callable[[list[str]], list[str]]) -> list[Row]:
 
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is read by pyarrow, which is not installed: "
-            'pip install "haiku_template[parquet]"'
-        ) from error
+    need_package("pyarrow", f"{path} is read by pyarrow", '"haiku_template[parquet]"')
+    from pyarrow import parquet
 
     def rows(file: Path) -> list[dict[str, Any]]:
         with parquet.ParquetFile(file) as table:

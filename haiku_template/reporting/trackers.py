@@ -5,7 +5,6 @@ there, and returns a function of (step, metrics). A resumed run has the same id 
 """
 
 import csv
-import importlib.util
 import io
 import os
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import need_package
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
 from haiku_template.reporting import tensorboard
@@ -36,12 +35,8 @@ def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
 
     Raises `ConfigError` for an unknown name, and for a package that is not installed.
     """
-    for name in names:
-        if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"config.writers={name!r} needs the package {name}, which is not "
-                f"installed: pip install {name}"
-            )
+    for name in filter(PACKAGES.__contains__, names):
+        need_package(name, f"config.writers={name!r} needs the package {name}", name)
     return tuple(resolve("writers", name, WRITERS) for name in names)
 
 

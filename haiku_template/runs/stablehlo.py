@@ -1,7 +1,6 @@
 """Export of a checkpoint as StableHLO, which JAX runs without Haiku."""
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, need_package
 from haiku_template.models.forms import inputs_of
 from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_folder
@@ -36,11 +35,8 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
     needs a batch of one size.
     """
     check_new(output)
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise ConfigError(
-            "jax.export writes through flatbuffers, which is not installed: pip "
-            'install "haiku_template[export]"'
-        )
+    use = "jax.export writes through flatbuffers"
+    need_package("flatbuffers", use, '"haiku_template[export]"')
     program, inputs = program_of(run)
     exported, serialized = export_forward(program, inputs, batch_size)
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
