@@ -24,6 +24,7 @@ from haiku_template.pretrained.rules import SAME_NAMES, Rule, match
 from haiku_template.pretrained.tensors import Tensor, convert_command, read_headers
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)  # A start may read a file twice.
 
 BESIDE = "state.safetensors"  # Network state, beside the parameters' file.
 MARK = "state:"  # Why: docs/decisions/finetuning.md#slashes
@@ -84,7 +85,7 @@ def read_published(
     if fresh and state is not None:
         text = "%s: config.finetuning.fresh starts %s from the seed: %s"
         fact = f"{len(fresh)} of {len(expected)} leaves"
-        _say_once(text, source, fact, some(fresh, SHOWN))
+        _warn_once(text, source, fact, some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
     beside = (source if source.is_dir() else source.parent) / BESIDE
     may_have = state is None or state  # Patterns may be of what a pass leaves out.
@@ -172,15 +173,10 @@ def _without_sections(
     state = next((key for key in SECTIONS[params] if key in tops), None)
     if other_keys := [key for key in tops if key not in (params, state)]:
         text = "%s holds more than parameters and network state, which is not read: %s"
-        _say_once(text, source, ", ".join(other_keys))
+        _warn_once(text, source, ", ".join(other_keys))
     split_paths = [(path.partition("/"), x) for path, x in tensors.items()]
     marks = {params: "", state: MARK}
     return {marks[top] + path: x for (top, _, path), x in split_paths if top in marks}
-
-
-@functools.cache  # A start may read a file twice.
-def _say_once(text: str, *values: Any) -> None:
-    logger.warning(text, *values)
 
 
 def _is_state(path: str) -> bool:
