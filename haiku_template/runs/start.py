@@ -268,7 +268,6 @@ def in_steps(
 
     Raises `ConfigError` for data whose number of examples is not known.
     """
-    config = copy.deepcopy(config)  # With its references, which follow.
     dataset = make_data(config, *devices.processes[:2]).train
     if (size := count_examples(dataset)) is None:
         raise ConfigError(
@@ -277,5 +276,4 @@ def in_steps(
             "config.num_steps, or your data set that attribute"
         )
     batches = config.num_epochs * size / config.batch_size
-    config.num_steps = max(1, math.ceil(batches - 1e-6))
-    return config
+    return with_changes(config, {"num_steps": max(1, math.ceil(batches - 1e-6))})
