@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
-CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+CIFAR10_MEAN = np.array((0.4914, 0.4822, 0.4465), np.float32)
+CIFAR10_STD = np.array((0.2470, 0.2435, 0.2616), np.float32)
 
 
 def scale_pixels(images: Any) -> Any:
@@ -18,9 +18,7 @@ def scale_pixels(images: Any) -> Any:
 
 def standardize_cifar10(images: Any) -> Any:
     """Standardizes bytes [B, 32, 32, 3] by the training set's mean and deviation."""
-    mean = np.array(CIFAR10_MEAN, np.float32)
-    std = np.array(CIFAR10_STD, np.float32)
-    return (scale_pixels(images) - mean) / std
+    return (scale_pixels(images) - CIFAR10_MEAN) / CIFAR10_STD
 
 
 def crop_and_flip(

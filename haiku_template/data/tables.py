@@ -58,7 +58,10 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
         names = [free.pop(0) for _ in range(unnamed.get(name, 0))] or [name]
         arrays[leaf_path] = _read_numbers(rows, names, leaf)
     if labels:
-        arrays["labels"] = _labels([_label(row, labels[0]) for row in rows], like, data)
+        cells = [row.values[labels[0]] for row in rows]
+        if None in cells:
+            raise ValueError(f"{rows[cells.index(None)].where} has no {labels[0]}")
+        arrays["labels"] = _labels([str(x).strip() for x in cells], like, data)
     return nested(arrays)
 
 
@@ -96,12 +99,6 @@ def _read_numbers(rows: list[Row], columns: list[str], like: Any) -> np.ndarray:
             kind = f"{size} numbers as {columns[0]}" if is_list else NUMBERS
             raise ValueError(f"{row.where} is not {kind}")
     return _numbers(numbers, like.dtype.kind).reshape(len(rows), *like.shape[1:])
-
-
-def _label(row: Row, column: str) -> str:
-    if row.values[column] is None:
-        raise ValueError(f"{row.where} has no {column}")
-    return str(row.values[column]).strip()
 
 
 def _labels(cells: list[str], like: Batch, data: Data) -> np.ndarray:
