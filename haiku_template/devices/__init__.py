@@ -21,7 +21,6 @@ from haiku_template.devices.transfer import (
 )
 from haiku_template.devices.transfer import device_put_sharded as device_put_sharded
 from haiku_template.devices.transfer import host_buffer as host_buffer
-from haiku_template.devices.transfer import own_rows as own_rows
 from haiku_template.errors import DeviceError as DeviceError
 from haiku_template.errors import PlacementError as PlacementError
 from haiku_template.errors import ReplicaError as ReplicaError

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec
-from haiku_template.devices import DeviceManager, own_rows, processes
+from haiku_template.devices import DeviceManager, processes
 from haiku_template.devices.processes import Processes, waited
+from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import PlacementError
 
 BATCH = {"inputs": np.arange(12).reshape(6, 2), "labels": np.arange(6)}
