@@ -350,8 +350,7 @@ def _no_choice(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
-    at_home = lambda match: match[1] + os.path.expanduser(match[2])  # noqa: E731
-    argv = HOME.sub(at_home, "\0".join(argv)).split("\0")
+    argv = HOME.sub(_at_home, "\0".join(argv)).split("\0")
     try:
         file = _config_file(argv)
         if file and not file.is_file():
@@ -376,6 +375,10 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     except Exception as error:
         of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
         raise of_user from error
+
+
+def _at_home(match: re.Match) -> str:
+    return match[1] + os.path.expanduser(match[2])
 
 
 def _without_overridden(argv: list[str]) -> list[str]:
