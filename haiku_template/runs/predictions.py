@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from haiku_template.data import ahead
-from haiku_template.data.dataset import class_numbers
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_file
@@ -147,9 +146,11 @@ def class_scores(trainer: Trainer, outputs: Any) -> tuple[np.ndarray, Any]:
     labels, says nothing of its outputs; several labels an example, or numbers, would
     make the highest of K outputs no class.
     """
-    data = trainer.experiment.data
+    data, example = trainer.experiment.data, trainer.feed.example
     names = np.array(data.class_names or range(data.num_outputs))
-    is_named = data.class_names and class_numbers(data)
+    labels = example.get("labels") if isinstance(example, dict) else None
+    has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
+    is_named = has_classes and bool(data.class_names)
     scores, *more = jax.tree.leaves(outputs)
     if more or not is_named and trainer.recipe.task.labels != "classes":
         return names, None
