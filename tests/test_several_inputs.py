@@ -234,7 +234,14 @@ def test_one_array_is_read_from_lines_and_parquet_too(tmp_path):
 
 
 WRONG = {
-    "few.csv": ("a,b,town\n1,2,3\n", "2 columns of inputs, and .* 4 values .numbers 3"),
+    "few.csv": (
+        "a,b,town\n1,2,3\n",
+        r"2 columns of inputs .a, b. beside town, and .* 4 values .numbers 3, town 1.$",
+    ),
+    "many.csv": (
+        "a,b,c,price,town\n1,2,3,4,5\n",
+        "4 columns of inputs .a, b, c and 1 more. beside town, .*; one of labels is na",
+    ),
     "other.csv": ("a,b,c,d\n1,2,3,0\n", "has no columns numbers, town, and an example"),
     "half.csv": ("a,b,c,town\n1,2,3,0.5\n", "town of .* is float64, and the run was"),
     "word.csv": ("a,b,c,town\n1,2,3,Rome\n", "line 2 of .* is not one number in each"),

@@ -9,6 +9,7 @@ import numpy as np
 from haiku_template.data.dataset import Batch, Data, class_numbers
 from haiku_template.data.rows import Row, read_csv, read_rows
 from haiku_template.data.trees import leaves_by_path, nested
+from haiku_template.errors import some
 
 LABELS = {"label", "labels", "class", "target", "y"}
 NUMBERS = "one number in each column"
@@ -50,7 +51,12 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
     facts = f"an example of the run has {sum(sizes.values())} values"
     facts += f" ({several})" * (len(sizes) > 1)
     if len(free) != sum(unnamed.values()):
-        raise ValueError(f"it has {len(free)} columns of inputs, and {facts}")
+        beside = [x for x in sizes if x in columns]
+        named = f" ({some(free)}) beside {', '.join(beside)}" * bool(beside)
+        label = "; one of labels is named label" * (len(free) > sum(unnamed.values()))
+        raise ValueError(
+            f"it has {len(free)} columns of inputs{named}, and {facts}{label}"
+        )
     if columns != _numbered(len(columns)) and len(unnamed) > 1:
         raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")
     arrays = {}

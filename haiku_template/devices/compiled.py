@@ -316,7 +316,7 @@ def _repeat(
     def body(i: Any, carry: Any) -> Any:
         state, scalars = step(carry[0], *args)
         return state, tuple(
-            jax.lax.dynamic_update_slice(table, row, (i, 0))
+            jax.lax.dynamic_update_slice(table, row, (i, jnp.zeros_like(i)))
             for table, row in zip(carry[1], scalars.tables, strict=True)
         )
 

@@ -82,6 +82,13 @@ def open_source(
     return read
 
 
+def _misfit(workdir: Path, error: StorageError) -> ConfigError:
+    fresh = "; possible is config.finetuning.fresh, of those to start from the seed"
+    return ConfigError(
+        f"config.init_from={workdir}: {error}" + fresh * ("does not fit" in str(error))
+    )
+
+
 def check_readable(init_from: str) -> None:
     """Raises `ConfigError` unless something is at `config.init_from`."""
     if init_from and os.access(Path(init_from), os.R_OK):
@@ -177,7 +184,7 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         except DamagedError:
             raise
         except StorageError as error:  # Another model's, as a file would be.
-            raise ConfigError(f"config.init_from={workdir}: {error}") from error
+            raise _misfit(workdir, error) from error
 
     return of_run
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import haiku as hk
@@ -262,15 +262,37 @@ def dependents(
     # A callback, such as one that prints, takes values and makes no leaf of them.
     equations = [x.replace(effects=set()) for x in program.jaxpr.eqns]
     jaxpr, paths = program.jaxpr.replace(eqns=equations), [*flatten(shapes)]
-    if not any(dce_jaxpr(jaxpr, True)[1]):
-        return shapes, ()
-    names = [x for x in paths if any(dce_jaxpr(jaxpr, [x == y for y in paths])[1])]
-    return shapes, tuple(x for x in names if not _is_average(x, paths))
+    candidates = [x for x in paths if not _is_average(x, {*paths})]
+    return shapes, tuple(_needing_inputs(jaxpr, paths, candidates))
 
 
-def _is_average(path: str, paths: Sequence[str]) -> bool:
+def _needing_inputs(jaxpr: Any, paths: list[str], some_of_them: list[str]) -> list[str]:
+    """Halves paths until none of a half needs the inputs: each test walks a program."""
+    names = {*some_of_them}
+    if not names or not any(dce_jaxpr(jaxpr, [x in names for x in paths])[1]):
+        return []
+    if len(names) == 1:
+        return some_of_them
+    middle = len(some_of_them) // 2
+    halves = some_of_them[:middle], some_of_them[middle:]
+    return [name for x in halves for name in _needing_inputs(jaxpr, paths, x)]
+
+
+def _is_average(path: str, paths: set[str]) -> bool:
     module, _, name = path.rpartition("/")
-    return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= {*paths}
+    return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= paths
+
+
+def _check_dtypes(params: Any) -> None:
+    """Raises `ConfigError` for averages in half precision, which stand still."""
+    halves = jnp.bfloat16, jnp.float16
+    odd = [name for name, x in flatten(params).items() if x.dtype in halves]
+    if odd:
+        raise ConfigError(
+            f"ema_decay averages parameters in their own dtype, and {some(odd)} in "
+            "half precision, in which such averages stand still; possible are float32 "
+            "parameters (config.precision is of what is computed), or no ema_decay"
+        )
 
 
 def _check_no_averages(averages: Any) -> None:
@@ -352,6 +374,8 @@ def first_state(
     params = fields["params"]
     opt_state = () if optimizer is None else optimizer.init(params)
     has_own = own_averages(opt_state, params) is not None
+    if recipe.ema_decay is not None:
+        _check_dtypes(params)
     if has_own and recipe.ema_decay is not None:
         raise ConfigError(
             "ema_decay averages parameters, and so does this schedule-free optimizer, "

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError, near
+from haiku_template.params import flatten
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -179,7 +181,7 @@ def _usable() -> list[str]:
 
 def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
     """Error of making and updating an optimizer, by tracing it; "" for none."""
-    shapes = {"w": (2, 2), "b": (2,)}  # Why: docs/decisions/training.md#optimizer-names
+    shapes = {"w": (2, 3), "b": (4,)}  # Why: docs/decisions/training.md#optimizer-names
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -187,6 +189,7 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
             update = optax.with_extra_args_support(optimizer).update
             state = jax.eval_shape(optimizer.init, params)
             jax.eval_shape(update, params, state, params, value=0.0)
+            canonical_shapes(state)  # Raises for keys of JAX's, which none can save.
     except Exception as error:  # optax has many kinds.
         return str(error).partition("\n")[0]
     return ""
@@ -197,10 +200,20 @@ def own_averages(opt_state: Any, params: Any) -> Any:
     # Why: docs/decisions/training.md#schedule-free
     kind = optax.contrib.ScheduleFreeState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    if (state := next((x for x in nodes if isinstance(x, kind)), None)) is None:
-        return None
-    averages = optax.contrib.schedule_free_eval_params(state, params)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), averages, params)
+    states = [x for x in nodes if isinstance(x, kind)]
+    return _averages_of(states, params) if states else None
+
+
+def _averages_of(states: list[Any], params: Any) -> Any:
+    """Averages that the states of schedule-free optimizers keep, each of its part."""
+    averages = flatten(params)
+    for state in states:
+        # Where it is masked, as by `optax.partition`, it has no leaf.
+        fast = {path: x for path, x in flatten(state.z).items() if path in averages}
+        slow = {path: averages[path] for path in fast}
+        found = optax.contrib.schedule_free_eval_params(state._replace(z=fast), slow)
+        averages |= {k: x.astype(averages[k].dtype) for k, x in found.items()}
+    return jax.tree.unflatten(jax.tree.structure(params), averages.values())
 
 
 def make_optimization(

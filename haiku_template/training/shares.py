@@ -16,7 +16,7 @@ from haiku_template.devices.exact import ExactStep, Shares, exact_evaluation, in
 from haiku_template.errors import ConfigError
 from haiku_template.training import step
 from haiku_template.training.state import Recipe, TrainState, split_seed
-from haiku_template.training.step import Batch, Update, share_gradients
+from haiku_template.training.step import Batch, Update, in_dtypes, share_gradients
 from haiku_template.training.tasks import divide
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def _averages(recipe: Recipe, state: TrainState, results: list[Any]) -> Any:
         grads, scalars = jax.tree.map(lambda x: x / count, sums)
     else:
         grads, scalars = divide(sums, weight)
+    grads = in_dtypes(grads, state.params)
     grads = recipe.precision.loss_scale(state.loss_scale).unscale(grads)
 
     def mean(total: jax.Array, x: jax.Array) -> jax.Array:

@@ -21,11 +21,14 @@ import jmp
 import optax
 
 from haiku_template.devices import mean_over, norm_over
+from haiku_template.errors import ConfigError
 from haiku_template.models import inputs_of, task_rng
+from haiku_template.params import flatten
 from haiku_template.training.state import (
     Recipe,
     TrainState,
     Variables,
+    check_leaves,
     in_dtypes_of,
     own_averages,
     split_seed,
@@ -147,13 +150,9 @@ def make_update(recipe: Recipe) -> Update:
         state: TrainState, results: tuple[hk.Params, Scalars, hk.State]
     ) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
-        change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
-        try:
-            updates, opt_state = change(state.params, value=scalars["loss"])
-        except TypeError as error:  # Many take no loss.
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-            updates, opt_state = change(state.params)
+        updates, opt_state = _updates(recipe, state, grads, scalars["loss"])
+        check_leaves(state.opt_state, opt_state, "the optimizer")
+        _check_updates(updates, state.params)
         params = optax.apply_updates(state.params, updates)
         if (averages := state.ema_params) is not None:
             averages = averaged(recipe, averages, params, opt_state)
@@ -174,6 +173,35 @@ def make_update(recipe: Recipe) -> Update:
         return new, scalars
 
     return update
+
+
+def _updates(recipe: Recipe, state: TrainState, grads: Any, loss: Any) -> Any:
+    """Calls the optimizer: updates and its new state."""
+    change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
+    try:
+        try:
+            return change(state.params, value=loss)
+        except TypeError as error:  # Many take no loss.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        return change(state.params)
+    except Exception as error:
+        error.add_note(
+            "The optimizer was given gradients, parameters and the loss as `value`; "
+            "one that needs more is called by a train step of your own."
+        )
+        raise
+
+
+def _check_updates(updates: Any, params: Any) -> None:
+    """Raises `ConfigError` for updates of other shapes, which would be broadcast."""
+    shapes = {path: jnp.shape(x) for path, x in flatten(params).items()}
+    for path, x in flatten(updates).items():
+        if jnp.shape(x) != shapes.get(path):
+            raise ConfigError(
+                f"the optimizer's update of {path} is {list(jnp.shape(x))}, and what "
+                f"it updates {list(shapes.get(path, []))}; they have the same shape"
+            )
 
 
 def averaged(recipe: Recipe, averages: Any, params: Any, opt_state: Any) -> Any:
@@ -225,7 +253,9 @@ def _accumulate(
 
     last = jax.tree.map(lambda x: x[-1], micro_batches)
     grads, (_, *averages) = jax.eval_shape(gradient, state, frozen, *last)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, *averages))
+    # In half precision a sum would stand still.
+    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+    zeros = jax.tree.map(wide, (grads, *averages))
     if recipe.axis_name is not None:
         micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
     carry, _ = jax.lax.scan(add, (state.net_state, zeros), micro_batches)
@@ -238,7 +268,12 @@ def _accumulate(
         grads, scalars = jax.tree.map(lambda x: x / n, sums)
     else:
         grads, scalars = divide(sums, weight)
-    return grads, (net_state, scalars, weight)
+    return in_dtypes(grads, state.params), (net_state, scalars, weight)
+
+
+def in_dtypes(grads: Any, params: Any) -> Any:
+    """Casts gradients to the dtypes of their parameters: sums of them are float32."""
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
 
 
 def _skip_unless_finite(

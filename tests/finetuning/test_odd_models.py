@@ -248,5 +248,7 @@ def test_a_run_of_another_model_is_named(tmp_path, one_device, config):
     start.run(config, one_device, str(tmp_path / "run"))
     other = config.copy_and_resolve_references()
     other.init_from, other.model = str(tmp_path / "run"), {"name": "mlp"}
-    with pytest.raises(ConfigError, match="init_from=.*run: .* does not fit this mod"):
+    with pytest.raises(
+        ConfigError, match="init_from=.*run: .* does not fit this mod.*fresh"
+    ):
         start.run(other, one_device, str(tmp_path / "other"))
