@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.errors import ConfigError
-from haiku_template.models.losses import WEIGHT, Values, of_examples
+from haiku_template.models.losses import WEIGHT, Values
 from haiku_template.training.tasks import Task
 from haiku_text.models.logits import LazyLogits, token_losses
 
 
-@of_examples
 def token_values(
     outputs: jax.Array | LazyLogits,
     batch: dict[str, Any],
@@ -51,8 +50,7 @@ def token_values(
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}; possible are None and more than 0")
     losses = token_losses(outputs, labels, chunk)
-    loss = jnp.mean(losses, axis=1)
-    values = {"loss": loss}
+    values = {"loss": (loss := jnp.mean(losses, axis=1))}
     if (mask := batch.get("loss_mask")) is not None:
         count = jnp.sum(mask.astype(jnp.float32), axis=1)
         loss = jnp.sum(jnp.where(mask, losses, 0), axis=1) / jnp.maximum(count, 1)
@@ -73,4 +71,5 @@ def perplexity(
         return {"perplexity": math.inf}
 
 
+token_values.of_examples = True  # Its outputs.
 language_model = Task(token_values, "tokens", derive=perplexity)

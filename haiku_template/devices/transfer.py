@@ -335,8 +335,7 @@ def _dtype(path: Any, leaf: Any) -> np.dtype:
     try:
         return jax.typeof(np.empty(0, leaf.dtype.newbyteorder("="))).dtype
     except (AttributeError, TypeError) as error:
-        is_key = "key<" in str(leaf.dtype)
-        hint = "; jax.random.key_data makes numbers of one" * is_key
+        hint = "; jax.random.key_data is of numbers" * ("key<" in str(leaf.dtype))
         raise PlacementError(
             f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone{hint}"
         ) from error

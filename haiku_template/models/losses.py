@@ -3,7 +3,6 @@
 Shapes: B examples, K classes or targets.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,13 +24,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(labels < 0, jnp.nan, losses)  # They would count from the end.
 
 
-def of_examples(function: Callable[..., Values]) -> Callable[..., Values]:
-    """Marks a function of outputs that are all of examples, and none of a batch."""
-    function.of_examples = True
-    return function
-
-
-@of_examples
 def classification(logits: jax.Array, batch: dict[str, Any]) -> Values:
     """Cross-entropy in nats and accuracy: logits [B, K], `labels` int [B] in [0, K)."""
     labels = batch["labels"]
@@ -49,7 +41,6 @@ def _unfit(labels: jax.Array, outputs: jax.Array, advice: str) -> ConfigError:
     )
 
 
-@of_examples
 def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
     """Squared and absolute error, averaged over the targets of each example.
 
@@ -64,6 +55,10 @@ def regression(outputs: jax.Array, batch: dict[str, Any]) -> Values:
         "loss": jnp.mean(jnp.square(errors), axis=1),
         "absolute_error": jnp.mean(jnp.abs(errors), axis=1),
     }
+
+
+# All outputs that they take are of examples, and none of a whole batch.
+classification.of_examples = regression.of_examples = True
 
 
 def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:

@@ -128,8 +128,8 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
     if of_batch := trainer.one_numbers:
         logger.warning(
-            "the model returns %s for a batch: its evaluation is exact if that is a "
-            "mean over the examples; numbers for each, [B], are exact in any case",
+            "the model returns %s for a batch: evaluation is exact if that is a mean "
+            "over its examples, and in any case of numbers for each, [B]",
             one_numbers(of_batch),
         )
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))

@@ -88,10 +88,9 @@ def placed_inputs(
 
 
 def padded_size(n: int, dataset: Any, of_batch: Sequence[str] = ()) -> int:
-    """Rows of a padded batch: a multiple of n, of the devices; 0 for no padding.
+    """Rows of a padded batch: a multiple of n, of the devices; 0 with any `of_batch`.
 
-    It would count in outputs `of_batch`, of a whole one. Raises `PlacementError` if it
-    is needed all the same, `ConfigError` if empty.
+    Raises `PlacementError` if it would be padded and may not, `ConfigError` if empty.
     """
     if dataset.num_batches < 1:
         raise _no_batch(dataset)
@@ -214,11 +213,11 @@ def of_examples(
 
 
 def _no_rows(outputs: Any) -> ConfigError:
-    found = jax.tree.map(
+    shapes = jax.tree.map(
         lambda x: list(x.shape) if hasattr(x, "shape") else type(x).__name__, outputs
     )
     return ConfigError(
-        f"the model returns {found} for a batch, and predictions are arrays of "
+        f"the model returns {shapes} for a batch, and predictions are arrays of "
         "examples: let it return one with a row for each, [B, ...], such as the loss "
         "of each; a dataclass is registered with jax.tree_util.register_dataclass"
     )

@@ -262,19 +262,21 @@ def dependents(
     # A callback, such as one that prints, takes values and makes no leaf of them.
     equations = [x.replace(effects=set()) for x in program.jaxpr.eqns]
     jaxpr, paths = program.jaxpr.replace(eqns=equations), [*flatten(shapes)]
+    if not any(dce_jaxpr(jaxpr, True)[1]):
+        return shapes, ()
     candidates = [x for x in paths if not _is_average(x, {*paths})]
     return shapes, tuple(_needing_inputs(jaxpr, paths, candidates))
 
 
-def _needing_inputs(jaxpr: Any, paths: list[str], some_of_them: list[str]) -> list[str]:
+def _needing_inputs(jaxpr: Any, paths: list[str], candidates: list[str]) -> list[str]:
     """Halves paths until none of a half needs the inputs: each test walks a program."""
-    names = {*some_of_them}
+    names = {*candidates}
     if not names or not any(dce_jaxpr(jaxpr, [x in names for x in paths])[1]):
         return []
     if len(names) == 1:
-        return some_of_them
-    middle = len(some_of_them) // 2
-    halves = some_of_them[:middle], some_of_them[middle:]
+        return candidates
+    middle = len(candidates) // 2
+    halves = candidates[:middle], candidates[middle:]
     return [name for x in halves for name in _needing_inputs(jaxpr, paths, x)]
 
 
@@ -283,8 +285,13 @@ def _is_average(path: str, paths: set[str]) -> bool:
     return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= paths
 
 
-def _check_dtypes(params: Any) -> None:
-    """Raises `ConfigError` for averages in half precision, which stand still."""
+def _check_averaged(params: Any, has_own: bool) -> None:
+    """Raises `ConfigError` for averages beside an optimizer's, or in half precision."""
+    if has_own:
+        raise ConfigError(
+            "ema_decay averages parameters, and so does this schedule-free optimizer, "
+            "whose averages are evaluated and exported; leave out ema_decay"
+        )
     halves = jnp.bfloat16, jnp.float16
     odd = [name for name, x in flatten(params).items() if x.dtype in halves]
     if odd:
@@ -375,12 +382,7 @@ def first_state(
     opt_state = () if optimizer is None else optimizer.init(params)
     has_own = own_averages(opt_state, params) is not None
     if recipe.ema_decay is not None:
-        _check_dtypes(params)
-    if has_own and recipe.ema_decay is not None:
-        raise ConfigError(
-            "ema_decay averages parameters, and so does this schedule-free optimizer, "
-            "whose averages are evaluated and exported; leave out ema_decay"
-        )
+        _check_averaged(params, has_own)
     averaged = has_own or recipe.ema_decay is not None
     defaults = {
         "step": jnp.zeros((), jnp.int32),

@@ -187,9 +187,9 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
         with warnings.catch_warnings(action="ignore"):
             optimizer = _optimizers()[name](schedule, **keys)
             update = optax.with_extra_args_support(optimizer).update
-            state = jax.eval_shape(optimizer.init, params)
+            # Raises for keys of JAX's, which no checkpoint holds.
+            state = canonical_shapes(jax.eval_shape(optimizer.init, params))
             jax.eval_shape(update, params, state, params, value=0.0)
-            canonical_shapes(state)  # Raises for keys of JAX's, which none can save.
     except Exception as error:  # optax has many kinds.
         return str(error).partition("\n")[0]
     return ""
@@ -211,8 +211,8 @@ def _averages_of(states: list[Any], params: Any) -> Any:
         # Where it is masked, as by `optax.partition`, it has no leaf.
         fast = {path: x for path, x in flatten(state.z).items() if path in averages}
         slow = {path: averages[path] for path in fast}
-        found = optax.contrib.schedule_free_eval_params(state._replace(z=fast), slow)
-        averages |= {k: x.astype(averages[k].dtype) for k, x in found.items()}
+        means = optax.contrib.schedule_free_eval_params(state._replace(z=fast), slow)
+        averages |= {k: x.astype(averages[k].dtype) for k, x in means.items()}
     return jax.tree.unflatten(jax.tree.structure(params), averages.values())
 
 

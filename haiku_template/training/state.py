@@ -12,6 +12,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Plan
 from haiku_template.models.precision import Precision
+from haiku_template.params import flatten
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.optimizers import own_averages as own_averages
 from haiku_template.training.tasks import Task
@@ -111,6 +112,23 @@ def check_leaves(old: Any, new: Any, source: str) -> None:
                 f"{source} returns a state whose {name} is {after.get(name, 'gone')} "
                 f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
                 "of a state must stay"
+            )
+
+
+def kinds_of(shaped: Any, typed: Any) -> Any:
+    """Shapes of the leaves of one tree, shapes and dtypes of another's."""
+    return jax.tree.map(jnp.shape, shaped), jax.tree.map(jax.typeof, typed)
+
+
+def check_update(state: TrainState, updates: Any, opt_state: Any) -> None:
+    """Checks an optimizer's results: raises as `check_leaves`, and for other shapes."""
+    check_leaves(state.opt_state, opt_state, "the optimizer")
+    shapes = {path: jnp.shape(x) for path, x in flatten(state.params).items()}
+    for path, x in flatten(updates).items():
+        if jnp.shape(x) != shapes.get(path):  # It would be broadcast.
+            raise ConfigError(
+                f"the optimizer's update of {path} is {list(jnp.shape(x))}, and what "
+                f"it updates {list(shapes.get(path, []))}; they have the same shape"
             )
 
 

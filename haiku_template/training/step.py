@@ -21,15 +21,14 @@ import jmp
 import optax
 
 from haiku_template.devices import mean_over, norm_over
-from haiku_template.errors import ConfigError
 from haiku_template.models import inputs_of, task_rng
-from haiku_template.params import flatten
 from haiku_template.training.state import (
     Recipe,
     TrainState,
     Variables,
-    check_leaves,
+    check_update,
     in_dtypes_of,
+    kinds_of,
     own_averages,
     split_seed,
 )
@@ -150,9 +149,15 @@ def make_update(recipe: Recipe) -> Update:
         state: TrainState, results: tuple[hk.Params, Scalars, hk.State]
     ) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
-        updates, opt_state = _updates(recipe, state, grads, scalars["loss"])
-        check_leaves(state.opt_state, opt_state, "the optimizer")
-        _check_updates(updates, state.params)
+        change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
+        try:
+            updates, opt_state = change(state.params, value=scalars["loss"])
+        except TypeError as error:  # Many take no loss.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, opt_state = change(state.params)
+        if kinds_of(updates, opt_state) != kinds_of(state.params, state.opt_state):
+            check_update(state, updates, opt_state)
         params = optax.apply_updates(state.params, updates)
         if (averages := state.ema_params) is not None:
             averages = averaged(recipe, averages, params, opt_state)
@@ -173,35 +178,6 @@ def make_update(recipe: Recipe) -> Update:
         return new, scalars
 
     return update
-
-
-def _updates(recipe: Recipe, state: TrainState, grads: Any, loss: Any) -> Any:
-    """Calls the optimizer: updates and its new state."""
-    change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
-    try:
-        try:
-            return change(state.params, value=loss)
-        except TypeError as error:  # Many take no loss.
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-        return change(state.params)
-    except Exception as error:
-        error.add_note(
-            "The optimizer was given gradients, parameters and the loss as `value`; "
-            "one that needs more is called by a train step of your own."
-        )
-        raise
-
-
-def _check_updates(updates: Any, params: Any) -> None:
-    """Raises `ConfigError` for updates of other shapes, which would be broadcast."""
-    shapes = {path: jnp.shape(x) for path, x in flatten(params).items()}
-    for path, x in flatten(updates).items():
-        if jnp.shape(x) != shapes.get(path):
-            raise ConfigError(
-                f"the optimizer's update of {path} is {list(jnp.shape(x))}, and what "
-                f"it updates {list(shapes.get(path, []))}; they have the same shape"
-            )
 
 
 def averaged(recipe: Recipe, averages: Any, params: Any, opt_state: Any) -> Any:

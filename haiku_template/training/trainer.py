@@ -313,15 +313,16 @@ class Trainer:
     @property
     def one_numbers(self) -> tuple[str, ...]:
         """Paths as `of_batch` of a loss of the model's own, which is never padded."""
-        # Why: docs/decisions/training.md#own-loss
-        is_own = self.recipe.task.function is losses.own_loss
-        return self.of_batch if is_own else ()
+        return self.of_batch if self.recipe.task.function is losses.own_loss else ()
 
     @functools.cached_property
     def of_batch(self) -> tuple[str, ...]:
         """Paths of what the model returns of a whole batch, in which padding counts."""
-        if hasattr(self.recipe.task.function, "of_examples"):
-            return ()
+        of_examples = hasattr(self.recipe.task.function, "of_examples")
+        return () if of_examples else self._trace_of_batch()
+
+    def _trace_of_batch(self) -> tuple[str, ...]:
+        # Why: docs/decisions/training.md#own-loss
         try:  # What has that many rows by chance, as experts of a batch, is no row.
             return self._of_batch(OTHER_SIZES)
         except Exception:  # A model may be of one size.
@@ -379,7 +380,6 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
     if task.function is not losses.classification:
         return task
 
-    @losses.of_examples
     def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
         if len(shape := jnp.shape(outputs)) != 2 or shape[1] != num_outputs:
             raise ConfigError(
@@ -388,6 +388,7 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
             )
         return task.values(outputs, batch)
 
+    checked.of_examples = True
     return task._replace(values=checked)
 
 
