@@ -43,7 +43,8 @@ HOME = re.compile(
 # `--config.KEY=None` for numbers, and tuples for keys that a config lacks: config_flags
 # refuses both. Why: docs/decisions/training.md#none
 TUPLE = r"(?:(?<=\.model\.remat=)|(?<=\.data\.classes=))\(.*\)"
-LITERAL = re.compile(rf"--config\.([\w.]+)=(None|{TUPLE})")
+LITERAL = re.compile(rf"--?config\.([\w.]+)=(None|{TUPLE})")
+NONE = re.compile(r"(?<=\0)(--?config\.[\w.]+)\0None(?=\0|$)")  # In two words.
 FLAGS = flags.FLAGS
 # What a path that was asked for may be, beside absent: Python raises where it looks.
 UNSEEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
@@ -350,15 +351,15 @@ def _no_choice(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
-    argv = HOME.sub(_at_home, "\0".join(argv)).split("\0")
+    argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
     try:
         file = _config_file(argv)
         if file and not file.is_file():
             argv, file = _shipped(argv, file)
-        if file and any(map(HELP.fullmatch, argv)):
-            argv = _print_keys(argv)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}
+        if file and any(map(HELP.fullmatch, argv)):
+            argv, literals = _print_keys(file, argv, literals), {}
         arguments = FLAGS([word for word in argv if word not in literals])
         if len(arguments) > 1 and not has_arguments:
             raise ValueError(
@@ -393,9 +394,13 @@ def _without_overridden(argv: list[str]) -> list[str]:
     return [word for i, (word, key) in pairs if key is None or is_last(i, key)]
 
 
-def _print_keys(argv: list[str]) -> list[str]:
+def _print_keys(
+    file: Path, argv: list[str], literals: dict[str, re.Match]
+) -> list[str]:
     """Prints the keys of the config that was given; returns words that ask for help."""
-    FLAGS([word for word in argv if not HELP.fullmatch(word)])
+    others = [word for word in argv if word not in literals]
+    FLAGS([word for word in others if not HELP.fullmatch(word)])
+    _set_literals(file, literals.values())
     values = FLAGS["config"].value
     print(f"keys of {_config_file(argv)}, and their values:\n")
     for key, value in config.flatten(values.to_dict(), "config.").items():

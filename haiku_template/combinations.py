@@ -66,10 +66,10 @@ def combinations(
 def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
     """Reads `KEY=VALUE,VALUE`: the key, and each value as text and as itself."""
     key, equals, text = word.removeprefix("config.").partition("=")
-    if not equals or not key or not text:
+    if not equals or not key or not text or key.startswith("-"):
         raise ConfigError(
             f"{word!r} is not understood; possible is a key of the config with values, "
-            "such as seed=0,1,2"
+            "such as seed=0,1,2; flags stand before, and begin with --"
         )
     try:
         values = ast.literal_eval(f"[{text}]")  # Tuples among them.
@@ -81,10 +81,11 @@ def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def _literal(text: str) -> Any:
+    """Reads a value as a flag has it: Python's, `true`, `false`, or text."""
     try:
         return ast.literal_eval(text)
     except config.NO_LITERAL:
-        return text
+        return {"true": True, "false": False}.get(text, text)
 
 
 def shares(device: str, count: int) -> list[str]:

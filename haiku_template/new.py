@@ -4,7 +4,7 @@
 
 `make new` in a clone is the same. `--eject=loop` copies the loop and the mathematics of
 a step, to be changed; `--vendor`, in a clone, puts a wheel into the project.
-`--notebooks=DIR` copies the notebooks. Exit codes: 0 done, 64 the name or the folder
+`--notebooks=DIR`, alone, copies the notebooks. Exit codes: 0 done, 64 the name or the folder
 cannot be used, or it is not known what to depend on; nothing was written.
 """
 
@@ -32,6 +32,9 @@ def main(words: list[str]) -> int:
     name = next((word for word in joined if not word.startswith("-")), None)
     flags = [word for word in joined if word != name]
     copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
+    copies = [os.path.expanduser(x) for x in copies]
+    if copies and (not copies[0] or len(joined) > 1):
+        return _refuse("--notebooks=DIR stands alone, and a project without it")
     if (home := shipped.folder("notebooks" if copies else "skeleton")) is None:
         return _refuse("this installation has neither notebooks nor a skeleton")
     if copies:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 PREEMPTED, STALLED, INTERRUPTED = 75, 76, 130
+RESUMED = {PREEMPTED, STALLED, INTERRUPTED}  # By the same command.
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 # The second is Slurm's custom for a time limit that is near.
 EXIT_CODES |= {signal.SIGHUP: PREEMPTED, signal.SIGUSR1: PREEMPTED}

@@ -60,8 +60,10 @@ def main(words: list[str]) -> None:
         comparison.show(folder, comparison.summarize_runs(folder))
     if faults := {name: code for name, code in codes.items() if code}:
         error = NonFiniteError(
-            f"{len(faults)} of {len(members)} runs ended early: {' '.join(faults)}; "
-            "the same command resumes them"
+            f"{len(faults)} of {len(members)} runs ended early, each with its line "
+            f"above: {' '.join(faults)}"
+            + "; the same command resumes them"
+            * signals.RESUMED.issuperset(faults.values())
         )
         error.exit_code = next(iter(faults.values()))
         raise error
@@ -69,6 +71,10 @@ def main(words: list[str]) -> None:
 
 def _train_here(members: list[Member]) -> dict[str, int]:
     """Trains one after another in this process; returns the exit code of each."""
+    shares, *more = {member.config.exact_elastic for member in members}
+    if shares and not more:
+        # Why: docs/decisions/training.md#threads
+        os.environ.setdefault("PJRT_NPROC", str(shares))
     devices = cli.device_manager()  # From here on JAX is imported.
     import jax
 
@@ -82,7 +88,9 @@ def _train_here(members: list[Member]) -> dict[str, int]:
             codes[name] = 0
             try:
                 start.run(member.config, devices, str(member.workdir))
-            except NonFiniteError as error:
+            except (ConfigError, NonFiniteError) as error:
+                if FLAGS.only is not None:
+                    raise
                 print(f"error: {name}: {error}", file=sys.stderr, flush=True)
                 codes[name] = error.exit_code
             jax.clear_caches()  # Programs of this run; what they hold on devices.

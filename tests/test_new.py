@@ -415,6 +415,17 @@ def test_runs_with_nothing_installed():
     assert_refused(done, "cannot be a package")
 
 
+def test_notebooks_stand_alone_and_know_the_home_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    books = f"--notebooks={tmp_path / 'books'}"
+    for more in (["my_project"], ["--vendor"], ["--bogus"], [books + "2"]):
+        assert command.main([books, *more]) == 64
+        assert "stands alone" in capsys.readouterr().err
+    assert command.main(["--notebooks="]) == 64 and not [*tmp_path.iterdir()]
+    assert command.main(["--notebooks=~/books"]) == 0
+    assert len([*(tmp_path / "books").glob("*.ipynb")]) == 6
+
+
 def test_notebooks_are_copied_whole_or_not_at_all(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert command.main([f"--notebooks={tmp_path / 'file/books'}"]) == 64

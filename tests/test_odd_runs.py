@@ -21,16 +21,18 @@ from haiku_template.data import (
     Split,
     from_split,
 )
+from haiku_template.data.datasets import by_name
 from haiku_template.errors import ConfigError, NonFiniteError, StorageError
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.comparison import summarize_run
+from haiku_template.runs.limits import within
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage import read
 from haiku_template.storage.checkpoint import metrics_of
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer
-from tests.runs import run_steps
+from tests.runs import ROOT, run_command, run_steps
 from tests.test_predict import config_of
 
 RNG = np.random.default_rng(0)
@@ -377,3 +379,37 @@ def test_a_step_that_is_evaluated_twice_counts_once():
     rows = [{"step": i, "eval/x": 1.0 + i} for i in (1, 2, 2, 2)]
     assert not early_stop("eval/x", 2)(rows)
     assert early_stop("eval/x", 2)([*rows, {"step": 3, "eval/x": 4.0}])
+
+
+def test_a_time_limit_may_be_infinite(tmp_path, one_device):
+    """It is waited for in a thread, and no clock counts so far."""
+    errors, options = [], OPTIONS | {"workdir": tmp_path / "run"}
+    before, threading.excepthook = threading.excepthook, errors.append
+    try:
+        within(np.inf, train)(made(one_device), **options)
+    finally:
+        threading.excepthook = before
+    assert not errors
+
+
+@pytest.mark.parametrize("path", [2024, "2024"])
+def test_a_path_may_be_a_number(tmp_path, monkeypatch, path):
+    """A flag reads it as one: `--config.data.path=2024`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2024").mkdir()
+    with pytest.raises(ConfigError, match="2024"):
+        by_name({"name": "npz", "path": path}, BatchSpec(8))
+
+
+def test_none_is_a_value_in_every_form_of_a_flag():
+    words = ["--config=digits", "--config.eval_every=None", "-config.ema_decay=None"]
+    words += ["--config.optimizer.clip_norm", "None", "--config.seed", "3", "--help"]
+    done = run_command("train", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "eval_every=None",
+        "ema_decay=None",
+        "optimizer.clip_norm=None",
+        "seed=3",
+    ):
+        assert f"--config.{line}\n" in done.stdout

@@ -13,6 +13,7 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template import combinations as sweep
+from haiku_template import sweep as command
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs import comparison, start
@@ -46,10 +47,56 @@ def test_a_sweep_trains_each_combination_in_one_process(swept):
     # One run is not finite, which is said and ends no other.
     assert done.returncode == 70 and "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: 1 of 3 runs ended early: learning_rate=1e30,seed=0")
+    assert last == (
+        "error: 1 of 3 runs ended early, each with its line above: "
+        "learning_rate=1e30,seed=0"
+    )
     assert done.stdout.count("Parameters") == 3
     assert "┃ learning_rate ┃" in done.stdout and "not saved" in done.stdout
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_values_of_a_sweep_are_those_of_flags(tmp_path):
+    """A word such as `false` was text, which is true."""
+    config = digits.get_config()
+    word = "model.deep=true,false,True,None,1,1e-3,x,False"
+    members = sweep.combinations(config, tmp_path, [word])
+    values = [member.config.model.deep for member in members]
+    assert values == [True, False, True, None, 1, 1e-3, "x", False]
+    assert [type(x) for x in values[:3]] == [bool] * 3
+    with pytest.raises(ConfigError, match="'--config.seed=1' is not understood.*flags"):
+        sweep.combinations(config, tmp_path, ["--config.seed=1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_value_that_is_refused_ends_no_other_run(tmp_path, parallel):
+    words = [f"--parallel={parallel}", "precision=float32,bfloat15,bfloat16"]
+    done = sweep_in(tmp_path / "runs", *words)
+    assert done.returncode == 64 and "Traceback" not in done.stderr
+    assert "bfloat15'; possible are" in done.stderr + done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("ended early, each with its line above: precision=bfloat15")
+    assert done.stdout.count("│ done ") == 2
+
+
+@pytest.mark.parametrize(("shares", "threads"), [("8", "8"), ("4,8", None)])
+def test_a_sweep_of_logical_shares_has_the_threads_of_a_run(
+    tmp_path, monkeypatch, shares, threads
+):
+    """Before JAX starts; of several numbers of shares in one process there are none."""
+
+    def stop():
+        raise InterruptedError
+
+    monkeypatch.setattr(command.cli, "device_manager", stop)
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setattr(command.os, "environ", environ := dict(command.os.environ))
+    config = digits.get_config()
+    members = sweep.combinations(config, tmp_path, [f"exact_elastic={shares}"])
+    with pytest.raises(InterruptedError):
+        command._train_here(members)
+    assert environ.get("PJRT_NPROC") == threads
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def data_path(path: str | None, name: str, description: str) -> Path:
             f"the data set {name} needs {description}: --config.data.path=PATH "
             "(nothing is downloaded)"
         )
-    return Path(path).expanduser()
+    return Path(str(path)).expanduser()  # `--config.data.path=2024` is a number.
 
 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:

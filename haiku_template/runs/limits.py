@@ -46,7 +46,7 @@ def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
     passed, over = threading.Event(), threading.Event()
 
     def end(thread: int) -> None:
-        over.wait(60 * minutes)
+        over.wait(min(60 * minutes, threading.TIMEOUT_MAX))
         while not over.wait(POLL_SECONDS):
             if run := LISTENING.get(thread):
                 passed.set()

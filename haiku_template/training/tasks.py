@@ -189,10 +189,9 @@ def _no_labels(task: Task, names: list[str]) -> ConfigError:
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
         f"the task's {name!r} is [] for {rows} examples, not one number per example; "
-        "some may be padding in evaluation: let it take `mask`, bool [B], False there, "
-        "which a constant has no use for "
-        "(on several devices, what the model makes of a batch counts padding; it has "
-        "none if eval batches divide the set)"
+        "some may be padding in evaluation: let it take `mask`, bool [B], False there "
+        "(a constant may leave it unused; on several devices, what the model makes of "
+        "a batch counts padding, and there is none if eval batches divide the set)"
     )
 
 
