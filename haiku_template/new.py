@@ -4,8 +4,8 @@
 
 `make new` in a clone is the same. `--eject=loop` copies the loop and the mathematics of
 a step, to be changed; `--vendor`, in a clone, puts a wheel into the project.
-`--notebooks=DIR`, alone, copies the notebooks. Exit codes: 0 done, 64 the name or the folder
-cannot be used, or it is not known what to depend on; nothing was written.
+`--notebooks=DIR`, alone, copies the notebooks. Exit codes: 0 done, 64 the name or the
+folder cannot be used, or it is not known what to depend on; nothing was written.
 """
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def check_files(
     files, trusted = files_of(module), [*_roots(roots)]
     if not files and not (module == "__main__" in sys.modules):
         raise ConfigError(
-            f"{setting} cannot be imported from here: {module} is no file of yours"
+            f"{setting} cannot be imported from here: {module} is no file of yours; "
+            "possible is its folder as the current one, or as PYTHONPATH and --trust"
         )
     for file in files:
         if _is_inside(file, workdir):
