@@ -228,10 +228,10 @@ def _accumulate(
         return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
     last = jax.tree.map(lambda x: x[-1], micro_batches)
-    grads, (_, *averages) = jax.eval_shape(gradient, state, frozen, *last)
+    abstract, (_, *averages) = jax.eval_shape(gradient, state, frozen, *last)
     # In half precision a sum would stand still.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
-    zeros = jax.tree.map(wide, (grads, *averages))
+    zeros = jax.tree.map(wide, (abstract, *averages))
     if recipe.axis_name is not None:
         micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
     carry, _ = jax.lax.scan(add, (state.net_state, zeros), micro_batches)
@@ -244,12 +244,12 @@ def _accumulate(
         grads, scalars = jax.tree.map(lambda x: x / n, sums)
     else:
         grads, scalars = divide(sums, weight)
-    return in_dtypes(grads, state.params), (net_state, scalars, weight)
+    return in_dtypes(grads, abstract), (net_state, scalars, weight)
 
 
-def in_dtypes(grads: Any, params: Any) -> Any:
-    """Casts gradients to the dtypes of their parameters: sums of them are float32."""
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
+def in_dtypes(grads: Any, like: Any) -> Any:
+    """Casts gradients, whose sums are float32, to the dtypes of another tree."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), grads, like)
 
 
 def _skip_unless_finite(
