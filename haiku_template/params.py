@@ -1,5 +1,6 @@
 """Haiku parameters by path: `gpt/block_0/attention/qkv/w` is module and name."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,10 +38,17 @@ def matching(pattern: str, paths: Iterable[str]) -> set[str]:
     return {path for path in paths if fnmatch.fnmatchcase(path, pattern)}
 
 
+def path_of(keys: Any) -> str:
+    """Path of a leaf in simple form, as `flatten` has it."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
 def in_dictionaries(tree: Any) -> Any:
     """Replaces named tuples and registered dataclasses, which few formats have."""
     one_level = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
     fields = {keys[0]: in_dictionaries(x) for keys, x in one_level if keys}
+    if not one_level and (hasattr(tree, "_fields") or dataclasses.is_dataclass(tree)):
+        return {}
     if fields and all(hasattr(key, "name") for key in fields):
         return {key.name: x for key, x in fields.items()}
     return jax.tree.map(

@@ -25,6 +25,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
 from haiku_template.models.precision import Precision
+from haiku_template.params import in_dictionaries
 from haiku_template.pretrained.writing import check_new, new_file
 from haiku_template.runs import (
     Run,
@@ -357,6 +358,17 @@ def test_inputs_and_outputs_of_a_users_class_are_dictionaries_in_files(
             f"outputs/{second}/more/{first}",
             "labels",
         }
+
+
+class Nothing(NamedTuple):
+    """As optax's empty state."""
+
+
+def test_trees_are_in_dictionaries_whatever_they_hold():
+    tree = {"a": Nothing(), "b": (Outputs(1, [2, None]), {}), "c": Graph(4, Nothing())}
+    there = {"a": {}, "b": ({"logits": 1, "inputs": [2, None]}, {})}
+    assert in_dictionaries(tree) == there | {"c": {"nodes": 4, "edges": {}}}
+    assert in_dictionaries(7) == 7 and in_dictionaries(None) is None
 
 
 def test_an_error_without_words_has_its_class(tmp_path):

@@ -52,8 +52,10 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
     facts += f" ({several})" * (len(sizes) > 1)
     if len(free) != sum(unnamed.values()):
         beside = [x for x in sizes if x in columns]
-        named = f" ({some(free)}) beside {', '.join(beside)}" * bool(beside)
-        label = "; one of labels is named label" * (len(free) > sum(unnamed.values()))
+        named = f" ({some(free)})" * (columns != _numbered(len(columns)))
+        named += f" beside {', '.join(beside)}" * bool(beside)
+        is_long = not labels and len(free) > sum(unnamed.values())
+        label = "; one of labels is named label" * is_long
         raise ValueError(
             f"it has {len(free)} columns of inputs{named}, and {facts}{label}"
         )

@@ -65,9 +65,10 @@ def verify(  # Why: docs/decisions/models.md#verify
     else:
         (here,) = trainer.predict(state, one)
     both = flatten(here, is_leaf=lambda x: x is None), flatten(there)
-    if of_batch := {name for name, x in both[0].items() if x is None}:
+    absent = {name for name, x in both[0].items() if x is None}
+    if of_batch := absent & {*trainer.of_batch}:
         logger.warning("not compared, as of a whole batch: %s", some(sorted(of_batch)))
-        both = [{k: x for k, x in y.items() if k not in of_batch} for y in both]
+    both = [{k: x for k, x in y.items() if k not in absent} for y in both]
     comparisons = list(_compare(*both))
     yield from comparisons
     wrong = [x for x in comparisons if not x.difference <= tolerance * (x.largest or 1)]

@@ -19,7 +19,7 @@ from haiku_template.devices.transfer import detached, own_rows, pad_rows
 from haiku_template.errors import ConfigError, PlacementError, some
 from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
-from haiku_template.params import flatten
+from haiku_template.params import path_of
 from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
 from haiku_template.training.tasks import example_values, weighted_sum
@@ -198,12 +198,13 @@ def of_examples(
 ) -> Callable[..., Any]:
     """Replaces outputs of a whole batch, of these paths, by None: padding may count.
 
-    What it returns raises `ConfigError` if there are no others, or one is no array.
+    What it returns raises `ConfigError` if there are no others.
     """
 
     def predict_rows(*args: Any) -> Any:
         outputs = predict_step(*args)
-        paths = iter(flatten(outputs))
+        leaves = jax.tree_util.tree_leaves_with_path(outputs)
+        paths = (path_of(keys) for keys, _ in leaves)
         rows = jax.tree.map(lambda x: None if next(paths) in of_batch else x, outputs)
         if not jax.tree.leaves(rows):
             raise _no_rows(outputs)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from haiku_template.devices import canonical_shapes
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
 
@@ -187,8 +187,7 @@ def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:
         with warnings.catch_warnings(action="ignore"):
             optimizer = _optimizers()[name](schedule, **keys)
             update = optax.with_extra_args_support(optimizer).update
-            # Raises for keys of JAX's, which no checkpoint holds.
-            state = canonical_shapes(jax.eval_shape(optimizer.init, params))
+            state = canonical_shapes(jax.eval_shape(optimizer.init, params))  # No keys.
             jax.eval_shape(update, params, state, params, value=0.0)
     except Exception as error:  # optax has many kinds.
         return str(error).partition("\n")[0]
@@ -208,8 +207,12 @@ def _averages_of(states: list[Any], params: Any) -> Any:
     """Averages that the states of schedule-free optimizers keep, each of its part."""
     averages = flatten(params)
     for state in states:
-        # Where it is masked, as by `optax.partition`, it has no leaf.
-        fast = {path: x for path, x in flatten(state.z).items() if path in averages}
+        fast = flatten(state.z)  # Where it is masked, as by `optax.partition`: no leaf.
+        if odd := fast.keys() - averages.keys():
+            raise ConfigError(
+                f"a schedule-free optimizer keeps averages of {some(odd)!r}, which is "
+                "no parameter: leave out the wrapper that changes their tree"
+            )
         slow = {path: averages[path] for path in fast}
         means = optax.contrib.schedule_free_eval_params(state._replace(z=fast), slow)
         averages |= {k: x.astype(averages[k].dtype) for k, x in means.items()}

@@ -128,7 +128,7 @@ def check_update(state: TrainState, updates: Any, opt_state: Any) -> None:
         if jnp.shape(x) != shapes.get(path):  # It would be broadcast.
             raise ConfigError(
                 f"the optimizer's update of {path} is {list(jnp.shape(x))}, and what "
-                f"it updates {list(shapes.get(path, []))}; they have the same shape"
+                f"it updates {list(shapes.get(path, []))}; they must have one shape"
             )
 
 

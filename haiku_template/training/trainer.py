@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import tree_leaves_with_path
 
 from haiku_template import finetuning as tuning
 from haiku_template import stored
@@ -26,7 +27,7 @@ from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import inputs_of, with_state
 from haiku_template.models.precision import Precision
-from haiku_template.params import flatten
+from haiku_template.params import flatten, path_of
 from haiku_template.reporting.perf import Work
 from haiku_template.training import evaluation as evaluations
 from haiku_template.training import tasks
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OTHER_SIZES = 7  # Batches that a model is traced with, to tell which axes are theirs.
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
@@ -80,6 +80,7 @@ class Trainer:
     """
 
     left_out: frozenset[int] = frozenset()
+    _takes_any_size = True  # Unless `of_batch` finds otherwise.
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
@@ -253,7 +254,7 @@ class Trainer:
             size = self.padded_size(dataset)
             shapes = size, dataset.num_batches
             with contextlib.ExitStack() as stack:
-                if shapes not in self._evaluated:
+                if not size or shapes not in self._evaluated:  # Their last ones differ.
                     # Compiling may read arrays that a task or a model closes over.
                     stack.enter_context(self.devices.implicit_transfers())
                 sums = add_up(self.devices, eval_step, dataset, size, self.feed.alone)
@@ -307,7 +308,8 @@ class Trainer:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         with self.feed.alone(), self.devices.implicit_transfers():
-            of_batch = self.of_batch if shares == 1 else self.one_numbers
+            is_cut = shares == 1 and self.of_batch and self._takes_any_size
+            of_batch = self.of_batch if is_cut else self.one_numbers
             return evaluations.padded_size(shares, dataset, of_batch)
 
     @property
@@ -323,25 +325,29 @@ class Trainer:
 
     def _trace_of_batch(self) -> tuple[str, ...]:
         # Why: docs/decisions/training.md#own-loss
+        size = self.feed.batch_size
         try:  # What has that many rows by chance, as experts of a batch, is no row.
-            return self._of_batch(OTHER_SIZES)
-        except Exception:  # A model may be of one size.
-            return self._of_batch(1)
+            return self._of_batch(7 * size + 1)
+        except Exception:  # A model may be of one size, or of its multiples.
+            self._takes_any_size = False
+            return self._of_batch(size)
 
-    def _of_batch(self, times: int) -> tuple[str, ...]:
-        size, predict_step = self.feed.batch_size * times, self._predict_function()
+    def _of_batch(self, size: int) -> tuple[str, ...]:
+        predict_step = self._predict_function()
         longer = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
         inputs = inputs_of(self.feed.example, self.recipe.task.whole_batch)
-        shapes: dict[str, tuple[int, ...]] = {}
+        of_batch: list[str] = []
 
         def look(*args: Any) -> None:  # Outputs may be of any type, and stay inside.
-            outputs = flatten(predict_step(*args))
-            shapes.update({path: np.shape(x) for path, x in outputs.items()})
+            outputs = tree_leaves_with_path(predict_step(*args))
+            of_batch.extend(
+                path_of(k) for k, x in outputs if np.shape(x)[:1] != (size,)
+            )
 
         places = jax.ShapeDtypeStruct((size,), np.int32)
         batch = jax.tree.map(longer, inputs), places
         self.devices.abstract(look, *self.abstract.of_model(), batch)
-        return tuple(path for path, x in shapes.items() if x[:1] != (size,))
+        return tuple(of_batch)
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Parameters to evaluate, adapters merged, and network state.

@@ -159,22 +159,26 @@ def test_what_is_of_examples_is_no_matter_of_their_number(devices, rows):
     assert all(x["loads"] is None and len(x["logits"]) == 4 for x in predictions)
 
 
-def test_a_model_of_one_batch_size_is_evaluated(one_device):
+@pytest.mark.parametrize("size", [13, 16])
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_model_of_one_batch_size_is_evaluated(one_device, groups, size):
     """It cannot be traced with any other, which would tell its rows for sure."""
 
     def forward(inputs, is_training):
-        assert len(inputs) in (1, 8)  # Parameters are made with one example.
+        if groups and len(inputs) > 1:  # Of four, as of a minibatch's deviation.
+            inputs = inputs.reshape(-1, 4, 5).reshape(-1, 5)
+        assert groups or len(inputs) in (1, 8)  # Parameters are made with one.
         return hk.Linear(3)(inputs), 2.0
 
     trainer = Experiment(
         model=hk.transform(forward),
         task=lambda outputs, batch: classification.values(outputs[0], batch),
-        data=example(16, 8),
+        data=example(size, 8),
         optimizer=optax.sgd(0.1),
     ).trainer(one_device)
     state = trainer.init()
     assert trainer.of_batch == ("1",) and trainer.evaluate(state)["eval/loss"] > 0
-    assert [len(logits) for logits, _ in trainer.predict(state)] == [8, 8]
+    assert [len(logits) for logits, _ in trainer.predict(state)] == [8, size - 8]
 
 
 def test_padding_that_gives_nan_does_not_count(one_device):

@@ -179,6 +179,12 @@ def test_a_schedule_free_optimizer_of_a_part_averages_that_part(
             assert (name in free) == bool(len(z))
 
 
+def test_a_schedule_free_optimizer_of_another_tree_is_refused(one_device):
+    """Its averages would be lost, and the points of the gradients evaluated."""
+    with pytest.raises(ConfigError, match="averages of '', which is no parameter"):
+        trainer(one_device, optimizer=optax.flatten(FREE))
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "words"),
     [
