@@ -398,8 +398,7 @@ def _print_keys(
     file: Path, argv: list[str], literals: dict[str, re.Match]
 ) -> list[str]:
     """Prints the keys of the config that was given; returns words that ask for help."""
-    others = [word for word in argv if word not in literals]
-    FLAGS([word for word in others if not HELP.fullmatch(word)])
+    FLAGS([x for x in argv if x not in literals and not HELP.fullmatch(x)])
     _set_literals(file, literals.values())
     values = FLAGS["config"].value
     print(f"keys of {_config_file(argv)}, and their values:\n")

@@ -69,7 +69,7 @@ def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:
     if not equals or not key or not text or key.startswith("-"):
         raise ConfigError(
             f"{word!r} is not understood; possible is a key of the config with values, "
-            "such as seed=0,1,2; flags stand before, and begin with --"
+            "such as seed=0,1,2; flags come before the keys"
         )
     try:
         values = ast.literal_eval(f"[{text}]")  # Tuples among them.

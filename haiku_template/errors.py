@@ -72,6 +72,10 @@ class StorageError(RuntimeError):
     exit_code = 74
 
 
+class MisfitError(StorageError):
+    """A checkpoint with other leaves than the model's, of which nothing was loaded."""
+
+
 class DamagedError(StorageError):
     """A checkpoint that is not what was saved; another of the run may be."""
 

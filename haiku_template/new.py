@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
     copies = [os.path.expanduser(x) for x in copies]
     if copies and (not copies[0] or len(joined) > 1):
-        return _refuse("--notebooks=DIR stands alone, and a project without it")
+        return _refuse("--notebooks=DIR takes no other words: a project is made apart")
     if (home := shipped.folder("notebooks" if copies else "skeleton")) is None:
         return _refuse("this installation has neither notebooks nor a skeleton")
     if copies:

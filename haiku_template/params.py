@@ -44,7 +44,7 @@ def path_of(keys: Any) -> str:
 
 
 def in_dictionaries(tree: Any) -> Any:
-    """Replaces named tuples and registered dataclasses, which few formats have."""
+    """Converts named tuples and registered dataclasses, for formats without them."""
     one_level = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
     fields = {keys[0]: in_dictionaries(x) for keys, x in one_level if keys}
     if not one_level and (hasattr(tree, "_fields") or dataclasses.is_dataclass(tree)):

@@ -71,10 +71,10 @@ def main(words: list[str]) -> None:
 
 def _train_here(members: list[Member]) -> dict[str, int]:
     """Trains one after another in this process; returns the exit code of each."""
-    shares, *more = {member.config.exact_elastic for member in members}
-    if shares and not more:
+    counts = {member.config.exact_elastic for member in members}
+    if len(counts) == 1 and (count := counts.pop()):
         # Why: docs/decisions/training.md#threads
-        os.environ.setdefault("PJRT_NPROC", str(shares))
+        os.environ.setdefault("PJRT_NPROC", str(count))
     devices = cli.device_manager()  # From here on JAX is imported.
     import jax
 

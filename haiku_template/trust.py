@@ -41,7 +41,7 @@ def check_files(
     if not files and not (module == "__main__" in sys.modules):
         raise ConfigError(
             f"{setting} cannot be imported from here: {module} is no file of yours; "
-            "possible is a command in the folder that it is in"
+            "run the command in its folder"
         )
     for file in files:
         if _is_inside(file, workdir):

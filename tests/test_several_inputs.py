@@ -240,7 +240,7 @@ WRONG = {
     ),
     "many.csv": (
         "a,b,c,price,town\n1,2,3,4,5\n",
-        "4 columns of inputs .a, b, c and 1 more. beside town, .*; one of labels is na",
+        "4 columns of inputs .a, b, c and 1 more. beside town, .*; a column of labels",
     ),
     "other.csv": ("a,b,c,d\n1,2,3,0\n", "has no columns numbers, town, and an example"),
     "half.csv": ("a,b,c,town\n1,2,3,0.5\n", "town of .* is float64, and the run was"),

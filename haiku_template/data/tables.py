@@ -52,12 +52,12 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
     facts += f" ({several})" * (len(sizes) > 1)
     if len(free) != sum(unnamed.values()):
         beside = [x for x in sizes if x in columns]
-        named = f" ({some(free)})" * (columns != _numbered(len(columns)))
-        named += f" beside {', '.join(beside)}" * bool(beside)
+        names = f" ({some(free)})" * (columns != _numbered(len(columns)))
+        names += f" beside {', '.join(beside)}" * bool(beside)
         is_long = not labels and len(free) > sum(unnamed.values())
-        label = "; one of labels is named label" * is_long
+        hint = "; a column of labels is named label" * is_long
         raise ValueError(
-            f"it has {len(free)} columns of inputs{named}, and {facts}{label}"
+            f"it has {len(free)} columns of inputs{names}, and {facts}{hint}"
         )
     if columns != _numbered(len(columns)) and len(unnamed) > 1:
         raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")

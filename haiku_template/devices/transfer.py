@@ -335,7 +335,7 @@ def _dtype(path: Any, leaf: Any) -> np.dtype:
     try:
         return jax.typeof(np.empty(0, leaf.dtype.newbyteorder("="))).dtype
     except (AttributeError, TypeError) as error:
-        hint = "; jax.random.key_data is of numbers" * ("key<" in str(leaf.dtype))
+        hint = "; jax.random.key_data has its numbers" * ("key<" in str(leaf.dtype))
         raise PlacementError(
             f"{_holds(path)} {leaf.dtype}, and devices compute with numbers alone{hint}"
         ) from error

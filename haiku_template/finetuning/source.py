@@ -14,7 +14,13 @@ from haiku_template import pretrained
 from haiku_template.bounded import read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError, DamagedError, StorageError, download
+from haiku_template.errors import (
+    ConfigError,
+    DamagedError,
+    MisfitError,
+    StorageError,
+    download,
+)
 from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
 from haiku_template.models import HUGGING_FACE, Family
@@ -80,13 +86,6 @@ def open_source(
     if trees.is_tree(path):
         return functools.partial(read, list_tensors=_tensors_of_tree)
     return read
-
-
-def _misfit(workdir: Path, error: StorageError) -> ConfigError:
-    fresh = "; possible is config.finetuning.fresh, of those to start from the seed"
-    return ConfigError(
-        f"config.init_from={workdir}: {error}" + fresh * ("does not fit" in str(error))
-    )
 
 
 def check_readable(init_from: str) -> None:
@@ -184,7 +183,9 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
         except DamagedError:
             raise
         except StorageError as error:  # Another model's, as a file would be.
-            raise _misfit(workdir, error) from error
+            fresh = "; config.finetuning.fresh names those to start from the seed"
+            fresh *= isinstance(error, MisfitError)
+            raise ConfigError(f"config.init_from={workdir}: {error}{fresh}") from error
 
     return of_run
 

@@ -13,7 +13,7 @@ from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.preflight.budget import Budget, check_budget
 from haiku_template.registry import IMPORTING
-from haiku_template.training.evaluation import one_numbers, pad, summarize
+from haiku_template.training.evaluation import numbers_text, pad, summarize
 from haiku_template.training.state import split_seed
 from haiku_template.training.trainer import Trainer
 
@@ -126,12 +126,8 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         return
     for evaluation in (dataset, *(sets := data.evaluations).values()):
         trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
-    if of_batch := trainer.one_numbers:
-        logger.warning(
-            "the model returns %s for a batch: evaluation is exact if that is a mean "
-            "over its examples, and in any case of numbers for each, [B]",
-            one_numbers(of_batch),
-        )
+    if of_batch := trainer.own_batch_outputs:
+        _warn_of_numbers(of_batch)
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
@@ -146,6 +142,14 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     check_measured("best_metric", best_metric, names)
     if early and not early.startswith(("train/", "perf/")):
         check_measured("early_stop.metric", early, names)
+
+
+def _warn_of_numbers(of_batch: Sequence[str]) -> None:
+    logger.warning(
+        "the model returns %s for a batch: its evaluation is exact if that is a mean "
+        "over the examples; numbers for each, [B], are exact in any case",
+        numbers_text(of_batch),
+    )
 
 
 def _with_sets(names: Iterable[str], sets: Iterable[str]) -> list[str]:

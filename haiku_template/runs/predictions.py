@@ -141,20 +141,19 @@ def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:
 def class_scores(trainer: Trainer, outputs: Any) -> tuple[np.ndarray, Any]:
     """Names of K classes, and the outputs that score them, [B, K]: the only ones.
 
-    None are scores where the task is not of classes, and neither is the data: with
-    names of classes, and a label of one whole number [B]. A loss of one's own, of any
-    labels, says nothing of its outputs; several labels an example, or numbers, would
-    make the highest of K outputs no class.
+    The scores are None unless the task is of classes, or the data has names of classes
+    and one whole number an example as its label, [B]: a loss of one's own, of any
+    labels, says nothing of its outputs.
     """
     data, example = trainer.experiment.data, trainer.feed.example
     names = np.array(data.class_names or range(data.num_outputs))
     labels = example.get("labels") if isinstance(example, dict) else None
     has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
     is_named = has_classes and bool(data.class_names)
-    scores, *more = jax.tree.leaves(outputs)
-    if more or not is_named and trainer.recipe.task.labels != "classes":
-        return names, None
-    return names, scores if scores.shape[1:] == names.shape else None
+    leaves = jax.tree.leaves(outputs)
+    is_of_classes = is_named or trainer.recipe.task.labels == "classes"
+    shapes = [x.shape[1:] for x in leaves]
+    return names, leaves[0] if is_of_classes and shapes == [names.shape] else None
 
 
 def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]:

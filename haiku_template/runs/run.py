@@ -232,8 +232,8 @@ class Run:  # Why: docs/decisions/house.md#run
         """Metrics of the evaluation set; those of classes also give confusion.png.
 
         Of other `examples`, arrays [N, ...] as in a batch of the run or an evaluation
-        set, metrics alone. Raises `ConfigError`, which says `where`, as `predict`, and
-        for missing labels.
+        set, metrics alone; `where` names them in errors. Raises `ConfigError` as
+        `predict`, and for missing labels.
         """
         from haiku_template.data.examples import as_labelled
 

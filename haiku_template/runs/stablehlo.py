@@ -9,6 +9,7 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haiku_template.data import each_shape
 from haiku_template.devices import canonical_shapes
@@ -97,11 +98,14 @@ def export_forward(
     Named tuples and dataclasses are dictionaries there. Raises `ConfigError` with JAX's
     reason.
     """
-    paths, structure = [*flatten(inputs)], jax.tree.structure(inputs)
+    structure = jax.tree.structure(inputs)
+    # Dictionaries sort their keys; fields of other trees have an order of their own.
+    numbers = structure.unflatten(range(structure.num_leaves))
+    order = np.argsort(jax.tree.leaves(in_dictionaries(numbers)))
 
     def of_dictionaries(inputs: Any) -> Any:
-        leaves = flatten(inputs)  # In the order of their names.
-        inputs = jax.tree.unflatten(structure, [leaves[path] for path in paths])
+        leaves = jax.tree.leaves(inputs)
+        inputs = structure.unflatten(leaves[i] for i in order)
         return in_dictionaries(forward(inputs))
 
     inputs = in_dictionaries(inputs)

@@ -46,7 +46,7 @@ def verify(  # Why: docs/decisions/models.md#verify
     Both get the parameters of `state` and the first batch of the training data, as the
     data have it; the model computes as in evaluation, without dropout. Where the
     function returns one number, [], it is compared with the loss, else with the
-    outputs, leaf by leaf, but those that the model makes of a whole batch.
+    outputs, leaf by leaf, without those of a whole batch.
 
     Yields each comparison. Raises `ConfigError` at the end for a difference of more
     than `tolerance` times the largest value there; or for other names or shapes.
@@ -64,12 +64,12 @@ def verify(  # Why: docs/decisions/models.md#verify
         here = {"loss": trainer.evaluate(state, one)["eval/loss"]}
     else:
         (here,) = trainer.predict(state, one)
-    both = flatten(here, is_leaf=lambda x: x is None), flatten(there)
-    absent = {name for name, x in both[0].items() if x is None}
-    if of_batch := absent & {*trainer.of_batch}:
-        logger.warning("not compared, as of a whole batch: %s", some(sorted(of_batch)))
-    both = [{k: x for k, x in y.items() if k not in absent} for y in both]
-    comparisons = list(_compare(*both))
+    here, there = flatten(here, is_leaf=lambda x: x is None), flatten(there)
+    absent = {name for name, x in here.items() if x is None}
+    if of_batch := sorted(absent & {*trainer.batch_outputs}):
+        logger.warning("not compared, as of a whole batch: %s", some(of_batch))
+    trees = ({k: x for k, x in y.items() if k not in absent} for y in (here, there))
+    comparisons = list(_compare(*trees))
     yield from comparisons
     wrong = [x for x in comparisons if not x.difference <= tolerance * (x.largest or 1)]
     if wrong:

@@ -23,7 +23,13 @@ from haiku_template.config import differences
 from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import HOST, spans_processes
 from haiku_template.devices.transfer import own
-from haiku_template.errors import ConfigError, DamagedError, StorageError, some
+from haiku_template.errors import (
+    ConfigError,
+    DamagedError,
+    MisfitError,
+    StorageError,
+    some,
+)
 from haiku_template.params import flatten
 from haiku_template.storage import failures
 from haiku_template.storage import manifest as manifests
@@ -409,7 +415,7 @@ class Checkpoints:
         leaves = flatten(_forms(saved[field] if field else saved))
         leaves = {k: v for k, v in leaves.items() if k not in skip}
         if lines := differences(leaves, flatten(_forms(abstract))):
-            raise StorageError(
+            raise MisfitError(
                 f"the checkpoint of step {step} does not fit this model, and nothing "
                 f"was loaded: {some(lines, 10, '; ')}"
             )

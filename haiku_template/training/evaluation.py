@@ -115,14 +115,14 @@ def _check_even(dataset: Any, rows: int, n: int, of_batch: Sequence[str]) -> Non
         raise PlacementError(
             f"the evaluation set has {size} examples in batches of {rows}, the last of "
             f"{last}, to be sharded over {n} devices; the model returns "
-            f"{one_numbers(of_batch)} for a batch, in which padding would count: "
+            f"{numbers_text(of_batch)} for a batch, in which padding would count: "
             f"possible are a batch size and a number of examples that {n} divides, or "
             "numbers for each example, [B]"
         )
 
 
-def one_numbers(of_batch: Sequence[str]) -> str:
-    """Names what a model with a loss of its own returns as one number."""
+def numbers_text(of_batch: Sequence[str]) -> str:
+    """Names the numbers of a whole batch of a model with a loss of its own."""
     names = [{"": "loss", "0": "loss"}.get(x, x.removeprefix("1/")) for x in of_batch]
     return f"one number ({some(names)})"
 
@@ -193,12 +193,12 @@ def make_predict_step(
     return predict_step
 
 
-def of_examples(
+def per_example(
     predict_step: Callable[..., Any], of_batch: Sequence[str]
 ) -> Callable[..., Any]:
-    """Replaces outputs of a whole batch, of these paths, by None: padding may count.
+    """Wraps a prediction step: outputs of a whole batch, of these paths, are None.
 
-    What it returns raises `ConfigError` if there are no others.
+    Padding would count in them. Its result raises `ConfigError` if no output remains.
     """
 
     def predict_rows(*args: Any) -> Any:

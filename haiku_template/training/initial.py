@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 import haiku as hk
@@ -261,14 +261,14 @@ def dependents(
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(inputs)
     # A callback, such as one that prints, takes values and makes no leaf of them.
     equations = [x.replace(effects=set()) for x in program.jaxpr.eqns]
-    jaxpr, paths = program.jaxpr.replace(eqns=equations), [*flatten(shapes)]
+    jaxpr, paths = program.jaxpr.replace(eqns=equations), flatten(shapes).keys()
     if not any(dce_jaxpr(jaxpr, True)[1]):
         return shapes, ()
-    candidates = [x for x in paths if not _is_average(x, {*paths})]
+    candidates = [x for x in paths if not _is_average(x, paths)]
     return shapes, tuple(_needing_inputs(jaxpr, paths, candidates))
 
 
-def _needing_inputs(jaxpr: Any, paths: list[str], candidates: list[str]) -> list[str]:
+def _needing_inputs(jaxpr: Any, paths: Set[str], candidates: list[str]) -> list[str]:
     """Halves paths until none of a half needs the inputs: each test walks a program."""
     names = {*candidates}
     if not names or not any(dce_jaxpr(jaxpr, [x in names for x in paths])[1]):
@@ -280,7 +280,7 @@ def _needing_inputs(jaxpr: Any, paths: list[str], candidates: list[str]) -> list
     return [name for x in halves for name in _needing_inputs(jaxpr, paths, x)]
 
 
-def _is_average(path: str, paths: set[str]) -> bool:
+def _is_average(path: str, paths: Set[str]) -> bool:
     module, _, name = path.rpartition("/")
     return name == "average" and {f"{module}/{x}" for x in AVERAGE} <= paths
 

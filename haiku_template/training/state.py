@@ -115,20 +115,22 @@ def check_leaves(old: Any, new: Any, source: str) -> None:
             )
 
 
-def kinds_of(shaped: Any, typed: Any) -> Any:
-    """Shapes of the leaves of one tree, shapes and dtypes of another's."""
-    return jax.tree.map(jnp.shape, shaped), jax.tree.map(jax.typeof, typed)
-
-
 def check_update(state: TrainState, updates: Any, opt_state: Any) -> None:
-    """Checks an optimizer's results: raises as `check_leaves`, and for other shapes."""
+    """Raises `ConfigError` for updates of other shapes, and as `check_leaves`."""
+    shapes, old_shapes = (jax.tree.map(jnp.shape, x) for x in (updates, state.params))
+    types, old = (jax.tree.map(jax.typeof, x) for x in (opt_state, state.opt_state))
+    if shapes != old_shapes or types != old:
+        _name_misfit(state, updates, opt_state)
+
+
+def _name_misfit(state: TrainState, updates: Any, opt_state: Any) -> None:
     check_leaves(state.opt_state, opt_state, "the optimizer")
     shapes = {path: jnp.shape(x) for path, x in flatten(state.params).items()}
     for path, x in flatten(updates).items():
         if jnp.shape(x) != shapes.get(path):  # It would be broadcast.
             raise ConfigError(
-                f"the optimizer's update of {path} is {list(jnp.shape(x))}, and what "
-                f"it updates {list(shapes.get(path, []))}; they must have one shape"
+                f"the optimizer's update of {path} has the shape {jnp.shape(x)}, and "
+                f"the parameter {shapes.get(path, 'is not there')}; both must be equal"
             )
 
 

@@ -28,7 +28,6 @@ from haiku_template.training.state import (
     Variables,
     check_update,
     in_dtypes_of,
-    kinds_of,
     own_averages,
     split_seed,
 )
@@ -156,8 +155,7 @@ def make_update(recipe: Recipe) -> Update:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
             updates, opt_state = change(state.params)
-        if kinds_of(updates, opt_state) != kinds_of(state.params, state.opt_state):
-            check_update(state, updates, opt_state)
+        check_update(state, updates, opt_state)
         params = optax.apply_updates(state.params, updates)
         if (averages := state.ema_params) is not None:
             averages = averaged(recipe, averages, params, opt_state)

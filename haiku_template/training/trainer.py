@@ -63,6 +63,13 @@ class Functions(NamedTuple):
         return self.update(state, self.gradients(state, *frozen_and_batch))
 
 
+class Outputs(NamedTuple):
+    """Paths of a model's outputs of a whole batch, and if it takes any batch size."""
+
+    of_batch: tuple[str, ...] = ()
+    of_any_size: bool = True
+
+
 class Trainer:
     """An experiment compiled for devices; nothing is allocated before `init`.
 
@@ -80,7 +87,6 @@ class Trainer:
     """
 
     left_out: frozenset[int] = frozenset()
-    _takes_any_size = True  # Unless `of_batch` finds otherwise.
 
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self.experiment, self.devices = experiment, devices
@@ -281,7 +287,7 @@ class Trainer:
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
         predict_step = self._predict_function(self.devices.axis_name)
-        predict_step = evaluations.of_examples(predict_step, self.of_batch)
+        predict_step = evaluations.per_example(predict_step, self.batch_outputs)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
         return self.devices.compile_per_example(predict_step, self._eval_specs)
@@ -293,7 +299,7 @@ class Trainer:
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host.
 
-        Those of a whole batch are None; raises `ConfigError` if there are no others.
+        Outputs of a whole batch are None; raises `ConfigError` if there are no others.
         """
         dataset = self.experiment.data.evaluation if dataset is None else dataset
         # Gathered once: for its batches a process waits for no other.
@@ -308,46 +314,49 @@ class Trainer:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
         shares = self.experiment.exact_elastic or self.devices.num_devices
         with self.feed.alone(), self.devices.implicit_transfers():
-            is_cut = shares == 1 and self.of_batch and self._takes_any_size
-            of_batch = self.of_batch if is_cut else self.one_numbers
-            return evaluations.padded_size(shares, dataset, of_batch)
+            cuts = shares == 1 and self._outputs.of_any_size
+            unpadded = self._outputs.of_batch if cuts else self.own_batch_outputs
+            return evaluations.padded_size(shares, dataset, unpadded)
 
     @property
-    def one_numbers(self) -> tuple[str, ...]:
-        """Paths as `of_batch` of a loss of the model's own, which is never padded."""
-        return self.of_batch if self.recipe.task.function is losses.own_loss else ()
+    def batch_outputs(self) -> tuple[str, ...]:
+        """Paths of the model's outputs of a whole batch, in which padding counts."""
+        return self._outputs.of_batch
+
+    @property
+    def own_batch_outputs(self) -> tuple[str, ...]:
+        """Paths of a model's own loss, and scalars, that are of a whole batch."""
+        is_own = self.recipe.task.function is losses.own_loss
+        return self.batch_outputs if is_own else ()
 
     @functools.cached_property
-    def of_batch(self) -> tuple[str, ...]:
-        """Paths of what the model returns of a whole batch, in which padding counts."""
+    def _outputs(self) -> Outputs:
         of_examples = hasattr(self.recipe.task.function, "of_examples")
-        return () if of_examples else self._trace_of_batch()
+        return Outputs() if of_examples else self._trace_outputs()
 
-    def _trace_of_batch(self) -> tuple[str, ...]:
+    def _trace_outputs(self) -> Outputs:
         # Why: docs/decisions/training.md#own-loss
         size = self.feed.batch_size
         try:  # What has that many rows by chance, as experts of a batch, is no row.
-            return self._of_batch(7 * size + 1)
+            return Outputs(self._batch_outputs(7 * size + 1))
         except Exception:  # A model may be of one size, or of its multiples.
-            self._takes_any_size = False
-            return self._of_batch(size)
+            return Outputs(self._batch_outputs(size), of_any_size=False)
 
-    def _of_batch(self, size: int) -> tuple[str, ...]:
+    def _batch_outputs(self, size: int) -> tuple[str, ...]:
+        """Traces a batch of this size, and lists what is not [size, ...]."""
         predict_step = self._predict_function()
         longer = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
         inputs = inputs_of(self.feed.example, self.recipe.task.whole_batch)
-        of_batch: list[str] = []
+        shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def look(*args: Any) -> None:  # Outputs may be of any type, and stay inside.
             outputs = tree_leaves_with_path(predict_step(*args))
-            of_batch.extend(
-                path_of(k) for k, x in outputs if np.shape(x)[:1] != (size,)
-            )
+            shapes.extend((path_of(keys), np.shape(x)) for keys, x in outputs)
 
         places = jax.ShapeDtypeStruct((size,), np.int32)
         batch = jax.tree.map(longer, inputs), places
         self.devices.abstract(look, *self.abstract.of_model(), batch)
-        return tuple(of_batch)
+        return tuple(path for path, shape in shapes if shape[:1] != (size,))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
         """Parameters to evaluate, adapters merged, and network state.

@@ -154,7 +154,7 @@ def test_what_is_of_examples_is_no_matter_of_their_number(devices, rows):
         data=example(12, 4),
         optimizer=optax.sgd(0.1),
     ).trainer(devices)
-    assert trainer.of_batch == ("loads",)
+    assert trainer.batch_outputs == ("loads",)
     predictions = [*trainer.predict(trainer.init())]
     assert all(x["loads"] is None and len(x["logits"]) == 4 for x in predictions)
 
@@ -177,7 +177,7 @@ def test_a_model_of_one_batch_size_is_evaluated(one_device, groups, size):
         optimizer=optax.sgd(0.1),
     ).trainer(one_device)
     state = trainer.init()
-    assert trainer.of_batch == ("1",) and trainer.evaluate(state)["eval/loss"] > 0
+    assert trainer.batch_outputs == ("1",) and trainer.evaluate(state)["eval/loss"] > 0
     assert [len(logits) for logits, _ in trainer.predict(state)] == [8, size - 8]
 
 

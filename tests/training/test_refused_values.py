@@ -407,7 +407,7 @@ def test_a_key_of_jax_in_the_state_is_refused_before_step_0(tmp_path, devices, p
     parts = {"model": hk.transform_with_state(forward)}
     if part == "optimizer":
         parts = {"optimizer": optax.chain(noise, optax.sgd(0.1))}
-    words = r"key'?\]? holds key<fry>, .*; jax.random.key_data is of numbers"
+    words = r"key'?\]? holds key<fry>, .*; jax.random.key_data has its numbers"
     with pytest.raises(PlacementError, match=words):
         train(of_kind(**parts).trainer(devices), num_steps=1, workdir=tmp_path)
 

@@ -63,7 +63,7 @@ def parts_of(params):
                 lambda params: (), lambda g, s, p: (jax.tree.map(jnp.mean, g), s)
             ),
             "float32",
-            r"update of linear/b is \[\], and what it updates \[2\]",
+            r"update of linear/b has the shape \(\), and the parameter \(2,\); both",
         ),
     ],
     ids=["dtype", "leaf", "shape"],
