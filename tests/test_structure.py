@@ -359,6 +359,19 @@ def test_importing_the_package_and_the_commands_needs_no_jax(module):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+def test_commands_that_tests_import_have_no_flag_twice():
+    """One process collects all tests; a command defines its flags as it is imported."""
+    commands = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in FILES + TEXT_FILES
+        if is_command(path)
+    }
+    tests = (ROOT / "tests").rglob("test_*.py")
+    used = sorted(commands & {name for path in tests for name in imports(path)})
+    code = f"import importlib\nfor name in {used}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def anchors(page):
     """Anchors of a page of Markdown: GitHub's of headings, and named ones."""
     text = page.read_text()

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template import combinations as sweep
-from haiku_template import sweep as command
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs import comparison, start
@@ -80,23 +80,30 @@ def test_a_value_that_is_refused_ends_no_other_run(tmp_path, parallel):
     assert done.stdout.count("│ done ") == 2
 
 
+THREADS = """
+import os, sys
+from pathlib import Path
+from configs import digits
+from haiku_template import cli, sweep
+
+def stop():
+    print(os.environ.get("PJRT_NPROC"))
+    sys.exit()
+
+cli.device_manager = stop
+words = [f"exact_elastic={sys.argv[1]}"]
+members = sweep.combinations(digits.get_config(), Path("absent"), words)
+sweep._train_here(members)
+"""
+
+
 @pytest.mark.parametrize(("shares", "threads"), [("8", "8"), ("4,8", None)])
-def test_a_sweep_of_logical_shares_has_the_threads_of_a_run(
-    tmp_path, monkeypatch, shares, threads
-):
+def test_a_sweep_of_logical_shares_has_the_threads_of_a_run(shares, threads):
     """Before JAX starts; of several numbers of shares in one process there are none."""
-
-    def stop():
-        raise InterruptedError
-
-    monkeypatch.setattr(command.cli, "device_manager", stop)
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    monkeypatch.setattr(command.os, "environ", environ := dict(command.os.environ))
-    config = digits.get_config()
-    members = sweep.combinations(config, tmp_path, [f"exact_elastic={shares}"])
-    with pytest.raises(InterruptedError):
-        command._train_here(members)
-    assert environ.get("PJRT_NPROC") == threads
+    env = {key: os.environ[key] for key in os.environ if key != "PJRT_NPROC"}
+    command = [sys.executable, "-c", THREADS, shares]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.stdout.split() == [str(threads)], done.stderr
 
 
 @pytest.mark.slow
