@@ -6,7 +6,6 @@ Imports no JAX, so that `--help` and a mistyped flag answer at once.
 import ast
 import contextlib
 import errno
-import functools
 import os
 import re
 import sys
@@ -102,16 +101,20 @@ for _name in SECONDS:  # Others would end a run that is well.
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
-define_config = functools.partial(
-    config_flags.DEFINE_config_file,
-    "config",
-    None,
-    "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
-    # Data sets, models and tasks take keys of their own; `config.check` sees others.
-    accept_new_attributes=True,
-    lock_config=False,
-)
 signals.CALLED.append(lambda *_: jax_doctor.end_children())
+
+
+def define_config() -> None:
+    """Defines --config; exits where a --flagfile cannot be read."""
+    text = (
+        "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called."
+    )
+    # Data sets, models and tasks take keys of their own; `config.check` sees others.
+    open_ended = {"accept_new_attributes": True, "lock_config": False}
+    try:
+        config_flags.DEFINE_config_file("config", None, text, **open_ended)
+    except (flags.Error, UnicodeDecodeError) as error:  # It reads them for keys.
+        _end(_no_flag_file(error))
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
@@ -351,8 +354,9 @@ def _no_choice(error: BaseException) -> ConfigError | None:
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     """Parses the flags, or raises `ConfigError`."""
-    argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
     try:
+        argv = FLAGS.read_flags_from_files(argv, force_gnu=False)
+        argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
         file = _config_file(argv)
         if file and not file.is_file():
             argv, file = _shipped(argv, file)
@@ -373,9 +377,16 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     except SystemExit as error:  # absl's help ends with 1, which is an error's.
         asks = any(map(HELP.fullmatch, argv))
         raise SystemExit(0 if asks else error.code) from None
+    except (flags.CantOpenFlagFileError, UnicodeDecodeError) as error:
+        raise _no_flag_file(error) from error
     except Exception as error:
         of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
         raise of_user from error
+
+
+def _no_flag_file(error: Exception) -> ConfigError:
+    cause = str(error).rpartition("flagfile: ")[2]
+    return ConfigError(f"a --flagfile cannot be read: {cause}")
 
 
 def _at_home(match: re.Match) -> str:

@@ -413,3 +413,27 @@ def test_none_is_a_value_in_every_form_of_a_flag():
         "seed=3",
     ):
         assert f"--config.{line}\n" in done.stdout
+
+
+def test_flags_may_be_in_a_file(tmp_path):
+    file = tmp_path / "flags.txt"
+    file.write_text("# Of the lab.\n--config=digits\n--config.eval_every=None\n")
+    words = [f"--flagfile={file}", "--config.seed=3", "--help"]
+    done = run_command("train", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    for line in ("eval_every=None", "seed=3", "data.name=digits"):
+        assert f"--config.{line}\n" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("kind", ["absent", "binary"])
+def test_a_file_of_flags_that_cannot_be_read_is_named(tmp_path, command, kind):
+    """With a config, whose keys are looked up as it is defined, and without."""
+    file = tmp_path / "flags.txt"
+    if kind == "binary":
+        file.write_bytes(b"\xff\xfe\x00")
+    done = run_command(command, f"--flagfile={file}", PYTHONPATH=str(ROOT))
+    assert done.returncode == ConfigError.exit_code
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: a --flagfile cannot be read: ")
+    assert kind == "binary" or str(file) in line

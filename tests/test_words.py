@@ -5,6 +5,7 @@ import json
 import numpy as np
 import optax
 import pytest
+from ml_collections import config_dict
 
 from haiku_template.config import check, default_config
 from haiku_template.data import (
@@ -22,6 +23,7 @@ from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.trial import check_run
 from haiku_template.storage import read
 from haiku_template.training import Experiment, classification
+from tests import test_words
 from tests.runs import evaluated
 from tests.test_predict import config_of
 
@@ -131,6 +133,65 @@ def test_a_check_refuses_a_loss_that_does_not_fall(config):
     config.optimizer.learning_rate = 0.0
     with pytest.raises(ConfigError, match="does not fall: does it depend"):
         check_run(config, CPU)
+
+
+MADE = []
+
+
+def remembered(trainer, workdir):
+    MADE.append(workdir)
+    return MADE.append
+
+
+def test_a_check_calls_hooks_and_no_writers(config, capsys):
+    made = test_words.MADE  # Of the module that the config names.
+    config.hooks, config.writers = ("tests.test_words:remembered",), ("csv",)
+    check_run(config, CPU)
+    steps = [x.step for x in made if getattr(x, "what", "") == "evaluation"]
+    assert steps == [20, 21] and not made[0].parent.exists()
+
+
+def eights(spec):
+    x, y = np.zeros((64, 3), np.float32), np.zeros(64, np.int32)
+    return from_split(Split(x, y, x, y), BatchSpec(8), num_classes=2)
+
+
+ENDLESS, EIGHTS = ({"name": f"tests.test_words:{x}"} for x in ("endless", "eights"))
+# What a run refuses before its first step, and a part of the sentence.
+REFUSED = [
+    ({"hooks": ("histogram",)}, "did you mean"),
+    ({"hooks": ("tests.test_words:absent",)}, "absent"),
+    ({"writers": ("cvs",)}, "did you mean"),
+    ({"best_metric": "eval/acuracy"}, "acuracy is not measured"),
+    ({"early_stop": {"metric": "eval/acuracy", "patience": 1}}, "not measured"),
+    ({"early_stop": {"mode": "least", "patience": 1}}, "least"),
+    ({"loop": "tests.test_wrds"}, "test_wrds"),
+    ({"data": ENDLESS, "num_epochs": 2.0}, "needs a training set of a known size"),
+    ({"data": ENDLESS, "eval_batches": 2}, "nothing to evaluate on"),
+    ({"data": EIGHTS, "batch_size": 7, "num_epochs": 2.0}, "the data's are of 8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=str)
+def test_what_a_run_refuses_is_refused_by_its_trials(config, tmp_path, changes, words):
+    config = config.copy_and_resolve_references()
+    for key, value in changes.items():
+        if key == "early_stop":
+            value = config.early_stop.to_dict() | value
+        config[key] = (
+            config_dict.ConfigDict(value) if isinstance(value, dict) else value
+        )
+
+    def refusal(trial, *words, **options):
+        with pytest.raises(ConfigError) as raised:
+            check(config)
+            trial(config, CPU, *words, **options)
+        return str(raised.value)
+
+    sentence = refusal(start.run, str(tmp_path / "run"))
+    assert words in sentence and not (tmp_path / "run").exists()
+    assert refusal(start.run, str(tmp_path / "run"), dry_run=True) == sentence
+    assert refusal(check_run) == sentence
 
 
 def test_the_check_is_a_flag_that_needs_no_workdir(command):

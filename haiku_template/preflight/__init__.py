@@ -7,6 +7,7 @@ from haiku_template.preflight.budget import print_targets as print_targets
 from haiku_template.preflight.budget import settle as settle
 from haiku_template.preflight.checks import check_before_start as check_before_start
 from haiku_template.preflight.checks import check_functions as check_functions
+from haiku_template.preflight.checks import check_parts as check_parts
 from haiku_template.preflight.fit import FIT_KEYS as FIT_KEYS
 from haiku_template.preflight.fit import NothingFits as NothingFits
 from haiku_template.preflight.fit import fit as fit

@@ -46,9 +46,19 @@ def check_before_start(
 ) -> Budget:
     """Traces a run for faults before step 0, and returns its memory budget.
 
+    Raises as `check_parts`, and `ConfigError` for a run that would not fit.
+    """
+    check_parts(trainer, best_metric, stop_when)
+    return check_budget(trainer, memory_limit, starts=starts)
+
+
+def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
+    """Traces the parts of a run for faults.
+
     Raises:
       PlacementError: a norm is not averaged over the devices.
-      ConfigError: the run would not fit, or a metric that it needs is not measured.
+      ConfigError: a metric that the run needs is not measured, or devices do not divide
+        a batch.
     """
     if IMPORTING:
         raise ConfigError(
@@ -66,9 +76,7 @@ def check_before_start(
         check_norms(trainer)
     if not jax.tree.leaves(trainer.abstract.params):
         logger.warning("nothing trains: no parameter does, and LoRA adapts none")
-    budget = check_budget(trainer, memory_limit, starts=starts)
     check_evaluation(trainer, best_metric, stop_when)
-    return budget
 
 
 def check_norms(trainer: Trainer) -> None:

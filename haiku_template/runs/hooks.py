@@ -32,14 +32,18 @@ HOOKS = {
 }
 
 
-def by_name(
-    names: Sequence[str], trainer: Trainer, workdir: str | Path
-) -> tuple[Callable[[Any], None], ...]:
-    """Makes the hooks of `config.hooks`, by names of the table or `module:function`.
+def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
+    """Looks up `config.hooks`, by a name of the table or as `module:function`.
 
-    Raises `ConfigError` for an unknown name, and for a run that a hook does not fit.
+    Raises `ConfigError` for an unknown name.
     """
-    functions = [resolve("hooks", name, HOOKS) for name in names]
+    return tuple(resolve("hooks", name, HOOKS) for name in names)
+
+
+def made(
+    functions: Sequence[Callable[..., Any]], trainer: Trainer, workdir: str | Path
+) -> tuple[Callable[[Any], None], ...]:
+    """Makes a run's hooks; raises `ConfigError` if one does not fit it."""
     return tuple(function(trainer, Path(workdir)) for function in functions)
 
 

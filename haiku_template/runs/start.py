@@ -77,27 +77,20 @@ def run(
     begun = config.init_from and _begun(Path(workdir), config.mirror)
     if begun := devices.processes.first(bool(begun)):
         config = _without_lost_source(config, devices)
-    experiment = Experiment.from_config(config, devices)
-    if config.eval_batches is not None:
-        experiment = limits.with_eval_batches(experiment, config.eval_batches)
-    if config.init_from is not None and not begun:
-        check_classes(config, experiment.data.class_names)
-    trainer = experiment.trainer(devices)
-    if config.num_epochs is not None:
-        _check_batch_size(config, trainer.feed.batch_size)
+    trainer = trainer_of(config, devices, begun)
+    train, how = loop_of(config), loop_options(config)
     if dry_run:
-        return print_budget(settle(trainer, Path(workdir), memory_limit), memory_limit)
-    how = {key: config[key] for key in LOOP_KEYS} | {"config": saved}
-    how["writers"] = config.writers and trackers.by_name(config.writers)
-    how["hooks"] = config.hooks and hooks.by_name(config.hooks, trainer, workdir)
-    if config.early_stop.patience is not None:
-        how["stop_when"] = early_stop(**config.early_stop)
+        trainer = settle(trainer, Path(workdir), memory_limit)
+        preflight.check_parts(trainer, config.best_metric, how.get("stop_when"))
+        return print_budget(trainer, memory_limit)
+    how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
+    if "stop_when" in how:
         _warn_of_unsaved(config)
-    train = loop_of(config)
     if config.max_minutes is not None:
         train = limits.within(config.max_minutes, train)
     try:
-        train(trainer, workdir=workdir, memory_limit=memory_limit, **how | options)
+        how |= {"config": saved, "memory_limit": memory_limit} | options
+        train(trainer, workdir=workdir, **how)
     except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
         _explain(error, trainer, config, Path(workdir), memory_limit)
         raise
@@ -113,12 +106,26 @@ def _without_lost_source(
     return without_source(config, family_of(config.model.name))
 
 
-def _check_batch_size(config: config_dict.ConfigDict, size: int) -> None:
-    if size != config.batch_size:
+def trainer_of(
+    config: config_dict.ConfigDict, devices: DeviceManager, begun: bool = False
+) -> Trainer:
+    """Makes the trainer of a run, which has `begun` if it has checkpoints.
+
+    Raises `ConfigError` for data that do not fit the config: classes, or batches.
+    """
+    experiment = Experiment.from_config(config, devices)
+    if config.eval_batches is not None:
+        experiment = limits.with_eval_batches(experiment, config.eval_batches)
+    if config.init_from is not None and not begun:
+        check_classes(config, experiment.data.class_names)
+    trainer = experiment.trainer(devices)
+    size = trainer.feed.batch_size
+    if config.num_epochs is not None and size != config.batch_size:
         raise ConfigError(
             f"config.num_epochs counts batches of config.batch_size={config.batch_size}"
             f", and the data's are of {size}; give config.num_steps"
         )
+    return trainer
 
 
 def is_copied(mirror: str | None) -> bool:
@@ -130,6 +137,16 @@ def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
     """`train` of the module that `config.loop` names, by default the template's."""
     is_own = config.loop is not None
     return (users_module("loop", config.loop, "train") if is_own else loop).train
+
+
+def loop_options(config: config_dict.ConfigDict) -> dict[str, Any]:
+    """Keyword arguments of the loop, in which hooks still wait for a trainer."""
+    how = {key: config[key] for key in LOOP_KEYS}
+    how["writers"] = trackers.by_name(config.writers)
+    how["hooks"] = hooks.by_name(config.hooks)
+    if config.early_stop.patience is not None:
+        how["stop_when"] = early_stop(**config.early_stop)
+    return how
 
 
 def fitted(

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import io
 import time
-from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
@@ -15,13 +14,15 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.runs import hooks
 from haiku_template.runs.limits import with_eval_batches
-from haiku_template.runs.start import loop_of
+from haiku_template.runs.start import in_steps, loop_of, loop_options, trainer_of
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
-from haiku_template.training import Experiment, Trainer
+from haiku_template.training import Trainer
 
 STEPS, BATCHES = 20, 2  # On one batch, and of the evaluation set.
+NO_MORE = dict.fromkeys(("eval_every", "save_every", "save_minutes", "mirror"))
 
 
 def check_run(config: Any, devices: DeviceManager) -> None:
@@ -36,19 +37,21 @@ def check_run(config: Any, devices: DeviceManager) -> None:
             f"{devices.processes.count}; start one, or give --distributed=off"
         )
     begun = time.monotonic()
+    if config.num_epochs is not None:
+        in_steps(config, devices)  # Raises where they cannot be counted.
     config = config.copy_and_resolve_references()
     config.num_steps, config.data.placement = STEPS, "host"
     config.optimizer.warmup_steps = 0
-    experiment = Experiment.from_config(config, devices)
+    experiment = trainer_of(config, devices).experiment
     if experiment.data.evaluation is not None:
         experiment = with_eval_batches(experiment, BATCHES)
     batch = experiment.data.train.batch(0)
     data = experiment.data._replace(train=SimpleNamespace(batch=lambda step: batch))
     experiment = dataclasses.replace(experiment, data=data, steps_per_call=1)
     with TemporaryDirectory() as folder, signals.called(lambda *_: rmtree(folder)):
-        train = functools.partial(loop_of(config), workdir=Path(folder) / "run")
-        shown = _train(train, experiment.trainer(devices), STEPS)
-        _train(train, experiment.trainer(devices), STEPS + 1)
+        train = functools.partial(_train, config, Path(folder) / "run")
+        shown = train(experiment.trainer(devices), STEPS)
+        train(experiment.trainer(devices), STEPS + 1)
         rows = read(Path(folder) / "run" / workdirs.METRICS)
     table, lines = shown.partition("Parameters")[::2]
     print(table + "Parameters" + lines.partition("workdir ")[0].rstrip())
@@ -71,9 +74,11 @@ def check_run(config: Any, devices: DeviceManager) -> None:
     )
 
 
-def _train(train: Callable[..., Any], trainer: Trainer, num_steps: int) -> str:
-    """Trains without a word; returns what a run would have shown."""
-    text = io.StringIO()
+def _train(config: Any, workdir: Path, trainer: Trainer, num_steps: int) -> str:
+    """Trains without a word, but in no tracker; returns what a run would have shown."""
+    text, how = io.StringIO(), loop_options(config)
+    how |= {"num_steps": num_steps, "log_every": 1, "writers": ()} | NO_MORE
     with contextlib.redirect_stdout(text):
-        train(trainer, num_steps=num_steps, log_every=1)
+        how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
+        loop_of(config)(trainer, workdir=workdir, **how)
     return text.getvalue()
