@@ -60,8 +60,10 @@ def in_dictionaries(tree: Any) -> Any:
 
 def ordered(tree: Any, like: Any) -> Any:
     """Orders dictionaries, which JAX sorts, as they are in another tree."""
-    if type(like) is dict:
-        return {key: ordered(tree[key], x) for key, x in like.items()}
-    if type(like) in (list, tuple):
-        return type(like)(map(ordered, tree, like))
-    return tree
+    children, treedef = jax.tree.flatten(like, lambda x: x is not like)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return tree
+    new = treedef.unflatten(map(ordered, treedef.flatten_up_to(tree), children))
+    for key in like if isinstance(like, dict) else ():
+        new[key] = new.pop(key)  # To the end.
+    return new

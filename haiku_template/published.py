@@ -13,9 +13,10 @@ Why: docs/decisions/models.md#stand-ins
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ class StandIn:
 
     Its attributes, calls and subscripts are stand-ins; as a base class or a decorator
     it changes nothing. Where a value of it is asked for, Python raises a TypeError that
-    names it.
+    names it; it equals itself, as `typing` asks, and nothing else.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +38,7 @@ class StandIn:
     def __getattr__(self, name: str) -> "StandIn":
         if name.startswith("__") or name == "_name":  # `copy` asks for them.
             raise AttributeError(f"a stand-in has no {name}")
-        return StandIn(f"{self._name}.{name}")
+        return vars(self).setdefault(name, StandIn(f"{self._name}.{name}"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for a result; leaves a function or class that it decorates."""
@@ -67,14 +68,18 @@ class StandIn:
         raise TypeError(f"a value is needed, and this is {self!r}")
 
     __bool__ = __iter__ = __len__ = __contains__ = _refuse
-    __int__ = __float__ = __index__ = __array__ = _refuse
+    __int__ = __float__ = __complex__ = __index__ = __array__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
 
 
 class _Module(ModuleType):
     """A module of stand-ins."""
 
     def __getattr__(self, name: str) -> StandIn:
-        return getattr(StandIn(self.__name__), name)
+        return vars(self).setdefault(name, getattr(StandIn(self.__name__), name))
 
 
 class _Finder:
@@ -115,6 +120,8 @@ def stand_ins(*packages: str, **attributes: Mapping[str, Any]) -> Iterator[None]
         sys.meta_path.remove(finder)
         for name in [name for name, x in sys.modules.items() if type(x) is _Module]:
             if finder.find_spec(name):
+                parent, _, child = name.rpartition(".")
+                vars(sys.modules.get(parent, finder)).pop(child, None)
                 del sys.modules[name]
 
 
@@ -123,14 +130,46 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
 
     These import other models, and what JAX removed: empty packages with the same path
     take their place, for what the module imports, too. Raises `ConfigError` if there is
-    no such module.
+    no such module, or another of its name, or of a package's, is imported already.
     """
     names = name.split(".")
     file = Path(folder, *names)
     if not file.with_suffix(".py").is_file() and not file.is_dir():
         raise ConfigError(f"{folder} holds no {'/'.join(names)}.py to import {name} of")
+    parent = None
     for n in range(1, len(names)):
-        package = ".".join(names[:n])
+        package, path = ".".join(names[:n]), Path(folder, *names[:n])
         module = sys.modules.setdefault(package, ModuleType(package))
-        module.__path__ = [str(Path(folder, *names[:n]))]
-    return importlib.import_module(name)
+        if not hasattr(module, "__file__") and not hasattr(module, "__path__"):
+            module.__path__ = [str(path)]
+        _check_place(module, path)
+        if parent is not None:
+            setattr(parent, names[n - 1], module)
+        parent = module
+    if parent is not None:
+        return importlib.import_module(name)
+    if name not in sys.modules:
+        _import_from(name, folder)
+    _check_place(sys.modules[name], file)
+    return sys.modules[name]
+
+
+def _import_from(name: str, folder: str | Path) -> None:
+    spec = PathFinder.find_spec(name, [str(folder)])
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules[name])
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _check_place(module: ModuleType, path: Path) -> None:
+    """Asserts that a module is a folder's package, or the file beside it."""
+    file = Path(getattr(module, "__file__", None) or "Python")
+    places = [*map(Path, getattr(module, "__path__", ()))] or [file.with_suffix("")]
+    if path.resolve() not in [place.resolve() for place in places]:
+        raise ConfigError(
+            f"{module.__name__} of {path.parent} cannot be imported, since another is, "
+            f"from {places[0]}; a process imports one module of a name"
+        )

@@ -106,11 +106,20 @@ def _is_array(leaf: Any) -> bool:
 
 def _zero(x: Any) -> Any:
     """Zero that is computed from a module's input, if it has any."""
-    # Why: docs/decisions/finetuning.md#forms-after-inputs
-    if x is None:
-        return 0
-    first = jnp.abs(jax.lax.stop_gradient(x).ravel()[0]).astype(jnp.float32)
+    return 0 if x is None else _zero_of(jax.lax.stop_gradient(x))
+
+
+# Why: docs/decisions/finetuning.md#forms-after-inputs
+@jax.custom_batching.custom_vmap
+def _zero_of(x: jax.Array) -> jax.Array:
+    first = jnp.abs(x.ravel()[0]).astype(jnp.float32)
     return jnp.minimum(jnp.where(jnp.isnan(first), 0, first), 0)
+
+
+@_zero_of.def_vmap
+def _zero_of_examples(size: int, is_mapped: Any, x: jax.Array) -> tuple[Any, bool]:
+    del size, is_mapped  # One for all: a zero of each made a parameter for each.
+    return _zero_of(x[0]), False
 
 
 # Why: docs/decisions/devices.md#gradients-in-order

@@ -79,7 +79,7 @@ def check_definition(
     """
     while isinstance(function, functools.partial):
         function = function.func
-    if any(entry is function or entry == name for entry in table):
+    if any(_is_entry(entry, name, function) for entry in table):
         return
     is_code = inspect.isroutine(function) or inspect.isclass(function)
     home = getattr(function if is_code else type(function), "__module__", None)
@@ -95,6 +95,15 @@ def check_definition(
             "imports, and was not called: others may have written what a workdir "
             "names; possible are functions that a file of the current directory defines"
         )
+
+
+def _is_entry(entry: Any, name: str, function: Any) -> bool:
+    if (
+        isinstance(entry, str) and entry != name
+    ):  # MODULE:NAME, imported when asked for.
+        module, _, attribute = entry.partition(":")
+        entry = getattr(sys.modules.get(module), attribute, None)
+    return entry is function or entry == name
 
 
 def files_of(module: str) -> list[Path]:

@@ -98,6 +98,8 @@ def test_code_is_imported_and_its_own_functions_work(folder):
         lambda x: x + 1,
         lambda x: 1 * x,
         lambda x: x < 1,
+        lambda x: -x,
+        lambda x: 2.0 * x,
         lambda x: 3 in x,
         lambda x: [1, 2][x],
         lambda x: jax.numpy.sum(x),
@@ -108,8 +110,12 @@ def test_code_is_imported_and_its_own_functions_work(folder):
 def test_a_stand_in_never_becomes_a_value(folder, use):
     with published.stand_ins("flow_not_here"):
         import flow_not_here
-    with pytest.raises((TypeError, ValueError), match="[sS]tand.?[iI]n"):
-        use(flow_not_here.a.constant(2))
+    with pytest.raises((TypeError, ValueError), match="[sS]tand.?[iI]n") as raised:
+        use(x := flow_not_here.a.constant(2))
+    if "jax" not in str(raised.traceback[-1].path):  # JAX has sentences of its own.
+        assert "flow_not_here.a.constant()" in str(raised.value)
+    assert x == x != 1 and x not in (1, 2) and {x: 1}[x] == 1
+    assert flow_not_here.float32 == flow_not_here.float32 != flow_not_here.float16
 
 
 def test_what_is_installed_is_never_stood_in_for():
@@ -151,3 +157,34 @@ def test_a_module_is_imported_without_the_init_of_its_packages(folder):
     for name, where in (("theirs_whole.model.no", folder), ("a.b", folder / "no")):
         with pytest.raises(ConfigError, match=f"holds no {name.replace('.', '/')}.py"):
             published.import_module(name, where)
+
+
+def test_a_stand_in_of_a_part_leaves_its_package(folder):
+    (folder / "theirs_partly").mkdir()
+    (folder / "theirs_partly" / "__init__.py").touch()
+    with published.stand_ins("theirs_partly.absent"):
+        from theirs_partly import absent
+    assert "theirs_partly.absent" in repr(absent.x)
+    with pytest.raises(ImportError):
+        from theirs_partly import absent
+
+
+def test_a_module_of_a_folder_is_no_other_of_its_name(folder):
+    """Nor does an import of one folder change where another's packages are."""
+    for home in ("one", "two.py"):
+        (folder / home / "theirs_src" / "deep").mkdir(parents=True)
+        (folder / home / "theirs_alone.py").write_text(f"home = {home!r}\n")
+        (folder / home / "theirs_src" / "net.py").write_text(
+            "import theirs_src.deep.part\nx = theirs_src.deep.part.x\n"
+        )
+        (folder / home / "theirs_src" / "deep" / "part.py").write_text("x = 3\n")
+        (folder / home / "json.py").touch()
+    first, second = folder / "two.py", folder / "one"
+    for name in ("theirs_src.deep.part", "theirs_src.net", "theirs_alone"):
+        module = published.import_module(name, first)
+        assert Path(module.__file__).is_relative_to(first)
+        assert published.import_module(name, first) is module
+        with pytest.raises(ConfigError, match=r"cannot be imported, since another is,"):
+            published.import_module(name, second)
+    with pytest.raises(ConfigError, match="json of .* a process imports one module"):
+        published.import_module("json", first)

@@ -206,6 +206,16 @@ def test_of_this_project_only_its_tables_are_named(here, one_device, name):
     Run.open(saved(here / "run", "model", "haiku_text.models:gpt"), one_device)
 
 
+@pytest.mark.parametrize("name", ["mlp", "wide", "gpt", "small"])
+def test_a_file_may_bind_the_keys_of_a_model_that_a_table_holds(here, one_device, name):
+    (here / "mine.py").write_text(
+        "from functools import partial\nfrom haiku_template.models import mlp\n"
+        "from haiku_text.models.gpt import gpt\n"
+        "small, wide = partial(gpt, num_layers=1), partial(mlp, width=16)\n"
+    )
+    Run.open(saved(here / "run", "model", f"mine:{name}"), one_device)
+
+
 @pytest.fixture(params=["site-packages", "a virtual environment", "elsewhere"])
 def outside(request, here, tmp_path_factory, monkeypatch):
     """A folder on the path that is not trusted; two of the three lie right here."""

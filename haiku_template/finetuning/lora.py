@@ -54,9 +54,10 @@ def init_adapters(
         order = _order(axes.get(path, MATRIX))
         stack, *sides = ([shape[axis] for axis in kind] for kind in order)
         inputs, outputs = map(math.prod, sides)
-        a = jax.random.normal(jax.random.fold_in(rng, i), (*stack, inputs, lora.rank))
-        adapters[path + A] = a * inputs**-0.5
-        adapters[path + B] = jnp.zeros((*stack, lora.rank, outputs))
+        key, sizes = jax.random.fold_in(rng, i), (*stack, inputs, lora.rank)
+        a = jax.random.normal(key, sizes, jnp.float32)
+        adapters[path + A] = a * max(inputs, 1) ** -0.5
+        adapters[path + B] = jnp.zeros((*stack, lora.rank, outputs), jnp.float32)
     return adapters
 
 

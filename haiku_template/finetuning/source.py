@@ -192,13 +192,12 @@ def _of_workdir(workdir: Path, devices: DeviceManager) -> Source:
 
 def _groups(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Splits leaves by path into groups of `GROUP` bytes at most, or of one leaf."""
-    group: dict[str, Any] = {}
+    group, size = {}, 0
     for path, leaf in specs.items():
-        size = sum(4 * x.size for x in (leaf, *group.values()))
-        if group and size > GROUP:
+        if group and size + 4 * leaf.size > GROUP:
             yield group
-            group = {}
-        group = group | {path: leaf}
+            group, size = {}, 0
+        group[path], size = leaf, size + 4 * leaf.size
     if group:
         yield group
 

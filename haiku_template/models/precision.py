@@ -15,6 +15,7 @@ import jmp  # Why: docs/decisions/dependencies.md#jmp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import is_lazy
+from haiku_template.params import ordered
 from haiku_template.stored import is_form, used
 
 POLICIES = {
@@ -68,6 +69,10 @@ class Precision(NamedTuple):
             lambda x: x if is_form(x) else cast(x), params, is_leaf=is_form
         )
 
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Casts the model's inputs to the compute dtype."""
+        return ordered(self.policy.cast_to_compute(inputs), inputs)
+
     def used(self, params: Any) -> Any:
         """Makes all parameters as the model uses them."""
         return used(params, self.policy.compute_dtype)
@@ -75,7 +80,7 @@ class Precision(NamedTuple):
     def cast_outputs(self, outputs: Any) -> Any:
         """Casts outputs to float32; lazy ones stay: their product is float32."""
         cast = lambda x: x if is_lazy(x) else self.policy.cast_to_output(x)  # noqa: E731
-        return jax.tree.map(cast, outputs, is_leaf=is_lazy)
+        return ordered(jax.tree.map(cast, outputs, is_leaf=is_lazy), outputs)
 
     def norms_in_float32(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which normalization layers compute in float32."""

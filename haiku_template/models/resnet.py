@@ -29,6 +29,14 @@ def resnet(
       blocks: residual blocks in each group, of two convolutions each.
       norm_decay: decay of the moving averages, for each step.
     """
+    sizes = [*channels, blocks] if isinstance(channels, Sequence) and channels else [0]
+    are_sizes = all(isinstance(size, int) and size >= 1 for size in sizes)
+    if not are_sizes or not 0 <= norm_decay < 1:
+        raise ValueError(
+            f"channels={channels}, blocks={blocks} and norm_decay={norm_decay} are not "
+            "all possible: channels are one or more numbers, each as blocks 1 or more, "
+            "such as (16, 32), norm_decay is in [0, 1)"
+        )
     norm = {"create_scale": True, "create_offset": True, "decay_rate": norm_decay}
     norm["cross_replica_axis"] = axis_name
 

@@ -53,8 +53,7 @@ def export_npz(
         _name(path, form): functools.partial(read_tensor, x)
         for path, x in there.items()
     }
-    for path, leaf in leaves.items():
-        name = _name(renamed.get(path, path), form)
+    for name, leaf in _named(leaves, renamed, form).items():
         makers[name] = functools.partial(devices.fetch, leaf)
     with new_file(file) as partial, zipfile.ZipFile(partial, "w") as archive:
         for name, make in makers.items():
@@ -68,6 +67,21 @@ def export_npz(
             _copy_others(archived, archive, {x.name for x in there.values()})
 
 
+def _named(
+    leaves: dict[str, Any], renamed: dict[str, str], form: str
+) -> dict[str, Any]:
+    """Leaves by their names in the file; raises `ConfigError` if two have one name."""
+    paths: dict[str, str] = {}
+    for path in leaves:
+        name = _name(renamed.get(path, path), form)
+        if (other := paths.setdefault(name, path)) != path:
+            raise ConfigError(
+                f"{other} and {path} would both be {name} in the file, as "
+                "config.finetuning.rename names them; give them names apart"
+            )
+    return {name: leaves[path] for name, path in paths.items()}
+
+
 def _name(path: str, form: str) -> str:
     of_params, of_state = FORMS[form]
     template = of_state if path.startswith(MARK) else of_params
@@ -76,8 +90,8 @@ def _name(path: str, form: str) -> str:
             f"names of {form} have no place for network state, such as "
             f"{path.removeprefix(MARK)}; --names=graphcast has one, state:MODULE:NAME"
         )
-    module, _, name = path.removeprefix(MARK).rpartition("/")
-    return template.format(module, name)
+    module, slash, name = path.removeprefix(MARK).rpartition("/")
+    return template.format(module, name) if slash else name  # An archive's own.
 
 
 def _copy_others(source: Path, archive: zipfile.ZipFile, names: set[str]) -> None:

@@ -18,7 +18,7 @@ from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.transfer import check_host_batch
 from haiku_template.errors import ConfigError, some
 from haiku_template.models.forms import inputs_of
-from haiku_template.params import flatten, unflatten
+from haiku_template.params import flatten, ordered, unflatten
 from haiku_template.stored import is_form
 from haiku_template.training.custom import preprocessed
 from haiku_template.training.optimizers import own_averages
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Of each `hk.ExponentialMovingAverage`: `average` is computed anew in every update.
 AVERAGE = {"average", "hidden", "counter"}
+NO_TUNING = tuning.Finetuning()
 FIELDS = ("params", "net_state", "opt_state", "ema_params")  # Of a custom init.
 # A function to first fields, their shapes, and paths of those that need the batch.
 Traced = tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]
@@ -64,9 +65,11 @@ class Initializer:
         self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
         # Why: docs/decisions/finetuning.md#no-finetuning
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
-        if experiment.finetuning != tuning.Finetuning():
+        if experiment.init_from is not None or experiment.finetuning != NO_TUNING:
+            _check_names(self._params)
+        if experiment.finetuning != NO_TUNING:
             axes = tuning.convolutions(lambda: devices.abstract(self._first))
-            plan = tuning.make_plan(experiment.finetuning, _named(self._params), axes)
+            plan = tuning.make_plan(experiment.finetuning, self._params, axes)
         kinds = {x.dtype for x in jax.tree.leaves(self._params)}
         if not all(jnp.issubdtype(x, jnp.inexact) for x in kinds):
             _check_gradients(experiment, plan.trained, flatten(self._params))
@@ -220,7 +223,8 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
     try:
-        example = policy.cast_to_param(recipe.preprocess(example))
+        example = recipe.preprocess(example)
+        example = ordered(policy.cast_to_param(example), example)
         params, net_state = recipe.model.init(rng, example, True)
     except Exception as error:
         kind = "whole batches" if inputs is batch else "inputs alone, of"
@@ -312,16 +316,15 @@ def _check_no_averages(averages: Any) -> None:
         )
 
 
-def _named(params: hk.Params) -> hk.Params:
-    """Parameters; `ConfigError` for a name that is no path's last part."""
+def _check_names(params: hk.Params) -> None:
+    """Raises `ConfigError` for a name that is no path's last part."""
     for module, names in params.items():
         if slashed := [name for name in names if "/" in name]:
             raise ConfigError(
                 f"the parameter {slashed[0]!r} of the module {module} has a slash in "
-                "its name, and config.finetuning knows parameters by MODULE/NAME; "
-                "possible is another name, or a module of its own"
+                "its name, and config.init_from and config.finetuning know parameters "
+                "by MODULE/NAME; possible is another name, or a module of its own"
             )
-    return params
 
 
 def _of_bytes(inputs: Any) -> str:

@@ -64,7 +64,7 @@ def forward(
     outputs = None
     if recipe.model is not None:
         inputs = recipe.preprocess(inputs_of(batch, recipe.task.whole_batch))
-        inputs = policy.cast_to_compute(inputs)
+        inputs = precision.cast_inputs(inputs)
         with precision.norms_in_float32():
             outputs, net_state = recipe.model.apply(
                 params, net_state, rngs[0], inputs, is_training

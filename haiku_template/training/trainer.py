@@ -25,7 +25,7 @@ from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
-from haiku_template.models.forms import inputs_of, with_state
+from haiku_template.models.forms import PerExample, inputs_of, with_state
 from haiku_template.models.precision import Precision
 from haiku_template.params import flatten, path_of
 from haiku_template.reporting.perf import Work
@@ -431,7 +431,8 @@ def _with_forms(recipe: Recipe, has_shares: bool) -> Recipe:
     """Makes a recipe whose parameters may be stored in other forms than are used."""
     model, dtype = recipe.model, recipe.precision.policy.compute_dtype
     if model is not None:
-        # Frozen parameters would get gradients, too.
-        in_order = has_shares and not recipe.plan.frozen
+        # Frozen parameters would get gradients, too; mapped examples each their own.
+        is_mapped = isinstance(model, PerExample)
+        in_order = has_shares and not recipe.plan.frozen and not is_mapped
         model = model._replace(apply=stored.using(model.apply, dtype, in_order))
     return recipe._replace(model=model, has_forms=True)

@@ -270,3 +270,10 @@ def test_a_bias_of_a_stack_of_layers_is_no_matrix(one_device):
     assert adapted == {"output_w", "w", "b"} and len(trainer.recipe.plan.adapted) == 3
     params = flatten(run_steps(trainer, 2)[0].params)
     assert all(np.any(x) for path, x in params.items() if path.endswith(B))
+
+
+def test_adapters_are_float32_also_where_others_are_not():
+    shapes = {"a/w": (4, 3), "b/w": (0, 3)}
+    with jax.enable_x64(True):
+        adapters = init_adapters(Lora(2), shapes, jax.random.key(0))
+    assert {x.dtype for x in adapters.values()} == {np.dtype("float32")}

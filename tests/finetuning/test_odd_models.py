@@ -198,6 +198,8 @@ def test_a_slash_in_a_name_is_refused_where_parameters_are_chosen(one_device):
     assert np.isfinite(run_steps(made(one_device, model), 1)[1][0]["loss"])
     with pytest.raises(ConfigError, match="the parameter 'a/w' of the module ~ has a"):
         made(one_device, model, finetuning=Finetuning(train=("linear/*",)))
+    with pytest.raises(ConfigError, match="the parameter 'a/w' of the module ~ has a"):
+        made(one_device, model, init_from=lambda *_: pytest.fail("It was read."))
 
 
 def test_fresh_parameters_are_not_read_from_adapters_either(tmp_path, one_device):

@@ -14,11 +14,13 @@ from safetensors.numpy import load_file, save_file
 from configs import finetune_gpt_bytes_lora, gpt_bytes
 from haiku_template import stored
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import layout
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, Lora, make_plan, open_source
 from haiku_template.finetuning.lora import Adapted
 from haiku_template.finetuning.quantized import BLOCK, NF4, Int8, Nf4
 from haiku_template.models import plain_outputs
+from haiku_template.models.forms import in_form
 from haiku_template.params import flatten, unflatten
 from haiku_template.preflight.budget import check_budget
 from haiku_template.training import Experiment, classification
@@ -322,6 +324,46 @@ def test_adapted_matrices_at_their_use_are_those_of_a_merged_tree(
     _, merged = run_steps(trainer_of(one_device, "float32", file), 8)
     for a, b in zip(at_use, merged, strict=True):
         assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-6)
+
+
+def each(x):
+    x = jnp.tanh(hk.Linear(24, name="first")(x))
+    return hk.Linear(3, name="head")(jnp.tanh(hk.Linear(40, name="wide")(x)).mean(0))
+
+
+def of_all(x):
+    return hk.vmap(lambda x: each(x), split_rng=False)(x)
+
+
+LORA = {"lora": Lora(rank=2, patterns=("*wide/w",))}
+WAYS = {x: {"train": ("*head/*",), "base_dtype": x} for x in ("int8", "nf4")}
+MAPPED = [(of_all, {}, way) for way in (LORA, *WAYS.values())]
+MAPPED += [(each, {"per_example": True}, way) for way in (LORA, {}, *WAYS.values())]
+
+
+@pytest.mark.parametrize(("forward", "keys", "way"), MAPPED)
+def test_no_example_has_a_parameter_of_its_own(
+    one_device, four_devices, forward, keys, way, monkeypatch
+):
+    """Nor one of a gradient, where a model is mapped over its examples."""
+    monkeypatch.setattr(layout, "GATHERED", 0)
+    x, labels = array(12, 5, 24), np.zeros(12, np.int32)
+    experiment = Experiment(
+        model=in_form(hk.transform(forward), keys),
+        task=classification,
+        data=Data(
+            ArrayDataset(x, labels, BatchSpec(12)), EvaluationSet(x, labels, 12), 3
+        ),
+        optimizer=optax.adam(1e-2),
+        finetuning=Finetuning(**way),
+        sharding=() if way else (("*", "data"),),
+    )
+    devices = one_device if way else four_devices
+    trainer = experiment.trainer(devices)
+    program = str(trainer.trace(trainer.feed.host_shapes()[0]).jaxpr)
+    rows = 12 // devices.num_devices
+    assert f"[{rows},5,24]" in program and "[24,40]" in program
+    assert f"[{rows},24,40]" not in program and f"[{rows},40,24]" not in program
 
 
 def test_half_precision_uses_exact_scales(one_device, file):

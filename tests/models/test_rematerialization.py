@@ -1,6 +1,10 @@
 """Rematerialization of modules by name: the same numbers, less memory."""
 
 import contextlib
+import dataclasses
+from collections import OrderedDict, defaultdict
+from functools import partial
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -173,12 +177,29 @@ def test_it_is_inside_the_map_over_examples():
     assert str(jaxpr).count("prevent_cse") == 2
 
 
-def test_dictionaries_have_the_order_that_the_model_gives_them():
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Fields:
+    first: Any
+    second: Any
+
+    def __iter__(self):
+        return iter((self.first, self.second))
+
+
+@pytest.mark.parametrize("pair", [lambda *x: x, lambda *x: [*x], Named, Fields])
+@pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, list)])
+def test_dictionaries_have_the_order_that_the_model_gives_them(pair, kind):
     class Parts(hk.Module):
         def __call__(self, parts):
             joined = jnp.concatenate([*parts.values()], axis=1)
-            made = {name: hk.Linear(8, name=name)(joined) for name in parts}
-            return [made, (2 * parts["b"], made)]
+            made = kind({name: hk.Linear(8, name=name)(joined) for name in parts})
+            return pair(made, pair(2 * parts["b"], {**made}))
 
     def forward(x):
         first, (_, second) = Parts(name="parts")({"b": x, "a": 2 * x})

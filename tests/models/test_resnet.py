@@ -171,3 +171,22 @@ def test_every_running_statistic_counts_in_evaluation(trained):
         other = {**state, "average": np.full_like(state["average"], 9)}
         moved, _ = apply(params, {**net_state, module: other}, None, STEPS[0], False)
         assert np.max(np.abs(moved - outputs)) > 1e-4, module
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"channels": ()},
+        {"channels": 4},
+        {"channels": (0,)},
+        {"channels": (8.5,)},
+        {"channels": "ab"},
+        {"blocks": 0},
+        {"norm_decay": 1.5},
+        {"norm_decay": -1.0},
+    ],
+    ids=str,
+)
+def test_impossible_sizes_are_refused(keys):
+    with pytest.raises(ValueError, match=r"are not all possible: channels are one or"):
+        resnet(10, **keys)

@@ -2,6 +2,7 @@
 
 import logging
 import zipfile
+from functools import partial
 
 import haiku as hk
 import jax
@@ -21,7 +22,14 @@ from haiku_template.finetuning import (
     scale_updates,
 )
 from haiku_template.params import flatten, matching
-from haiku_template.pretrained import convert, published, tensors
+from haiku_template.pretrained import (
+    Names,
+    convert,
+    export_npz,
+    published,
+    read_published,
+    tensors,
+)
 from haiku_template.storage import trees
 
 ZERO = np.zeros((), np.float32)
@@ -557,3 +565,32 @@ def test_a_pattern_means_the_same_wherever_there_are_patterns(pattern):
     found["multipliers"] = {k for k, x in flatten(updates).items() if x[0, 0] == 2}
     for key, fits in found.items():
         assert {*fits} == {paths[x] for x in SHELL[pattern]}, key
+
+
+def test_an_archive_holds_each_leaf_once_and_its_own_names(tmp_path, one_device):
+    """Also a head of one's own, whose name a published head had."""
+    arrays = {"trunk/w": np.ones((2, 2)), "head/w": np.ones(3), "step": np.array(3)}
+    np.savez(tmp_path / "theirs.npz", **arrays)
+    names = Names(rename=(("head/*", "old/*"),), fresh=("head/*",), ignore=("step",))
+    model = {k: {"w": arrays["trunk/w"]} for k in ("trunk", "old", "head")}
+    source = partial(
+        read_published,
+        tmp_path / "theirs.npz",
+        devices=one_device,
+        rules=(),
+        names=names,
+    )
+    leaves = {"trunk/w": np.zeros((2, 2)), "old/w": np.zeros(3)}
+    for form in ("haiku", "alphafold", "graphcast"):
+        file = tmp_path / f"{form}.npz"
+        export_npz(file, leaves, model, source, one_device, form)
+        with np.load(file) as written:
+            assert "step" in written and len(written.files) == 3
+        for both in (
+            {"head/w": np.ones(3), **leaves},
+            {**leaves, "head/w": np.ones(3)},
+        ):
+            absent = tmp_path / "absent.npz"
+            with pytest.raises(ConfigError, match="would both be .*head.* in the file"):
+                export_npz(absent, both, model, source, one_device, form)
+            assert not absent.exists()

@@ -15,6 +15,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import with_state
 from haiku_template.training import Experiment, regression
+from tests.runs import run_steps
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(16, 5)).astype(np.float32)
@@ -206,3 +207,38 @@ def test_what_takes_any_arguments_gets_is_training():
     model = with_state(hk.transform(lambda *args: inner(*args)))
     outputs, _ = model.apply({}, {}, None, np.ones(1), True)
     assert outputs == 2
+
+
+def test_dictionaries_have_the_order_of_preprocess_and_model(one_device):
+    """JAX sorts those that it maps over, and `values()` would be others."""
+    seen = []
+
+    def forward(inputs):
+        seen.append([*inputs])
+        (last, _) = inputs.values()
+        return {
+            "z": hk.Linear(2, name="one")(last),
+            "a": hk.Linear(2, name="two")(last),
+        }
+
+    def task(outputs, batch):
+        seen.append([*outputs])
+        first, _ = outputs.values()
+        return {"loss": jnp.square(first - batch["labels"]).mean(1)}
+
+    data = Data(
+        ArrayDataset(INPUTS, LABELS, BatchSpec(8)),
+        EvaluationSet(INPUTS, LABELS, 8),
+        preprocess=lambda x: {"b": x, "a": x[:, :3]},
+    )
+    model = hk.without_apply_rng(hk.transform(forward))
+    trainer = Experiment(
+        model=model, task=task, data=data, optimizer=optax.sgd(0.0)
+    ).trainer(one_device)
+    state = trainer.init()
+    params = one_device.fetch(state.params)
+    found = trainer.evaluate(state)["eval/loss"]
+    outputs = model.apply(params, data.preprocess(INPUTS))["z"]
+    assert found == pytest.approx(np.square(outputs - LABELS).mean(), rel=1e-6)
+    run_steps(trainer)
+    assert all(x in (["b", "a"], ["z", "a"]) for x in seen), seen
