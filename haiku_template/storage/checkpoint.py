@@ -329,8 +329,10 @@ class Checkpoints:
         logger.warning("%s; it is tried again in %g s", error, seconds)
         time.sleep(seconds)
         self._failures.error = None
-        with contextlib.suppress(StorageError):
+        try:
             self._begin(*self._last)
+        except StorageError as again:
+            self._failures.error = again
 
     def _finish(self) -> None:
         """Waits for a save, if one has begun; raises `StorageError` if it failed."""

@@ -167,6 +167,18 @@ def test_the_last_save_is_tried_again_before_it_is_an_error(
     assert "; it is tried again in 2 s" in caplog.text
 
 
+def test_a_last_save_whose_workdir_is_gone_is_an_error(tmp_path, retries):
+    """C12: where each try is refused before it begins."""
+    retries(0)
+    (tmp_path / "run.json").write_text('{"id": "one"}')
+    fault = pytest.raises(StorageError, match="step 2 is not saved: .* was moved")
+    with fault, Checkpoints(tmp_path / "checkpoints", max_failed_saves=3) as checkpoints:
+        save(checkpoints, 1)
+        (tmp_path / "run.json").unlink()
+        save(checkpoints, 2)
+        checkpoints.wait()
+
+
 def test_a_run_without_room_for_its_saves_does_not_begin(tmp_path, monkeypatch):
     """C11, C12: and one that has room for a save at its end alone begins."""
     size = device_bytes(trainer().abstract.saved())
