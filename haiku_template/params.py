@@ -7,6 +7,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import numpy as np
 
 
 # Why: docs/decisions/house.md#paths
@@ -56,6 +57,11 @@ def in_dictionaries(tree: Any) -> Any:
         tree,
         is_leaf=lambda x: x is not tree,
     )
+
+
+def in_double(array: Any) -> np.ndarray:
+    """Converts to double precision, of complex numbers where they are."""
+    return np.asarray(array, complex if np.iscomplexobj(array) else float)
 
 
 def ordered(tree: Any, like: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.errors import ConfigError
-from haiku_template.runs import verify
+from haiku_template.runs import verification, verify
 from haiku_template.training import Experiment, classification, own_loss
 
 RNG = np.random.default_rng(0)
@@ -92,6 +92,15 @@ def test_a_value_that_is_not_finite_differs_unless_both_are(one_device, value):
 
     with pytest.raises(ConfigError, match=rf"{value} there.*at \[1, 1\]"):
         list(verify(made, made.init(), other))
+
+
+@pytest.mark.parametrize("difference", [0, 6])
+def test_imaginary_parts_are_compared(difference):
+    values = np.array([1 + 2j, 3j], np.complex64)
+    there = values.conj() if difference else values
+    (compared,) = verification._compare({"": values}, {"": there})
+    assert compared.difference == difference and compared.there in there
+    assert ("0-3j there" in str(compared)) == bool(difference)
 
 
 def test_where_neither_is_a_number_they_are_alike(one_device):

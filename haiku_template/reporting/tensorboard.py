@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.params import in_double
 from haiku_template.storage import metrics
 from haiku_template.storage.files import append_whole
 from haiku_template.storage.metrics import SUMMARY, event, sized, varint
@@ -43,8 +44,9 @@ def picture(tag: str, png: bytes) -> bytes:
 
 
 def histogram(tag: str, values: np.ndarray) -> bytes:
-    """Encodes the finite ones of `values`, any shape, in 30 bins."""
-    finite = np.asarray(values, np.float64).ravel()
+    """Encodes the finite ones of `values`, any shape, in 30 bins; of complex, sizes."""
+    finite = in_double(values).ravel()
+    finite = np.abs(finite) if np.iscomplexobj(finite) else finite
     finite = finite[np.isfinite(finite)]
     counts, edges = np.histogram(finite, BINS)
     facts = (edges[0], edges[-1], finite.size, finite.sum(), np.square(finite).sum())

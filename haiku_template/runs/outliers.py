@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from haiku_template.devices import device_name
-from haiku_template.params import leaves_by_path
+from haiku_template.params import in_double, leaves_by_path
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def located(trainer: Trainer, row: int, rows: int) -> str:
 
 
 def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:
-    """Magnitudes [rows, values] in each leaf of real numbers of a step's batch."""
+    """Magnitudes [rows, values] in each leaf of no whole numbers of a step's batch."""
     leaves = leaves_by_path(trainer.feed.read(step - 1)).items()
     arrays = {path: np.asarray(x) for path, x in leaves}
     return {
-        path: np.abs(x.astype(np.float64)).reshape(len(x), -1)
+        path: np.abs(in_double(x)).reshape(len(x), -1)
         for path, x in arrays.items()
         if x.dtype.kind not in "biu" and x.size
     }

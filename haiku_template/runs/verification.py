@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from haiku_template.errors import ConfigError, some
-from haiku_template.params import flatten
+from haiku_template.params import flatten, in_double
 from haiku_template.training import Trainer
 from haiku_template.training.state import TrainState
 
@@ -20,8 +20,8 @@ class Comparison(NamedTuple):
     """A leaf of both, where they are furthest apart."""
 
     name: str
-    here: float
-    there: float
+    here: complex  # Or real.
+    there: complex
     place: tuple[int, ...]
     difference: float
     largest: float  # Of the values there.
@@ -88,15 +88,15 @@ def _compare(here: dict[str, Any], there: dict[str, Any]) -> Iterator[Comparison
             "batch"
         )
     for name in here:
-        a, b = (np.asarray(x[name], np.float64) for x in (here, there))
+        a, b = (in_double(x[name]) for x in (here, there))
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         with np.errstate(invalid="ignore"):
             apart = np.where(same, 0, np.nan_to_num(np.abs(a - b), nan=np.inf))
         place = np.unravel_index(np.argmax(apart), apart.shape)
         yield Comparison(
             name=name or "outputs",
-            here=float(a[place]),
-            there=float(b[place]),
+            here=a[place].item(),
+            there=b[place].item(),
             place=place,
             difference=apart[place],
             largest=np.abs(b[np.isfinite(b)]).max(initial=0),

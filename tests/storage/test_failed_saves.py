@@ -172,7 +172,7 @@ def test_a_last_save_whose_workdir_is_gone_is_an_error(tmp_path, retries):
     retries(0)
     (tmp_path / "run.json").write_text('{"id": "one"}')
     fault = pytest.raises(StorageError, match="step 2 is not saved: .* was moved")
-    with fault, Checkpoints(tmp_path / "checkpoints", max_failed_saves=3) as checkpoints:
+    with fault, Checkpoints(tmp_path / "saves", max_failed_saves=3) as checkpoints:
         save(checkpoints, 1)
         (tmp_path / "run.json").unlink()
         save(checkpoints, 2)

@@ -142,9 +142,11 @@ def test_pictures_of_inputs_that_are_none_are_refused(tmp_path):
         start.run(wrong, CPU, str(tmp_path / "run"))
 
 
-def test_a_distribution_counts_what_is_finite(monkeypatch):
+@pytest.mark.parametrize("unit", [1, 1j])
+def test_a_distribution_counts_what_is_finite(monkeypatch, unit):
+    """Of complex numbers it is of their magnitudes."""
     monkeypatch.setattr(metrics.time, "time", lambda: 1.5)
-    x = np.array([[0.0, 1.0], [np.nan, 3.0]])
+    x = unit * np.array([[0.0, 1.0], [np.nan, 3.0]])
     data = tensorboard.histogram("x", x)
     numbers = np.frombuffer(data[-30 * 8 :], "<f8")
     assert numbers.sum() == 3 and numbers[[0, 10, 29]].tolist() == [1, 1, 1]

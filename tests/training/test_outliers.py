@@ -13,7 +13,7 @@ from haiku_template.data import Data, from_iterator
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.compiled import Scalars, pack
 from haiku_template.errors import NonFiniteError
-from haiku_template.runs import train
+from haiku_template.runs import outliers, train
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.scalars import PENDING
 from haiku_template.training import Experiment
@@ -201,3 +201,10 @@ def test_a_step_of_ones_own_may_report_no_norm(caplog):
         watch.note(range(step, step + 1), pack({"loss": np.float32(1)}))
     watch.look(100)
     assert not watch.pending and not caplog.messages
+
+
+def test_the_magnitude_of_a_complex_value_is_of_both_its_parts():
+    batch = {"inputs": np.array([[3 + 4j, 1j]], np.complex64)}
+    feed = SimpleNamespace(read=lambda step: batch)
+    (sizes,) = outliers._magnitudes(SimpleNamespace(feed=feed), 1).values()
+    assert sizes.tolist() == [[5, 1]]
