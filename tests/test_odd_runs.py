@@ -25,11 +25,11 @@ from haiku_template.data.datasets import by_name
 from haiku_template.errors import ConfigError, NonFiniteError, StorageError
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, early_stop, start, train
-from haiku_template.runs.comparison import summarize_run
+from haiku_template.runs.comparison import summarize_run, summarize_runs
 from haiku_template.runs.limits import within
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage import read
-from haiku_template.storage.checkpoint import metrics_of
+from haiku_template.storage.checkpoint import metrics_of, restore
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer
 from tests.runs import ROOT, run_command, run_steps
@@ -143,6 +143,18 @@ def test_early_stopping_waits_for_the_first_metrics_of_training():
     assert not stop([{"step": 50, "eval/loss": 1.0}])
     with pytest.raises(ConfigError, match="train/los is not measured.*train/loss"):
         early_stop("train/los", 3)([{"step": 50, "train/loss": 1.0, "eval/loss": 1.0}])
+
+
+@pytest.mark.parametrize("best_mode", ["min", "max"])
+def test_the_best_of_a_script_s_run_is_by_its_options(tmp_path, one_device, best_mode):
+    options = {"best_metric": "eval/loss", "best_mode": best_mode, "save_every": 5}
+    train(made(one_device), workdir=tmp_path, keep_last=9, **OPTIONS, **options)
+    best = {"min": 5, "max": 25}[best_mode]
+    assert restore(tmp_path, "best", lambda *_: None)[0] == best
+    (summary,) = summarize_runs(tmp_path)
+    assert summary.metric == "eval/loss" and summary.best[1] == best
+    train(made(one_device), workdir=tmp_path, keep_last=9, **OPTIONS)
+    assert restore(tmp_path, "best", lambda *_: None)[0] == 5  # A script may change.
 
 
 def test_a_step_that_may_be_the_best_and_is_not_saved_is_said(

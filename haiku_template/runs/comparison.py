@@ -36,15 +36,15 @@ class Summary(NamedTuple):
 def summarize_run(
     workdir: Path, name: str = "", metric: str | None = None, mode: str | None = None
 ) -> Summary:
-    """Summarizes one workdir; metric and mode are by default its config's.
+    """Summarizes one workdir; metric and mode are by default the run's own.
 
     Raises `ConfigError` if its config cannot be read.
     """
     values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
     rows = read(workdir / workdirs.METRICS)
     if metric is None:
-        metric = str(values.get("best_metric", "eval/loss"))
-        mode = mode or values.get("best_mode", "min")
+        ranks = workdirs.ranks(workdir)
+        metric, mode = str(ranks["best_metric"]), mode or ranks["best_mode"]
     points = [(row[metric], row["step"]) for row in rows if row.get(metric) is not None]
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
@@ -94,7 +94,9 @@ def summarize_runs(
             "folder that they are in"
         )
     runs = [summarize_run(folder / name, name, metric, mode) for name in names]
-    sign = -1 if (mode or runs[0].keys.get("best_mode")) == "max" else 1
+    sign = (
+        -1 if (mode or workdirs.ranks(folder / names[0])["best_mode"]) == "max" else 1
+    )
     return sorted(
         runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
     )

@@ -111,8 +111,8 @@ def train(
     check_some(locals())  # Options have the names of a config's keys.
     check_functions(hooks=hooks, writers=writers)
     directory, devices = brought_back(trainer, workdir, mirror, config), trainer.devices
+    ranks = {"best_metric": best_metric, "best_mode": best_mode}
     if config is None:
-        ranks = {"best_metric": best_metric, "best_mode": best_mode}
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = trainer.with_skips(max_consecutive_nonfinite > 1)
@@ -121,7 +121,7 @@ def train(
     budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
     with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
-        facts = open_workdir(trainer, directory, config, num_steps)
+        facts = open_workdir(trainer, directory, config, num_steps, ranks)
         report = Report(directory, trainer, num_steps, budget.matmul)
         stack.enter_context(report)
         checkpoints = open_checkpoints(
@@ -130,8 +130,7 @@ def train(
             facts,
             keep_last=keep_last,
             keep_best=keep_best,
-            best_metric=best_metric,
-            best_mode=best_mode,
+            **ranks,
             max_failed_saves=max_failed_saves,
             save_minutes=save_minutes,
             mirror=mirror,

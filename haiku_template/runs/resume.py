@@ -26,13 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 def open_workdir(
-    trainer: Trainer, workdir: Path, config: dict[str, Any], num_steps: int
+    trainer: Trainer,
+    workdir: Path,
+    config: dict[str, Any],
+    num_steps: int,
+    ranks: dict[str, str],
 ) -> Callable[[int], dict[str, Any]]:
     """Opens a run's workdir; makes the function of a step that gives facts to save."""
     fingerprint.keep(workdir, trainer, config, num_steps)
     # Why: docs/decisions/storage.md#facts
     environment = workdirs.open_workdir(
-        workdir, config, trainer.devices, trainer.feed.steps_per_call, num_steps
+        workdir, config, trainer.devices, trainer.feed.steps_per_call, num_steps, ranks
     )
     dataset = whole_batches(trainer.experiment.data.train)
     is_function = dataclasses.is_dataclass(dataset)  # Of the step, without a state.

@@ -594,16 +594,10 @@ def _restore(
     folder = workdir / workdirs.CHECKPOINTS
     if not folder.is_dir():
         raise ConfigError(f"{workdir} holds no checkpoints")
-    config = workdirs.read_json(workdir / workdirs.CONFIG)
-    run = workdirs.run_id(workdir)
+    ranks, run = workdirs.ranks(workdir), workdirs.run_id(workdir)
     for tries_left in range(REPLACED_TRIES, -1, -1):
         try:
-            with Checkpoints(
-                folder,
-                best_metric=config.get("best_metric", "eval/loss"),
-                best_mode=config.get("best_mode", "min"),
-                run=run,
-            ) as checkpoints:
+            with Checkpoints(folder, run=run, **ranks) as checkpoints:
                 step = _named_step(checkpoints, which, workdir)
                 return step, read(checkpoints, step)
         except StorageError:

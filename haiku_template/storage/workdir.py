@@ -37,6 +37,7 @@ ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 MOST_METRICS = 2**29  # Bytes.
+RANKS = {"best_metric": "eval/loss", "best_mode": "min"}  # Of an earlier version.
 PROCESSES, PROGRAM, IMAGES = "processes", "program.json", "images"
 FLAGS = {*VARIABLES, "jax_default_matmul_precision", "jax_enable_x64"}
 FLAGS |= {"jax_threefry_partitionable"}
@@ -180,6 +181,14 @@ def of_script(
     return config | ranks if config and not is_empty else {}
 
 
+def ranks(workdir: Path) -> dict[str, str]:
+    """Metric and mode that a run's checkpoints are ranked by, as options of it."""
+    values = RANKS | read_json(workdir / CONFIG)
+    with contextlib.suppress(ConfigError):  # An earlier version's has none, either.
+        values |= read_json(workdir / RUN)
+    return {name: values[name] for name in RANKS}
+
+
 def has_checkpoints(workdir: Path) -> bool:
     """True if a run has saved anything here."""
     return bool(saved_steps(workdir / CHECKPOINTS))
@@ -230,10 +239,11 @@ def open_workdir(
     devices: DeviceManager,
     steps_per_call: int = 1,
     num_steps: int | None = None,
+    ranks: dict[str, str] = RANKS,
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. `steps_per_call` is for all starts, `num_steps` of this.
+    Call it under the lock. `steps_per_call` is for all starts, the rest of this.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
@@ -241,9 +251,11 @@ def open_workdir(
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
             run = {"id": uuid.uuid4().hex, "steps_per_call": steps_per_call}
-            write_json(workdir / RUN, run)
+            write_json(workdir / RUN, run | ranks)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
+        elif (run := read_json(workdir / RUN)) != run | ranks:  # A script's may change.
+            write_json(workdir / RUN, run | ranks)
     env = environment(devices)
     with dispensable(workdir / ENV):
         started = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
