@@ -29,7 +29,7 @@ from haiku_template.runs.comparison import summarize_run, summarize_runs
 from haiku_template.runs.limits import within
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage import read
-from haiku_template.storage.checkpoint import metrics_of, restore
+from haiku_template.storage.checkpoint import Checkpoints, metrics_of, restore
 from haiku_template.training import Experiment, classification, regression
 from haiku_template.training.optimizers import make_optimizer
 from tests.runs import ROOT, run_command, run_steps
@@ -155,6 +155,15 @@ def test_the_best_of_a_script_s_run_is_by_its_options(tmp_path, one_device, best
     assert summary.metric == "eval/loss" and summary.best[1] == best
     train(made(one_device), workdir=tmp_path, keep_last=9, **OPTIONS)
     assert restore(tmp_path, "best", lambda *_: None)[0] == 5  # A script may change.
+
+
+def test_an_evaluation_without_the_best_metric_ends_no_run(tmp_path, caplog):
+    """As where a derived one is not defined, now and then."""
+    with Checkpoints(tmp_path, best_metric="eval/precision", keep_best=1) as saves:
+        saves.check_metric({"eval/loss": 1.0})
+        metrics = {1: {"eval/loss": 1.0}, 2: {"eval/precision": 1.0}}
+        assert saves.best_first(metrics) == [2]
+    assert "has no best_metric=eval/precision, and its step counts" in caplog.text
 
 
 def test_a_step_that_may_be_the_best_and_is_not_saved_is_said(

@@ -94,9 +94,8 @@ def summarize_runs(
             "folder that they are in"
         )
     runs = [summarize_run(folder / name, name, metric, mode) for name in names]
-    sign = (
-        -1 if (mode or workdirs.ranks(folder / names[0])["best_mode"]) == "max" else 1
-    )
+    mode = mode or workdirs.ranks(folder / names[0])["best_mode"]
+    sign = -1 if mode == "max" else 1
     return sorted(
         runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
     )

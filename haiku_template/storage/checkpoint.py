@@ -176,11 +176,10 @@ class Checkpoints:
         return self._failures.count
 
     def check_metric(self, metrics: dict[str, float]) -> None:
-        """Raises `StorageError` unless `best_metric` is among the metrics."""
+        """Warns, once, of a step that has no rank: `best_metric` was not measured."""
         if self._metric not in metrics:
-            possible = ", ".join(metrics)
-            fault = f"best_metric={self._metric} is not measured"
-            raise StorageError(f"{fault}; possible are {possible}")
+            fault = f"an evaluation has no best_metric={self._metric}, and its step"
+            _warn_once(f"{fault} counts as none of the best; it has {some(metrics)}")
 
     def save(
         self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
