@@ -9,6 +9,7 @@ from haiku_template.config import check, default_config
 from haiku_template.errors import ConfigError
 from haiku_template.runs import train, watchdog
 from haiku_template.runs.watchdog import DATA, SAVE, STEP, Watchdog
+from haiku_template.storage.checkpoint import Checkpoints
 from tests.test_blocked import digest, ended, finish, folder, numbers, start, trainer
 
 __all__ = ["folder"]  # A fixture of those tests.
@@ -110,13 +111,20 @@ def test_an_error_of_watched_work_is_raised_as_it_is(looked):
     assert made.limit(DATA) == 5.0  # It is over.
 
 
-def test_a_watched_run_is_as_any_other(tmp_path):
-    events = []
+def test_a_watched_run_is_as_any_other(tmp_path, monkeypatch):
+    events, looks, wait = [], [], Checkpoints.wait
     options = {"num_steps": 12, "log_every": 3, "save_every": 5}
     train(trainer(), workdir=tmp_path / "plain", **options)
     hooks = [lambda event: events.append(event.what)]
     watched = tmp_path / "watched"
+
+    def wait_or_hang(self):
+        looks.append(len(signals.LOOKERS))
+        wait(self)
+
+    monkeypatch.setattr(Checkpoints, "wait", wait_or_hang)
     train(trainer(), workdir=watched, watchdog_minutes=9.0, hooks=hooks, **options)
+    assert looks == [1, 0]  # The wait for the last save, and at the end of all.
     assert digest(watched) == digest(tmp_path / "plain")
     assert numbers(watched) == numbers(tmp_path / "plain")
     assert events.count("step") == 12 and events.count("save") == 3

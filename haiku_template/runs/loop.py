@@ -155,7 +155,6 @@ def train(
             stop_when=stop_when or (lambda rows: False),
             watchdog_minutes=watchdog_minutes,
         ).steps(state, start, num_steps)
-        checkpoints.wait()
         return Result(state, report.finish(last))
 
 
@@ -174,7 +173,7 @@ class _Run(NamedTuple):
     watchdog_minutes: float | None
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs steps `start + 1` to `stop`, or fewer; returns the last one, too.
+        """Runs steps `start + 1` to `stop`, or fewer, saved; returns the last one, too.
 
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
@@ -184,8 +183,11 @@ class _Run(NamedTuple):
             watched = self.signals.watched(self, self.watchdog_minutes)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
         explicit = self.trainer.devices.explicit_transfers()
-        with explicit, self.signals.saving(self, unlogged), watched as run:
-            return run._steps(state, start, stop, unlogged)
+        with watched as run:
+            with explicit, self.signals.saving(self, unlogged):
+                state, last = run._steps(state, start, stop, unlogged)
+            self.checkpoints.wait()
+        return state, last
 
     def _steps(
         self, state: TrainState, start: int, stop: int, unlogged: ExitStack
