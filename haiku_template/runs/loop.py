@@ -309,8 +309,6 @@ class _Run(NamedTuple):
             self.signals.writes = True
             with self.trainer.devices.implicit_transfers():  # Orbax's own copies.
                 is_saving = self.checkpoints.save(steps[-1], state.saved(), metrics)
-            if is_saving:
-                workdirs.mark_saved(self.workdir, steps[-1])
             if waits:
                 self.checkpoints.wait()
             self.signals.writes = False

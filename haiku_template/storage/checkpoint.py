@@ -341,9 +341,11 @@ class Checkpoints:
             self._writer.wait_until_finished()
             if self._is_first:
                 sync(self.directory / str(self._saving))
-        self._saving = self._last = None
+        step, self._saving, self._last = self._saving, None, None
         self._failures.clear()
         if self._is_first and self._is_ours():
+            if self._found is not None:
+                workdirs.mark_saved(self.directory.parent, step)
             try:
                 remove_unfinished(self.directory)
                 metrics = self.metrics

@@ -227,9 +227,8 @@ def unused(path: Path) -> Path:
 
 def mark_saved(workdir: Path, step: int) -> None:
     """Records that the run has a checkpoint, by which a loss of all can be told."""
-    run = read_json(workdir / RUN)
-    if "saved" not in run:
-        with dispensable(workdir / RUN):
+    with dispensable(workdir / RUN):
+        if "saved" not in (run := read_json(workdir / RUN)):
             write_json(workdir / RUN, run | {"saved": step})
 
 

@@ -6,6 +6,7 @@ own, and so are full disks; other errors are raised where Orbax asks the system.
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import shutil
@@ -141,7 +142,9 @@ def test_the_last_save_is_tried_again_before_it_is_an_error(
 ):
     """C12: also where it is the first, which fails before `save` returns."""
     retries(1, 2, 4)
-    limits, waits = contextlib.ExitStack(), []
+    limits, waits, folder = contextlib.ExitStack(), [], tmp_path / "saves"
+    run, saved = tmp_path / "run.json", {"saved": 2 if first else 1}
+    run.write_text('{"id": "one"}')
 
     def wait(seconds):
         waits.append(seconds)
@@ -149,13 +152,14 @@ def test_the_last_save_is_tried_again_before_it_is_an_error(
             limits.close()
 
     monkeypatch.setattr(checkpoint.time, "sleep", wait)
-    with Checkpoints(tmp_path, max_failed_saves=3) as checkpoints, limits:
+    with Checkpoints(folder, max_failed_saves=3) as checkpoints, limits:
         if not first:
             save(checkpoints, 1)
         limits.enter_context(small_files(1000))
         save(checkpoints, 2)
         checkpoints.wait()
         assert waits == [1, 2] and checkpoints.latest == 2
+        assert json.loads(run.read_text()) == {"id": "one"} | saved
         assert checkpoints.restore(2, STATE | {"step": np.array(2, np.int32)})
         limits.enter_context(small_files(1000))
         save(checkpoints, 3)
