@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zipfile
 
 import haiku as hk
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.comparison import summarize_run, summarize_runs
 from haiku_template.runs.limits import within
-from haiku_template.runs.predictions import write_predictions
+from haiku_template.runs.predictions import _write_arrays, write_predictions
 from haiku_template.storage import read
 from haiku_template.storage.checkpoint import Checkpoints, metrics_of, restore
 from haiku_template.training import Experiment, classification, regression
@@ -316,6 +317,18 @@ def test_outputs_of_several_lengths_are_lines_and_no_arrays(tmp_path, one_device
     assert not (tmp_path / "out.npz").exists()
     assert write_predictions(run, tmp_path / "out.jsonl") == 4
     assert len(json.loads((tmp_path / "out.jsonl").read_text().split("\n")[2])) == 1
+
+
+def test_an_archive_of_outputs_has_the_files_of_pictures(tmp_path):
+    """And is NumPy's own, but for that name."""
+    batch = {"class": np.array(["a", "b"]), "outputs": np.eye(2)}
+    np.savez(tmp_path / "own.npz", **batch)
+    _write_arrays(tmp_path / "here.npz", [batch])
+    own, here = (zipfile.ZipFile(tmp_path / f"{x}.npz") for x in ("own", "here"))
+    assert own.namelist() == here.namelist()
+    assert all(own.read(x) == here.read(x) for x in own.namelist())
+    _write_arrays(tmp_path / "files.npz", [batch | {"file": batch["class"]}])
+    assert np.load(tmp_path / "files.npz")["file"].tolist() == ["a", "b"]
 
 
 def test_batches_without_numbers_are_for_an_iterator():

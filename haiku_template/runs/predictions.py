@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+import zipfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,10 @@ def _write_arrays(file: Path, batches: list[Any]) -> int:
             f"--output={file.stem}.jsonl has a line for each"
         )
     joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
-    np.savez(file, **flatten(joined))
+    with zipfile.ZipFile(file, "w") as archive:  # `np.savez` takes no name `file`.
+        for name, array in flatten(joined).items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array)
     return num_rows(joined)
 
 
