@@ -3,7 +3,9 @@
 Why: docs/decisions/storage.md#mirror
 """
 
+import contextlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -278,8 +280,20 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
 
 
 def _copy_or_warn(source: Path, target: Path, step: int) -> None:
-    """Copies a checkpoint of a mirror; warns of one that is damaged."""
+    """Copies a checkpoint; warns of one that is damaged, or cannot be read."""
     try:
         _copy_step(source / str(step), target / str(step))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and _is_readable(source / str(step)):
+            raise  # It is the target that fails.
         logger.warning("step %d in %s is damaged: %s", step, source.parent, error)
+
+
+def _is_readable(folder: Path) -> bool:
+    """Tests that each file of a checkpoint can be read to its end."""
+    with contextlib.suppress(OSError, ValueError):
+        checkpoint.check_files(folder)
+        for file in filter(Path.is_file, folder.rglob("*")):
+            shutil.copyfile(file, os.devnull)
+        return True
+    return False

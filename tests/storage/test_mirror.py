@@ -327,6 +327,40 @@ def test_a_copy_that_is_damaged_is_left_out_and_an_older_one_is_brought(copy):
     assert names == {"1", "4.rewound", "6.rewound"}
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo", "error"])
+def test_a_copy_that_cannot_be_read_is_left_out_too(copy, caplog, monkeypatch, kind):
+    """And what cannot be written is an error, of the workdir."""
+    workdir, _ = copy
+    mirror, copyfile = workdir.with_name("m"), shutil.copyfile
+    files = [x for x in (mirror / "checkpoints/4/state").rglob("*") if x.is_file()]
+    file = max(files, key=lambda x: x.stat().st_size)
+
+    def fail(source, target, **options):
+        if kind == "error" and str(file) == str(source):
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        return copyfile(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    if kind != "error":
+        file.unlink()
+        file.symlink_to("/nowhere") if kind == "link" else os.mkfifo(file)
+    shutil.rmtree(workdir)
+    mirrors.bring_back(workdir, mirror)
+    assert steps(workdir) == [2] and f"step 4 in {mirror} is damaged" in caplog.text
+
+
+def test_a_workdir_without_room_is_no_damage_of_its_mirror(copy, monkeypatch):
+    workdir, _ = copy
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", fail)
+    shutil.rmtree(workdir)
+    with pytest.raises(ConfigError, match="cannot be written to: .*No space left"):
+        mirrors.bring_back(workdir, workdir.with_name("m"))
+
+
 def test_a_rewind_names_a_mirror_that_cannot_be_read(copy, monkeypatch):
     workdir, _ = copy
     mirror = workdir.with_name("m")
