@@ -67,6 +67,8 @@ class Mirror:
             self._thread.join(CLOSING_SECONDS)
             if self._thread.is_alive():
                 logger.warning("%s is not up to date: copying takes long", self.folder)
+            else:
+                self._copy()  # What an update asked for as the thread ended.
         self.checkpoints.close()
 
     def _copy(self) -> None:
@@ -114,7 +116,7 @@ class _Copies(Checkpoints):
 def copy_run(source: Path, target: Path) -> None:
     """Copies what a run needs to go on, and its checkpoints; removes older ones.
 
-    Raises `OSError`, `ValueError` for a checkpoint that is damaged, or `ConfigError`
+    Raises `OSError`, `ValueError` if the newest checkpoint is damaged, or `ConfigError`
     for a folder that another run has taken.
     """
     check(source, target)
@@ -127,7 +129,10 @@ def copy_run(source: Path, target: Path) -> None:
             data = bounded.contents(source / name, MOST_BYTES)
             workdirs.write_atomically(target / name, data)
     for step in sorted(steps, reverse=True):
-        _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
+        if step == max(steps):
+            _copy_step(source / workdirs.CHECKPOINTS / str(step), folder / str(step))
+        else:
+            _copy_or_warn(source / workdirs.CHECKPOINTS, folder, step)
     # What is newer may be the only copy that is whole.
     for step in {*workdirs.saved_steps(folder)} - {*steps}:
         if step < max(steps, default=0):

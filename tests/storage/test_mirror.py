@@ -349,6 +349,33 @@ def test_a_copy_that_cannot_be_read_is_left_out_too(copy, caplog, monkeypatch, k
     assert steps(workdir) == [2] and f"step 4 in {mirror} is damaged" in caplog.text
 
 
+def test_an_older_step_that_is_damaged_keeps_nothing_else_from_the_mirror(copy, caplog):
+    workdir, _ = copy
+    mirror = workdir.with_name("new")
+    shutil.copytree(workdir / "checkpoints/2", mirror / "checkpoints/1")
+    shutil.copy(workdir / "run.json", mirror)
+    for file in (workdir / "checkpoints/2/state").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(b"")
+    mirrors.copy_run(workdir, mirror)
+    assert steps(mirror) == [4] and lines(mirror) == lines(workdir)
+    assert f"step 2 in {workdir} is damaged" in caplog.text
+
+
+def test_an_update_as_the_last_copy_ends_is_not_lost(copy, monkeypatch):
+    workdir, _ = copy
+    mirror = mirrors.Mirror(workdir, workdir.with_name("m"), run_id(workdir))
+    copies = []
+    monkeypatch.setattr(mirrors, "copy_run", lambda *folders: copies.append(folders))
+    mirror.update()
+    mirror._thread.join()
+    monkeypatch.setattr(mirror._thread, "is_alive", lambda: len(copies) == 1)
+    mirror.update()  # Of a thread that has looked for the last time.
+    monkeypatch.setattr(mirror._thread, "is_alive", lambda: False)
+    mirror.close()
+    assert len(copies) == 2
+
+
 def test_a_workdir_without_room_is_no_damage_of_its_mirror(copy, monkeypatch):
     workdir, _ = copy
 
