@@ -138,7 +138,7 @@ def train(
         stack.enter_context(checkpoints)
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         trainer = resumed(trainer, directory, config) if start else trainer
-        checkpoints.check_room(state.saved(), num_steps - start, save_every)
+        checkpoints.check_room(state.saved(), start, num_steps, save_every)
         report.print(*first_lines(trainer, state, report, start), budget.summary())
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
@@ -152,7 +152,7 @@ def train(
             signals,
             every=Intervals(log_every, eval_every, save_every),
             hooks=tuple(hooks),
-            stop_when=stop_when or (lambda rows: False),
+            stop_when=stop_when,
             watchdog_minutes=watchdog_minutes,
         ).steps(state, start, num_steps)
         return Result(state, report.finish(last))
@@ -169,7 +169,7 @@ class _Run(NamedTuple):
     signals: StopSignals
     every: Intervals
     hooks: tuple[Hook, ...]
-    stop_when: Callable[[list[dict[str, Any]]], bool]
+    stop_when: Callable[[list[dict[str, Any]]], bool] | None
     watchdog_minutes: float | None
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
@@ -271,7 +271,8 @@ class _Run(NamedTuple):
 
     def _stops_early(self) -> bool:
         with self.trainer.devices.implicit_transfers():
-            stops = self.stop_when(read(self.workdir / workdirs.METRICS))
+            path, function = self.workdir / workdirs.METRICS, self.stop_when
+            stops = function is not None and function(read(path))
         if not self.trainer.devices.processes.first(stops):
             return False
         reason = getattr(self.stop_when, "reason", "as the evaluations so far say")

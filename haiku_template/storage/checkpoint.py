@@ -245,11 +245,12 @@ class Checkpoints:
         """Leaves the digest of a batch out of further saves."""
         self.facts = functools.partial(self.facts, has_batch=False)
 
-    def check_room(self, state: Any, steps: int, every: int | None) -> None:
+    def check_room(self, state: Any, start: int, stop: int, every: int | None) -> None:
         """Raises `StorageError` without room, `ConfigError` for an empty array."""
         # Why: docs/decisions/storage.md#room
-        saves = -(-steps // (every or steps or 1))
-        count = min(saves, max(1, self._keep_last + 1 - len(self.steps)))
+        every = 1 if self.timer else every or stop
+        saves = stop // every - start // every + (stop % every > 0)
+        count = min(saves, stop - start, max(1, self._keep_last + 1 - len(self.steps)))
         leaves = flatten(state)
         if empty := [path for path, leaf in leaves.items() if not leaf.size]:
             raise ConfigError(f"Orbax saves no array without elements: {some(empty)}")

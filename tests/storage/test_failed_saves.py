@@ -202,6 +202,27 @@ def test_a_run_without_room_for_its_saves_does_not_begin(tmp_path, monkeypatch):
     train(trainer(), workdir=tmp_path, **SAVES | {"num_steps": 30})
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "every", "timer", "count"),
+    [
+        (0, 40, None, None, 1),
+        (0, 40, None, object(), 3),
+        (0, 2, None, object(), 2),
+        (5, 13, 6, None, 3),
+        (12, 12, 5, None, 0),
+    ],
+)
+def test_room_is_for_the_saves_that_a_run_makes(
+    tmp_path, monkeypatch, start, stop, every, timer, count
+):
+    """C11: by the clock it may make one at each step."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=-1))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.timer = timer
+        with pytest.raises(StorageError, match=rf"\({count} of 4\), and -1 are free"):
+            checkpoints.check_room({"x": np.float32(0)}, start, stop, every)
+
+
 def test_checkpoints_that_no_context_closes_fail_in_a_sentence(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_failed_saves=2)
     assert save(checkpoints, 1)
