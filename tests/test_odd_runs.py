@@ -1,8 +1,11 @@
 """Runs as readers of the code tried them: odd, but plausible."""
 
+import copy
 import json
+import pickle
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import haiku as hk
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ from haiku_template.errors import ConfigError, NonFiniteError, StorageError
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, early_stop, loop, start, train
 from haiku_template.runs.comparison import summarize_run, summarize_runs
-from haiku_template.runs.limits import within
+from haiku_template.runs.limits import FirstBatches, within
 from haiku_template.runs.predictions import _write_arrays, write_predictions
 from haiku_template.storage import read
 from haiku_template.storage.checkpoint import Checkpoints, metrics_of, restore
@@ -137,6 +140,19 @@ def test_early_stopping_counts_what_is_no_number(tmp_path, one_device):
         stop.reason
     )
     assert early_stop("eval/x", 3)(rows[1:])
+
+
+def test_early_stopping_by_what_never_was_a_number_says_so():
+    stop = early_stop("eval/x", 2)
+    assert stop([{"step": i, "eval/x": None} for i in (1, 2, 3)])
+    assert stop.reason.startswith("eval/x was no number at step 1, and not better in 2")
+
+
+@pytest.mark.parametrize(
+    "function", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_the_first_batches_of_a_set_can_be_copied(function):
+    assert function(FirstBatches(SimpleNamespace(num_batches=4, size=3), 2)).size == 3
 
 
 def test_early_stopping_waits_for_the_first_metrics_of_training():

@@ -86,7 +86,7 @@ def summarize_runs(
     files = [*sorted(deep), *sorted(linked)] if folder.is_dir() else []
     places = {x.resolve(): x.parent for x in reversed(files)}  # Of two the first.
     names = sorted(str(x.relative_to(folder)) for x in places.values())
-    names = [x for x in names if workdirs.PROCESSES not in Path(x).parts]
+    names = [x for x in names if not _is_process(folder / x)]
     names = _without_mirrors(folder, names)
     if not names:
         raise ConfigError(
@@ -99,6 +99,12 @@ def summarize_runs(
     return sorted(
         runs, key=lambda run: (run.best is None, sign * run.best[0] if run.best else 0)
     )
+
+
+def _is_process(place: Path) -> bool:
+    """Tests for what a further process of a run writes, and not of another run."""
+    has_run = (place.parent.parent / workdirs.RUN).exists()
+    return place.parent.name == workdirs.PROCESSES and has_run
 
 
 def _without_mirrors(folder: Path, names: list[str]) -> list[str]:

@@ -44,8 +44,11 @@ def early_stop(
         if not points or len(points) - 1 - best < patience:
             return False
         value, step = points[best]
+        text = f"best at step {step}, {value:.6g}"
+        if values[step] is None:  # So are all.
+            text = f"no number at step {step}"
         stops.reason = (
-            f"{metric} was best at step {step}, {value:.6g}, and not better"
+            f"{metric} was {text}, and not better"
             + f" by more than {min_delta:g}" * (min_delta > 0)
             + f" in {len(points) - 1 - best} evaluations since then (patience "
             + f"{patience})"

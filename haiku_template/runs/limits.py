@@ -22,6 +22,8 @@ class FirstBatches:
         self.num_batches = min(count, dataset.num_batches)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # While it is copied.
+            raise AttributeError(name)
         return getattr(self._dataset, name)
 
 

@@ -17,6 +17,7 @@ from haiku_template import bounded
 from haiku_template.config import of_run
 from haiku_template.errors import ConfigError
 from haiku_template.storage import workdir
+from haiku_template.storage.checkpoint import check_plain
 from tests.runs import ROOT
 from tests.storage.test_workdir import run
 
@@ -223,3 +224,11 @@ def test_nobody_else_parses_json():
                 assert getattr(node.value, "id", None) != "json", path
             if isinstance(node, ast.ImportFrom):
                 assert node.module != "json", path
+
+
+def test_a_folder_behind_a_link_is_no_part_of_a_checkpoint(tmp_path):
+    (tmp_path / "4" / "state").mkdir(parents=True)
+    check_plain(tmp_path / "4")
+    (tmp_path / "4" / "state" / "all").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="all is no regular file"):
+        check_plain(tmp_path / "4")

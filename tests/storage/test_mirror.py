@@ -251,6 +251,14 @@ def test_the_mirror_of_another_run_and_the_workdir_itself_are_refused(copy):
         run(workdir, 6, mirror=workdir)
 
 
+def test_what_a_run_s_processes_write_is_no_run_and_runs_may_be_called_so(copy):
+    workdir, _ = copy
+    shutil.copytree(workdir, workdir.parent / "processes" / "a")
+    shutil.copytree(workdir, workdir / "processes" / "1")
+    names = [run.name for run in summarize_runs(workdir.parent)]
+    assert sorted(names) == ["processes/a", "run"]
+
+
 def test_a_step_that_the_run_went_back_from_is_not_read_from_the_mirror(copy):
     workdir, (expected, _) = copy
     folder = workdir / "checkpoints"
@@ -336,7 +344,7 @@ def test_a_copy_that_cannot_be_read_is_left_out_too(copy, caplog, monkeypatch, k
     file = max(files, key=lambda x: x.stat().st_size)
 
     def fail(source, target, **options):
-        if kind == "error" and str(file) == str(source):
+        if kind == "error" and str(file) == os.fspath(source):
             raise OSError(errno.EIO, "Input/output error", str(source))
         return copyfile(source, target, **options)
 
