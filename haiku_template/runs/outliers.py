@@ -52,7 +52,7 @@ def located(trainer: Trainer, row: int, rows: int) -> str:
 
 
 def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:
-    """Magnitudes [rows, values] in each leaf of no whole numbers of a step's batch."""
+    """Magnitudes [rows, values] in each leaf of a step's batch but of whole numbers."""
     leaves = leaves_by_path(trainer.feed.read(step - 1)).items()
     arrays = {path: np.asarray(x) for path, x in leaves}
     return {

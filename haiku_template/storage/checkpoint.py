@@ -248,7 +248,7 @@ class Checkpoints:
     def check_room(self, state: Any, start: int, stop: int, every: int | None) -> None:
         """Raises `StorageError` without room, `ConfigError` for an empty array."""
         # Why: docs/decisions/storage.md#room
-        every = 1 if self.timer else every or stop
+        every = 1 if self.timer else every or stop or 1
         saves = stop // every - start // every + (stop % every > 0)
         count = min(saves, stop - start, max(1, self._keep_last + 1 - len(self.steps)))
         leaves = flatten(state)
