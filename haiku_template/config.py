@@ -177,7 +177,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
     optimizer.learning_rate = 1e-3  # The highest value of the schedule.
     optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
     optimizer.warmup_steps = 0  # Linear, from 0.
-    optimizer.final_fraction = 0.0  # Of learning_rate, at the end.
+    optimizer.final_fraction = 0.0  # Of learning_rate, at the end; not of constant.
     optimizer.weight_decay = 0.0  # For leaves of two or more dimensions.
     optimizer.clip_norm = config_dict.placeholder(float)  # Global norm.
     optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.

@@ -74,7 +74,7 @@ class Budget(NamedTuple):
       moments: shapes of `opt_state`.
       outside: with --target only: cuDNN workspaces that XLA's buffer assignment leaves
         out, plus a 10 % margin.
-      evaluation_peak: with --target only: state, batch and temporaries of an
+      evaluation_peak: with --target only: state, data, batch and temporaries of an
         evaluation.
       card: bytes of the device's own, where unified memory has the host's beside; None
         without it.
@@ -212,7 +212,7 @@ def _of_shares(trainer: Trainer, budget: Budget, analysis: Any) -> Budget:
     """Adds the gradients of all shares, and the state, of which a share sees a part."""
     results = trainer.experiment.exact_elastic * analysis.output_size_in_bytes
     temporaries = budget.temporaries + results + device_bytes(trainer.abstract.params)
-    step_peak = device_bytes(trainer.abstract) + budget.batch + temporaries
+    step_peak = budget.resident - budget.waiting + temporaries
     return budget._replace(temporaries=temporaries, step_peak=step_peak)
 
 
@@ -260,6 +260,7 @@ def _evaluation_peak(trainer: Trainer) -> int:
     if lowered is None:
         return 0
     beside = device_bytes(state) - device_bytes(state.of_model())
+    beside += tree_bytes(trainer.feed.staged)
     return beside + _peak(lowered.compile().memory_analysis())
 
 
@@ -387,6 +388,8 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
         if peak <= limit:
             return sentence.format(in_units(peak))
         peaks += [peak] * ("accumulate_steps" in changes)
+    if trainer.experiment.step is not None:
+        return "a step of one's own has no micro-batches; a smaller batch takes less"
     if not peaks:
         return "the batch does not split into smaller micro-batches"
     return f"{none} the least is {in_units(min(budget.peak, *peaks))}"

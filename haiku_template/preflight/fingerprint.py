@@ -5,6 +5,7 @@ Names, the order of independent operations and addresses in memory do not change
 Processes of one run compare theirs.
 """
 
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -34,16 +35,20 @@ from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "2"  # Of the digests: a workdir with those of another is refused.
+FORMAT = "3"  # Of the digests: a workdir with those of another is refused.
 VERSIONS = ("format", "jax", "python")
 FIRST_BATCH = "first batch of the training data"  # Not where a process has a share.
 ENDS = "first and last rows of the training data"  # Where these are arrays.
 NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
+# Traced, in operations that may be others on another platform.
+STEPS = {"train step", "evaluation step", "first parameters", "steps over devices"}
 # The identity on one device. Why: docs/decisions/storage.md#fingerprint
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
 # Calls of an inner jaxpr with the same arguments, and the parameters that hold it.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
+DEVICES = 2  # Of the axis, where averages over devices are told from sums.
+_identities = contextvars.ContextVar("identities", default=IDENTITIES)
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 PLACEMENT = re.compile("sharding|mesh|layout")  # Parameters that change no value.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -89,13 +94,16 @@ def of(trainer: Trainer) -> dict[str, str]:
         ends = [(x[:1], x[-1:]) for x in jax.tree.leaves(data.train.staged())]
         digests[ENDS] = _value(ends)
     for name, dataset in ({"": data.evaluation} | dict(data.evaluations)).items():
+        dataset = getattr(dataset, "uncut", dataset)  # By eval_batches.
         count = dataset.num_batches if dataset is not None else 0
         for place, index in (("first", 0), ("last", count - 1)) if count else ():
             key = f"{place} batch of the evaluation data {name}".rstrip()
             digests[key] = _value((count, dataset.batch(index)))
     own_step = experiment.step is not None or experiment.steps is not step
     if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
+        token = _identities.set(frozenset())
         digests["steps over devices"] = _value(steps(AXIS_NAME))
+        _identities.reset(token)
     return digests
 
 
@@ -156,14 +164,16 @@ def _check(
     shared = saved.keys() & digests.keys()
     keys = (saved.keys() | digests.keys()) - ({FIRST_BATCH, ENDS} - shared)
     keys = {key for key in keys if saved.get(key) != digests.get(key)}
-    if not (changes := ", ".join(sorted(keys - {"platform", *VERSIONS}))):
-        return
-    if "platform" in keys:
-        return logger.warning(
+    changes = keys - {"platform", *VERSIONS}
+    if "platform" in keys and (others := changes & STEPS):
+        logger.warning(
             f"{workdir} began on {saved.get('platform')}, and on {digests['platform']} "
-            f"other operations are traced ({changes}): whether its code was edited "
-            "since cannot be told"
+            f"other operations are traced ({', '.join(sorted(others))}): whether its "
+            "code was edited since cannot be told"
         )
+        changes -= STEPS
+    if not changes:
+        return
     reason = "its code or its data was edited since"
     for name in VERSIONS:
         if name in keys:
@@ -173,7 +183,8 @@ def _check(
         reason += f", or {NUM_STEPS}, which was {start} and is {num_steps}, is in its "
         reason += "schedule"
     raise ConfigError(
-        f"the run in {workdir} computed something else ({changes}): {reason}{advice}"
+        f"the run in {workdir} computed something else ({', '.join(sorted(changes))}): "
+        f"{reason}{advice}"
     )
 
 
@@ -194,7 +205,8 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
 def traced(function: Callable[..., Any], *args: Any) -> str:
     """Digests the jaxpr of a function of these shapes."""
     # Models may average over the axis, as they do on several devices.
-    return _value(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
+    size = 1 if _identities.get() else DEVICES
+    return _value(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, size)])(*args))
 
 
 def _digest(*values: Any) -> str:
@@ -223,7 +235,7 @@ def _equation(equation: Any, arguments: list[str]) -> list[str]:
     name, params = equation.primitive.name, dict(equation.params)
     # A division by one is an average over one device.
     divisor = getattr(equation.invars[-1], "val", 0) if name == "div" else 0
-    if name in IDENTITIES or (np.ndim(divisor) == 0 and divisor == 1):
+    if name in _identities.get() or (np.ndim(divisor) == 0 and divisor == 1):
         return arguments[: len(equation.outvars)]
     if name in CALLS:
         return _results(next(params[x] for x in BODIES if x in params), arguments)
@@ -240,9 +252,12 @@ def _code(function: Any, callers: tuple[Any, ...] = ()) -> str:
     if isinstance(function, functools.partial):
         bound = _value((function.args, function.keywords))
         return _digest(_code(function.func, callers), bound)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        function = type(function).__call__  # Of an object.
+    owner = getattr(function, "__self__", function)
+    if owner is not function or not isinstance(function, FunctionType):  # An object's.
+        function = getattr(function, "__func__", type(function).__call__)
+        fields = getattr(owner, "__dict__", {})
+        if fields and isinstance(function, FunctionType):
+            return _digest(_code(function, callers), _value(fields))
     if not isinstance(function, FunctionType) or function in callers:
         return _value(function)
     codes, values = [function.__code__], []

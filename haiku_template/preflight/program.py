@@ -22,7 +22,8 @@ GEMM = ("__cublas", "__cudnn$conv")
 # They start no kernel.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"all-reduce-done", "copy-done", "partition-id", "replica-id"}
-CALLS = re.compile(r"(?:calls|body|to_apply)=%([\w.\-]+)")
+CALLS = re.compile(r"(?:calls|body|to_apply|(?:true|false)_computation)=%([\w.\-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")  # Each may run.
 TO_HOST = {"infeed", "outfeed", "send", "recv", "send-done", "recv-done"}
 
 
@@ -174,7 +175,9 @@ def _run(
     for instruction in body:
         if instruction.op in ("while", "call", "conditional"):
             trips = TRIPS.search(instruction.line)
-            for inner in CALLS.findall(instruction.line):
+            branches = " ".join(BRANCHES.findall(instruction.line))
+            calls = CALLS.findall(instruction.line) + OPERAND.findall(branches)
+            for inner in calls:
                 often = times * int(trips[1] if trips else 1)
                 yield from _run(computations, inner, often)
 

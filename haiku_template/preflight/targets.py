@@ -65,7 +65,8 @@ def target_devices(
       DeviceError: JAX's CUDA plugin is not installed, or of another version; JAX has
         started on other flags; or the share is none.
     """
-    several = None if text in CARDS else re.fullmatch(r"(.+)x(\d+)", text)
+    is_one = text in CARDS or Path(text).is_file()
+    several = None if is_one else re.fullmatch(r"(.+)x(\d+)", text)
     name, number = (several[1], int(several[2])) if several else (text, 1)
     if name in CARDS:
         spec = _spec(CARDS[name])
@@ -75,7 +76,7 @@ def target_devices(
         raise ConfigError(
             f"--target={text} is not known, nor is it a file; possible are "
             f"{', '.join(CARDS)}, or a file with XLA's GpuTargetConfigProto in text, "
-            f"and a number of them, as in h100x8{near(name, CARDS)}"
+            f"and a number of them, as in h100x8{near(text, CARDS)}"
         )
     size = re.search(r"device_memory_size:\s*(\d+)", spec)
     if size is None or number < 1:

@@ -18,7 +18,7 @@ class FirstBatches:
     """The first batches of an evaluation set."""
 
     def __init__(self, dataset: Any, count: int) -> None:
-        self._dataset = dataset
+        self._dataset = self.uncut = dataset
         self.num_batches = min(count, dataset.num_batches)
 
     def __getattr__(self, name: str) -> Any:
@@ -37,7 +37,9 @@ def with_eval_batches(experiment: Experiment, count: int) -> Experiment:
     further = {k: FirstBatches(x, count) for k, x in data.evaluations.items()}
     first = FirstBatches(data.evaluation, count)
     data = data._replace(evaluation=first, evaluations=further)
-    return dataclasses.replace(experiment, data=data)
+    cut = dataclasses.replace(experiment, data=data)
+    described = experiment.config and (experiment.config, cut)  # It is no edit.
+    return dataclasses.replace(cut, described=described or None)
 
 
 def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,8 +100,7 @@ class Run:  # Why: docs/decisions/house.md#run
                 raise ConfigError(f"--experiment returned a {kind}, and no Experiment")
         experiment = dataclasses.replace(experiment, placement="host")
         trainer = experiment.trainer(self.devices)
-        is_cut = self.config is not None and self.config.eval_batches is not None
-        if not (padding or is_cut):  # Other shapes, and sets, have other fingerprints.
+        if not padding:  # Other shapes have other fingerprints.
             fingerprint.warn_of_changes(self.workdir, trainer)
         return trainer
 

@@ -99,7 +99,9 @@ def make_optimizer(
       name: an optimizer of optax or optax.contrib that takes a learning rate, or
         `module:function`.
       weight_decay: times the learning rate, for `matrices`, or all where optax's has no
-        mask; with `sgd` it is L2 regularization, added to the gradient.
+        mask; with `sgd`, `lars` and `adadelta` it is L2 regularization, added to the
+        gradient, and with those that estimate their rate (`dog`, `dowg`,
+        `dadapt_adamw`, `cocob`) times that.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises `ConfigError` for another name, or a key that this optimizer does not take.
@@ -120,7 +122,7 @@ def make_optimizer(
         decay = optax.add_decayed_weights(weight_decay, mask=matrices)
         optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | keys))
     elif decays and mask is not None:
-        keys |= {"weight_decay": weight_decay, mask: matrices}
+        keys = {mask: matrices, "weight_decay": weight_decay} | keys
         optimizer = function(schedule, **keys)
     elif decays and weight_decay:
         optimizer = function(schedule, **_all_decay(name, weight_decay), **keys)

@@ -181,9 +181,16 @@ def make_update(recipe: Recipe) -> Update:
 def averaged(recipe: Recipe, averages: Any, params: Any, opt_state: Any) -> Any:
     """Averages the parameters after an update, or leaves what a custom init made."""
     if recipe.ema_decay is not None:
-        return optax.incremental_update(params, averages, 1 - recipe.ema_decay)
+        mean = functools.partial(_mean, 1 - recipe.ema_decay)
+        return jax.tree.map(mean, params, averages)
     of_optimizer = own_averages(opt_state, params)
     return averages if of_optimizer is None else of_optimizer
+
+
+def _mean(rate: float, new: jax.Array, average: jax.Array) -> jax.Array:
+    """Moves an average; a count or a key, of a custom step, is the newest."""
+    has_mean = jnp.issubdtype(new.dtype, jnp.inexact)
+    return optax.incremental_update(new, average, rate) if has_mean else new
 
 
 def step_rng(recipe: Recipe, step: jax.Array) -> jax.Array:

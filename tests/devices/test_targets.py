@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from haiku_template.errors import ConfigError, DeviceError
@@ -157,3 +158,28 @@ def test_an_all_reduce_overlaps_with_a_product_between_its_start_and_its_end(
 def test_what_reaches_the_host_is_counted():
     program = read_program(OVERLAP.replace("BETWEEN", "%o = token[] outfeed(%y)"))
     assert program.host_copies == 1
+
+
+def test_branches_are_read_as_what_runs_without_them():
+    def branch(x):
+        return jnp.sin(x @ x) @ x
+
+    def conditional(p, x):
+        return jax.lax.cond(p, branch, lambda x: x + 1, x)
+
+    def switch(p, x):
+        return jax.lax.switch(p.astype(int), [jnp.cos, branch, jnp.tan], x)
+
+    x = jnp.ones((64, 64))
+    plain = jax.jit(lambda p, x: branch(x)).lower(True, x).compile()
+    for function in (conditional, switch):
+        compiled = jax.jit(function).lower(jnp.bool_(True), x).compile()
+        products = read_program(compiled.as_text()).products
+        assert products == read_program(plain.as_text()).products != {}
+
+
+def test_a_file_may_have_the_name_of_several_cards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rtx5091").touch()
+    with pytest.raises(ConfigError, match="--target=rtx5091 is no target: device_mem"):
+        targets.target_devices("rtx5091")

@@ -200,6 +200,19 @@ def test_the_shares_of_moments_are_there_beside_an_evaluation():
     assert beside >= device_bytes(trainer.abstract.opt_state) > 0
 
 
+@pytest.mark.parametrize("exact", [None, 1])
+def test_staged_data_are_there_beside_all_else(exact):
+    host = build(digits, exact_elastic=exact)
+    trainer = changed(host, placement="device")
+    budget = memory_budget(trainer)
+    assert budget.data == budgets.tree_bytes(trainer.feed.staged) > 300_000
+    least = budget.resident - budget.waiting + budget.temporaries
+    assert budget.step_peak >= least
+    if exact is None:
+        peaks = map(budgets._evaluation_peak, (host, trainer))
+        assert next(peaks) + budget.data == next(peaks)
+
+
 def test_measuring_the_devices_is_counted_and_comes_before_the_state(
     tmp_path, monkeypatch
 ):

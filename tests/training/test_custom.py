@@ -298,3 +298,35 @@ def test_a_task_called_by_hand_gets_outputs_and_batch_by_name():
 
     values = as_task(task)(np.array([3]), {"labels": np.array([1])}, step=10)
     assert values["loss"] == [12]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_averages_have_counts_and_keys_as_they_are(one_device, steps_per_call):
+    def counting_init(rng, batch):
+        return {"params": {"w": jnp.ones(3), "n": jnp.zeros((), jnp.int32), "key": rng}}
+
+    def counting(state, batch, rng, axis_name):
+        w, n, key = (state.params[name] for name in ("w", "n", "key"))
+        params = {"w": w / 2, "n": n + 1, "key": jax.random.fold_in(key, n)}
+        return state._replace(params=params), {"loss": w.sum()}
+
+    trainer = Experiment(
+        data=DATA._replace(evaluation=None),
+        init=counting_init,
+        step=counting,
+        ema_decay=0.5,
+        steps_per_call=steps_per_call,
+    ).trainer(one_device)
+    state = trainer.init()
+    with trainer.calls(0, 4, lambda step: step % 2 == 0) as calls:
+        for steps, arrays in calls:
+            state, _ = trainer.advance(state, steps, arrays)
+    averages = state.ema_params
+    assert averages["n"] == 4 and averages["n"].dtype == jnp.int32
+    assert jax.random.key_data(averages["key"]).tolist() == (
+        jax.random.key_data(state.params["key"]).tolist()
+    )
+    mean = 1.0
+    for step in range(1, 5):
+        mean = (mean + 0.5**step) / 2
+    np.testing.assert_allclose(averages["w"], mean, rtol=1e-6)

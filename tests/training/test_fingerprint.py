@@ -1,6 +1,7 @@
 """A workdir resumes with the mathematics that it began with, and with no other."""
 
 import functools
+import importlib
 import json
 import logging
 
@@ -133,7 +134,50 @@ def test_what_a_task_does_where_there_is_an_axis_is_in_the_fingerprint(unedited)
     assert changed == {"steps over devices"} and not changed & unedited.keys()
 
 
+def of_own_step(reduce):
+    def init(rng, batch):
+        return {"params": {"w": jnp.ones(8)}}
+
+    def step(state, batch, rng, axis_name):
+        def loss(w):
+            return jnp.mean(jnp.square(batch["inputs"] @ w))
+
+        value, gradient = jax.value_and_grad(loss)(state.params["w"])
+        gradient = gradient if axis_name is None else reduce(gradient, axis_name)
+        params = {"w": state.params["w"] - 0.1 * gradient}
+        return state._replace(params=params), {"loss": mean_over(axis_name, value)}
+
+    parts = {"model": None, "task": None, "optimizer": None, "init": init}
+    data = from_split(split_of(INPUTS, LABELS), BatchSpec(16))._replace(evaluation=None)
+    return of(**parts, step=step, data=data)
+
+
+def test_how_a_step_of_ones_own_averages_is_in_the_fingerprint():
+    """A sum is n times a mean, and on one device they are the same."""
+    ways = {
+        "mean": jax.lax.pmean,
+        "sum": jax.lax.psum,
+        "maximum": jax.lax.pmax,
+        "none": lambda x, axis_name: x,
+    }
+    found = {name: of_own_step(way) for name, way in ways.items()}
+    steps = {x.pop("steps over devices") for x in found.values()}
+    assert len(steps) == len(ways)
+    assert all(x == found["mean"] for x in found.values())
+
+
 FACTOR = 2.0
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * x
+
+    def method(self, x):
+        return self.factor - x
 
 
 def doubled(x):
@@ -162,10 +206,15 @@ def test_the_code_of_a_callback_is_in_the_fingerprint(monkeypatch):
         "bound": functools.partial(np.multiply, 2.0),
         "another bound": functools.partial(np.multiply, 3.0),
         "global": lambda x: doubled(x),
+        "object": Scaled(2.0),
+        "another object": Scaled(3.0),
+        "method": Scaled(2.0).method,
+        "another method": Scaled(3.0).method,
     }
     found = {name: of_callback(call) for name, call in calls.items()}
     assert len({*found.values()}) == len(calls)
     assert of_callback(scaled(2.0)) == found["closed over"]
+    assert of_callback(Scaled(2.0)) == found["object"]
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
     assert of_callback(calls["global"]) != found["global"]
 
@@ -251,6 +300,16 @@ def test_another_kind_of_device_is_warned_of_where_its_trace_differs(tmp_path, c
     assert "train step" in caplog.text and "gpu" in caplog.text
 
 
+def test_other_data_are_refused_on_another_kind_of_device_too(tmp_path):
+    run_unchanged(tmp_path)
+    file = tmp_path / "program.json"
+    kept = json.loads(file.read_text())
+    other = {"platform": "gpu", "train step": "0", fingerprint.ENDS: "0"}
+    file.write_text(json.dumps(kept | other))
+    with pytest.raises(ConfigError, match=r"else \(first and last rows of the train"):
+        run_unchanged(tmp_path)
+
+
 MODULE = """
 import haiku as hk
 from haiku_template.config import default_config
@@ -280,8 +339,6 @@ def test_an_edited_function_that_a_config_names_is_refused_and_evaluation_warns(
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         sys.modules.pop("edited", None)
         (tmp_path / "edited.py").write_text(f"SCALE = {scale}\n{MODULE}")
-        import importlib
-
         importlib.invalidate_caches()
         config = importlib.import_module("edited").get_config()
         devices = DeviceManager.create("cpu", num_devices=1)
@@ -308,3 +365,18 @@ def test_a_config_of_built_in_parts_says_it_all(tmp_path):
     assert not fingerprint.needed(names)
     assert fingerprint.needed({}) and fingerprint.needed({"a": 1})
     assert fingerprint.needed(names | {"task": {"name": "mine:task"}})
+
+
+@pytest.mark.parametrize("batches", [(1, 1), (None, 2)])
+def test_evaluations_of_some_batches_are_no_edit(tmp_path, monkeypatch, batches):
+    """Nor are then more steps, with which a schedule ends."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    name = f"shortened_{batches[1]}"
+    (tmp_path / f"{name}.py").write_text(f"SCALE = 1.0\n{MODULE}")
+    config = importlib.import_module(name).get_config()
+    config.model.name = f"{name}:model"
+    devices = DeviceManager.create("cpu", num_devices=1)
+    for config.num_steps, config.eval_batches in zip((2, 3), batches, strict=True):
+        start.run(config, devices, str(tmp_path / "run"))
+    assert Run.open(tmp_path / "run", devices).step == 3

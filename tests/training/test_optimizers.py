@@ -344,3 +344,19 @@ def with_defaults(schedule, weight_decay=0.1, clip_norm=1.0):
 def test_an_optimizer_of_yours_keeps_defaults_that_a_config_leaves():
     make_optimizer(f"{__name__}:with_defaults", lambda step: 0.1)
     assert with_defaults.got == (0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("adamw", "mask"), ("lars", "weight_decay_mask"), ("lion", "mask")],
+)
+def test_a_mask_of_ones_own_is_that_of_weight_decay(name, key):
+    params = {"linear": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
+    zeros, moved = jax.tree.map(jnp.zeros_like, params), {}
+    for mask in (None, True, False):
+        optimizer = make_optimizer(
+            name, lambda step: 0.1, weight_decay=0.5, **{key: mask}
+        )
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        moved[mask] = [bool(updates["linear"][x].any()) for x in ("w", "b")]
+    assert moved == {None: [True, False], True: [True, True], False: [False, False]}
