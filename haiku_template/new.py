@@ -26,12 +26,12 @@ def main(words: list[str]) -> int:
     """Makes the project, or copies the notebooks; returns the exit code."""
     joined: list[str] = []
     for word in words:  # `--dest DIR` is `--dest=DIR`.
-        if joined and joined[-1] in ("--dest", "--eject", "--name", "--notebooks"):
+        is_value = bool(joined) and not word.startswith("-")
+        if is_value and joined[-1] in ("--dest", "--eject", "--name", "--notebooks"):
             word = f"{joined.pop()}={word}"
         joined.append(word)
     name = next((word for word in joined if not word.startswith("-")), None)
-    flags = [word for word in joined if word != name]
-    copies = [x.partition("=")[2] for x in flags if x.startswith("--notebooks=")]
+    copies = [x.partition("=")[2] for x in joined if x.startswith("--notebooks=")]
     copies = [os.path.expanduser(x) for x in copies]
     if copies and (not copies[0] or len(joined) > 1):
         return _refuse("--notebooks=DIR takes no other words: a project is made apart")
@@ -50,9 +50,10 @@ def main(words: list[str]) -> int:
         print(f"{copies[0]}: {len(list(home.glob('*.ipynb')))} notebooks")
         return 0
     if name is not None:
-        is_elsewhere = any(x.startswith("--dest") for x in flags)
-        flags = [f"--name={name}", *[f"--dest={name}"] * (not is_elsewhere), *flags]
-    return runpy.run_path(str(home / "new.py"))["main"](flags)
+        joined.remove(name)  # The first: one more is refused.
+        is_elsewhere = any(x.startswith("--dest") for x in joined)
+        joined = [f"--name={name}", *[f"--dest={name}"] * (not is_elsewhere), *joined]
+    return runpy.run_path(str(home / "new.py"))["main"](joined)
 
 
 def _refuse(sentence: str) -> int:

@@ -40,7 +40,8 @@ def main() -> None:
     run = cli.open_run()
     from haiku_template.runs import predictions
 
-    examples = FLAGS.inputs and predictions.read_examples(run, FLAGS.inputs)
+    if (examples := FLAGS.inputs) is not None:
+        examples = predictions.read_examples(run, examples)
     if FLAGS.output is None:
         return predictions.print_predictions(run, examples)
     output = Path(FLAGS.output)

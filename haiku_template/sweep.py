@@ -116,16 +116,18 @@ def _state(member: Member) -> str:
 
 def _train_in_processes(members: list[Member]) -> dict[str, int]:
     """Trains so many at a time, each in a process; returns the exit code of each."""
-    places, waiting = shares(FLAGS.device, FLAGS.parallel), list(members)
+    device = "cpu" if FLAGS.simulate_devices else FLAGS.device
+    places, waiting = shares(device, FLAGS.parallel), list(members)
     running: dict[subprocess.Popen, tuple[str, str, Any]] = {}
     codes: dict[str, int] = {}
     ends = signals.called(lambda *_: _end(running), ENDING)
     with contextlib.ExitStack() as files, ends:
+        files.callback(_end, running)  # An error leaves no process behind.
         while waiting or running:
             while waiting and places:
                 name, place = waiting.pop(0).workdir.name, places.pop(0)
                 errors = files.enter_context(tempfile.TemporaryFile("w+"))
-                print(f"run       {name}{place and f' on {place}'}", flush=True)
+                _say(f"run       {name}{place and f' on {place}'}")
                 running[_start(name, place, errors)] = name, place, errors
             time.sleep(POLL_SECONDS)
             for process in [x for x in running if x.poll() is not None]:
@@ -133,12 +135,18 @@ def _train_in_processes(members: list[Member]) -> dict[str, int]:
                 places.append(place)
                 code = process.returncode
                 codes[name] = code if code >= 0 else 128 - code  # As a shell does.
-                errors.seek(0)
-                lines = errors.read().strip().splitlines()
+                with errors:
+                    errors.seek(0)
+                    lines = errors.read().strip().splitlines()
                 word = "killed" if code < 0 else "ended"
                 word = (lines or [word])[-1] if code else "done"
-                print(f"          {name}: {word}", flush=True)
+                _say(f"          {name}: {word}")
     return codes
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # Its reader may be gone: the runs go on.
+        print(line, flush=True)
 
 
 def _end(running: Iterable[subprocess.Popen]) -> None:

@@ -145,7 +145,8 @@ def _train(
     """Trains up to `stop`; returns the state, on the host, and the metrics."""
     config = config.copy_and_resolve_references()
     config.num_steps, config.data.placement = num_steps, "host"
-    config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, num_steps - 1)
+    steps = config.optimizer.get("warmup_steps", 0)
+    config.optimizer.warmup_steps = min(steps, num_steps - 1)
     devices = _devices(count)
     experiment = Experiment.from_config(config, devices)
     if experiment.data.evaluation is not None:

@@ -70,21 +70,22 @@ NOWHERE = f"{os.devnull}/run"  # Of a dry run without a workdir: nothing is ther
 
 def main() -> None:
     """Checks the config, chooses the devices, and trains."""
-    if FLAGS.target == "list" or "," in (FLAGS.target or ""):
-        return _several_targets()
+    if FLAGS.target == "list":
+        return cli.list_targets()
     cli.need("config", *["workdir"] * (not (FLAGS.check or FLAGS.dry_run)))
     if FLAGS.check or FLAGS.dry_run:
         _check_flags()
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
-    profile, limit = FLAGS.profile, FLAGS.device_memory_limit
+    if "," in (FLAGS.target or ""):
+        return _several_targets(FLAGS.target.split(","))
+    profile = FLAGS.profile
     if profile is not None and FLAGS.config.num_epochs is None:
         config.interval(profile, FLAGS.config.num_steps)
     if shares := FLAGS.config.exact_elastic:
         # Why: docs/decisions/training.md#threads
         os.environ.setdefault("PJRT_NPROC", str(shares))
     devices = cli.device_manager()  # From here on JAX is imported.
-    from haiku_template.reporting.display import parse_bytes
     from haiku_template.runs import start, trial
 
     gc.freeze()  # Why: docs/decisions/house.md#collector
@@ -95,7 +96,7 @@ def main() -> None:
         FLAGS.config,
         devices,
         FLAGS.workdir or NOWHERE,
-        memory_limit=limit and parse_bytes(limit),
+        memory_limit=_memory_limit(),
         profile=profile,
         dry_run=FLAGS.dry_run,
         rewind=FLAGS.rewind,
@@ -112,21 +113,21 @@ def _check_flags() -> None:
                 raise ConfigError(f"--{other} does nothing beside --{flag}")
 
 
-def _several_targets() -> None:
-    """Prints the GPUs that --target knows, or the memory for each that it names."""
-    if FLAGS.target == "list":
-        return cli.list_targets()
-    cli.need("config")
-    config.check(FLAGS.config)
-    names = list(dict.fromkeys(filter(None, FLAGS.target.split(","))))
+def _memory_limit() -> int | None:
+    from haiku_template.reporting.display import parse_bytes
+
+    text = FLAGS.device_memory_limit
+    return None if text is None else parse_bytes(text)
+
+
+def _several_targets(names: list[str]) -> None:
+    """Prints the memory for each of the GPUs that --target names."""
     targets = {name: cli.target_devices(name) for name in names}
     from haiku_template.preflight import print_targets, settle
-    from haiku_template.reporting.display import parse_bytes
     from haiku_template.runs import start
     from haiku_template.training import Experiment
 
-    text, trainers = FLAGS.device_memory_limit, {}
-    limit, workdir = text and parse_bytes(text), Path(FLAGS.workdir or NOWHERE)
+    limit, workdir, trainers = _memory_limit(), Path(FLAGS.workdir or NOWHERE), {}
     if FLAGS.fit not in (None, "false"):
         return start.fit_targets(FLAGS.config, targets, workdir, limit)
     for name, devices in targets.items():

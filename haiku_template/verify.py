@@ -47,6 +47,9 @@ def main() -> None:
         run = cli.open_run()
         trainer = run.trainer
     else:
+        for name in ("checkpoint", "experiment", "trust"):
+            if FLAGS[name].present:
+                raise ConfigError(f"--{name} does nothing beside --config")
         config.check(FLAGS.config)
         devices = cli.device_manager()
         from haiku_template.training import Experiment

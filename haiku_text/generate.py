@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from haiku_template.runs import Run
 
 DASHES = "-" * 16
+TOKENIZERS = "give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
 FLAGS = flags.FLAGS
 flags.DEFINE_string("prompt", "\n", "The text to continue.")
 flags.DEFINE_string("prompt_file", None, "A prompt a line, continued side by side.")
@@ -36,6 +37,8 @@ def main() -> None:
     prompts = read_prompts()
     if FLAGS.num_tokens < 1:
         raise ConfigError(f"--num_tokens={FLAGS.num_tokens}; possible is 1 or more")
+    if FLAGS.tokenizer == "":
+        raise ConfigError(f"--tokenizer= is empty; {TOKENIZERS}")
     run = cli.open_run(num_devices=1)
     from haiku_text import generation
     from haiku_text.data import Tokenizer
@@ -98,9 +101,7 @@ def tokenizer_of(run: "Run") -> str:
                 f"the data set{name} of the run does not say what its tokens stand for"
             )
     except ConfigError as error:  # Also of data that are not there any more.
-        raise ConfigError(
-            f"{error}; give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
-        ) from error
+        raise ConfigError(f"{error}; {TOKENIZERS}") from error
     return data.text
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from absl import flags
 
-from haiku_template import signals
+from haiku_template import cli, signals
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError, StorageError
 from haiku_text.data import documents
 from haiku_text.data.documents import TextFile, pieces
 from haiku_text.data.files import TokenWriter, check_same, write_new
-from haiku_text.data.tokenizer import FILE, Tokenizer, learn_tokenizer
+from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer, learn_tokenizer
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
@@ -27,7 +27,6 @@ flags.DEFINE_integer("train_vocab_size", None, "Learn so many; write --tokenizer
 flags.DEFINE_string("validation_output", None, "The same for tokens of held-out files.")
 flags.DEFINE_float("validation_fraction", 0.01, "Of the files to hold out.", 0.0, 1.0)
 flags.DEFINE_string("end_of_text", None, "Token after each file; else a usual one.")
-flags.mark_flags_as_required(["input", "tokenizer", "output"])
 
 
 def main() -> None:
@@ -37,6 +36,12 @@ def main() -> None:
       ConfigError: flags, text or tokenizer do not fit; no token file was written.
       StorageError: a folder cannot be written, and no token file was.
     """
+    cli.need("input", "tokenizer", "output")
+    if FLAGS.tokenizer == BYTES:
+        raise ConfigError(
+            "--tokenizer=bytes has no use here: the data set bytes reads text as it "
+            "is, without a token file; possible is a tokenizer.json"
+        )
     outputs = [Path(x) for x in (FLAGS.output, FLAGS.validation_output) if x]
     source = Path(FLAGS.tokenizer)
     beside = outputs[0].parent / FILE
@@ -131,6 +136,9 @@ def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:
     files = [f for f in files if documents.is_text(read_with(f.path, begin))]
     documents.check_any(files, FLAGS.input)
     if not FLAGS.validation_output:
+        if FLAGS["validation_fraction"].present:
+            sentence = "--validation_fraction needs --validation_output, which is for"
+            raise ConfigError(f"{sentence} tokens of the files that it holds out")
         return [files]
     if FLAGS.validation_fraction == 0:
         rule = "holds no files when --validation_fraction is 0"

@@ -54,7 +54,11 @@ def check_name(name: str, root: Path) -> None:
     elsewhere = [path for path in sys.path if Path(path).resolve() not in own]
     taken = {*sys.stdlib_module_names, *DEPENDENCIES.split(), *os.listdir(root)}
     taken |= {"configs", "runs", "tests", "vendor"}
-    if name in taken or importlib.machinery.PathFinder.find_spec(name, elsewhere):
+    spec = importlib.machinery.PathFinder.find_spec(name, elsewhere)
+    # A folder without code is no package, such as one that waits for the project.
+    folders = getattr(spec, "submodule_search_locations", None)
+    files = (file for folder in folders or () for file in Path(folder).rglob("*.py"))
+    if name in taken or (spec and (not folders or any(files))):
         owner = "Python's, an installed package's or a folder of the template"
         raise ArgumentError(None, f"--name={name} is {owner}; choose another name")
 

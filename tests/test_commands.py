@@ -239,6 +239,8 @@ def test_targets_are_listed_and_are_for_a_dry_run_alone(tmp_path):
     assert listed.returncode == 0 and "h100       NVIDIA H100" in listed.stdout
     done = train(tmp_path / "run", "--target=h100x8")
     assert_refused(done, 64, "--target=h100x8", "not here", "--dry_run")
+    done = train(tmp_path / "run", "--target=,", "--dry_run")
+    assert_refused(done, 64, "--target= is not known", "possible are")
     flags = ("--target=h100x8", "--dry_run", "--device=cpu", "--num_devices=1")
     done = train(tmp_path / "run", *flags)
     assert_refused(done, 64, "--target=h100x8", "leave out --device, --num_devices")

@@ -426,6 +426,31 @@ def test_notebooks_stand_alone_and_know_the_home_folder(tmp_path, capsys, monkey
     assert len([*(tmp_path / "books").glob("*.ipynb")]) == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["my_project", "my_project"], "unexpected argument my_project"),
+        (["--notebooks", "--vendor"], "unexpected argument --notebooks"),
+        (["my_project", "--dest", "--vendor"], "--dest: expected one argument"),
+    ],
+)
+def test_words_too_many_or_too_few_are_refused(
+    tmp_path, capsys, monkeypatch, words, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(words) == 64
+    assert sentence in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
+def test_a_folder_without_code_leaves_its_name_free(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / NAME).mkdir()
+    new.check_name(NAME, ROOT)
+    (tmp_path / NAME / "part.py").touch()
+    with pytest.raises(new.ArgumentError, match="choose another name"):
+        new.check_name(NAME, ROOT)
+
+
 def test_notebooks_are_copied_whole_or_not_at_all(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert command.main([f"--notebooks={tmp_path / 'file/books'}"]) == 64

@@ -380,10 +380,24 @@ def test_a_profile_is_of_the_steps_that_epochs_make(
         (["--check", "--dry_run"], "--dry_run does nothing beside --check"),
         (["--check", "--profile=1:2"], "--profile does nothing beside --check"),
         (["--dry_run", "--rewind=5"], "--rewind does nothing beside --dry_run"),
+        (
+            ["--dry_run", "--target=t4,l4", "--profile=1:2"],
+            "--profile does nothing beside --dry_run",
+        ),
+        (
+            ["--dry_run", "--device_memory_limit="],
+            "--device_memory_limit= is not an amount of memory; possible are a number "
+            "of bytes, and amounts such as 500MiB or 24GiB",
+        ),
+        (
+            ["--against=a:b", "--checkpoint=best"],
+            "--checkpoint does nothing beside --config",
+        ),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(flags, words, command):
-    done = command("train", "--config=configs/digits.py", *flags)
+    name = "verify" if "--against=a:b" in flags else "train"
+    done = command(name, "--config=configs/digits.py", *flags)
     assert (done.returncode, done.stderr) == (64, f"error: {words}\n")
 
 

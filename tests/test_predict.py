@@ -234,6 +234,12 @@ def test_a_file_that_cannot_be_read_is_named(run, tmp_path, name):
         read_examples(str(tmp_path / name), run.trainer.experiment.data, 8)
 
 
+def test_examples_without_a_name_are_refused(workdir, command):
+    done = command("predict", f"--workdir={workdir}", "--inputs=")
+    assert done.returncode == 64 and "Traceback" not in done.stderr
+    assert "--inputs= is empty; possible are .npy" in done.stderr
+
+
 def own(outputs, batch):
     """A loss of one's own, which says nothing of its labels or outputs."""
     labels = batch["labels"].reshape(len(outputs), -1)

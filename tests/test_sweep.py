@@ -231,6 +231,9 @@ def test_processes_share_the_devices_that_are_listed(monkeypatch):
     for device in ("gpu", "gpu:0", "tpu"):
         with pytest.raises(ConfigError, match="needs a device for each process"):
             sweep.shares(device, 2)
+    for device in ("gpu:0,0", "gpu:0,00", "gpu:1,2,1"):
+        with pytest.raises(ConfigError, match="lists a device twice"):
+            sweep.shares(device, 2)
 
 
 @pytest.mark.slow
@@ -270,7 +273,7 @@ class Member:
 
 code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 sweep._start = lambda *_: subprocess.Popen([sys.executable, "-c", code])
-sweep.FLAGS = SimpleNamespace(device="cpu", parallel=2)
+sweep.FLAGS = SimpleNamespace(device="gpu", simulate_devices=2, parallel=2)
 print(sweep._train_in_processes([Member]))
 """
 
@@ -279,6 +282,55 @@ def test_a_process_of_a_sweep_that_is_killed_is_said_as_a_shell_does():
     command = [sys.executable, "-c", KILLED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "seed=0: killed\n{'seed=0': 137}" in done.stdout, done.stderr
+
+
+IN_PROCESSES = """
+import os, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+from haiku_template import sweep
+
+case, files, counts, processes = sys.argv[1], [], [], []
+seconds = 9 if case == "error" else 0
+
+def start(name, place, errors):
+    files.append(errors)
+    counts.append(sum(not file.closed for file in files))
+    if case == "error" and len(files) == 2:
+        raise OSError("too many open files")
+    code = f"import time; time.sleep({seconds})"
+    processes.append(subprocess.Popen([sys.executable, "-S", "-c", code]))
+    return processes[-1]
+
+sweep._start, sweep.POLL_SECONDS = start, 0.01
+sweep.FLAGS = SimpleNamespace(device="cpu", simulate_devices=None, parallel=2)
+if case == "reader":
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+try:
+    members = [SimpleNamespace(workdir=Path(str(i))) for i in range(5)]
+    codes = [*sweep._train_in_processes(members).values()]
+except OSError as error:
+    codes = str(error)
+ends = [process.poll() for process in processes]
+print(codes, max(counts), ends, file=sys.stderr)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("error", "too many open files 2 [-15]"),
+        ("reader", "[0, 0, 0, 0, 0] 2 [0, 0, 0, 0, 0]"),
+    ],
+)
+def test_a_sweep_ends_its_processes_and_closes_their_files(case, words):
+    """By an error, and where nobody reads what it prints."""
+    command = [sys.executable, "-c", IN_PROCESSES, case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.strip() == words
 
 
 ENDED = """

@@ -85,6 +85,13 @@ def test_a_config_file_is_read_and_checked(tmp_path):
         testing.load_config(file)
 
 
+def test_a_config_may_leave_out_the_warmup(tmp_path):
+    values = config()
+    del values.optimizer.warmup_steps
+    _, rows = testing._train(values, tmp_path, 2)
+    assert rows[-1]["step"] == 2
+
+
 def test_parts_that_do_not_fit_do_not_build():
     with pytest.raises(ConfigError, match="one number per example"):
         testing.assert_builds(config(task="task_of_one_number"))

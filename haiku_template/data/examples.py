@@ -44,6 +44,8 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
 
     Raises `ConfigError` for what cannot be read, or is not as the run's batches.
     """
+    if not name:  # As of a shell's variable; Path("") is the current folder.
+        raise ConfigError(f"--inputs= is empty; {POSSIBLE}")
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
     if not path.exists() and ":" in name:

@@ -87,7 +87,8 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
         raise ConfigError(f"the data file {path} {problem}") from error
     near = sorted(p.name for p in path.parent.glob("*"))[:8]
     there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
-    problem = "is a directory" if path.is_dir() else "does not exist"
+    problem = "is no regular file" if path.exists() else "does not exist"
+    problem = "is a directory" if path.is_dir() else problem
     raise ConfigError(f"the data file {path} {problem}; {there}")
 
 

@@ -24,9 +24,6 @@ PARTS = {"data": "waiting", "evaluation": "evaluation", "saving": "saving"}
 PARTS |= {"compilation": "compilation"}  # In all of the above it is not counted.
 ONCE = ("evaluation", "saving")  # At the step that the next start resumes from.
 
-# Now: later the loop has other handlers. Scripts may do, and compile, other things.
-IS_COMMAND = signals.are_installed()
-
 
 class Progress:  # Why: docs/decisions/storage.md#goodput
     """File of when a start of a run began, got on, and ended.
@@ -34,11 +31,17 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
     A row has the seconds since the epoch, the step, and the seconds of `PARTS` so far.
     """
 
+    # Told here: later the loop has other handlers. A command is charged to its first
+    # run, and not to those of a sweep behind it; scripts may do other things.
+    is_of_command = signals.are_installed()
+
     def __init__(self, workdir: Path, start: int, ledger: Ledger) -> None:
         self._note, self._ledger, self._step = Note(workdir / GOODPUT), ledger, start
         self._zero = time.time() - time.monotonic()  # A clock that is set is none.
-        self._before = ledger.totals() + (Counter() if IS_COMMAND else COMPILED)
-        self.add(start, began=_began())
+        before = Counter() if self.is_of_command else COMPILED
+        self._before = ledger.totals() + before
+        self.add(start, began=_began() if self.is_of_command else time.time())
+        Progress.is_of_command = False
 
     def add(self, step: int, **values: Any) -> None:
         """Appends a row of this step."""
@@ -56,12 +59,11 @@ class Progress:  # Why: docs/decisions/storage.md#goodput
 
 
 def _began() -> float:
-    """Time at which this command began; now in a script, which may do other things."""
+    """Time at which this process began; now where that is not known."""
     with suppress(OSError, ValueError, IndexError):  # Linux alone has them.
-        if IS_COMMAND:
-            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-            uptime = float(Path("/proc/uptime").read_text().split()[0])
-            return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time()
 
 

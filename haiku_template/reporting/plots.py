@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,11 +51,11 @@ def write(workdir: Path) -> Path | None:
         axes = figure.add_subplot(height, 2, place)
         for key, points in lines.items():
             style = "o-" if key.startswith("eval/") else "-"
-            axes.plot(*zip(*points, strict=True), style, label=key, markersize=4)
-        axes.set(title=title, xlabel="step", yscale=scale(title, lines))
+            axes.plot(*zip(*points, strict=True), style, label=_plain(key), ms=4)
+        axes.set(title=_plain(title), xlabel="step", yscale=scale(title, lines))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(workdir.name)
+    figure.suptitle(_plain(workdir.name))
     return _save(figure, workdir / names.REPORT)
 
 
@@ -69,10 +70,11 @@ def write_comparison(
         for label, rows in runs.items():
             points = [(x["step"], x[metric]) for x in rows if x.get(metric) is not None]
             steps, values = zip(*points, strict=True) if points else ((), ())
-            axes.plot(steps, values, "o-" if len(points) < 20 else "-", label=label)
+            style = "o-" if len(points) < 20 else "-"
+            axes.plot(steps, values, style, label=_plain(label))
         above_zero = all(y > 0 for line in axes.lines for y in line.get_ydata())
-        is_loss = metric.endswith("loss") and above_zero
-        axes.set(title=metric, xlabel="step", yscale="log" if is_loss else "linear")
+        yscale = "log" if metric.endswith("loss") and above_zero else "linear"
+        axes.set(title=_plain(metric), xlabel="step", yscale=yscale)
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
     return _save_if_possible(figure, path)
@@ -92,10 +94,9 @@ def write_confusion(
     # Each row's colors are shares of its label, so that rare classes show too.
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set(title=title, xlabel="prediction", ylabel="label")
+    axes.set(title=_plain(title), xlabel="prediction", ylabel="label")
     if len(classes) <= NAMED_CLASSES:
-        # A dollar sign would begin a formula.
-        labels = [name.replace("$", r"\$") for name in classes]
+        labels = [*map(_plain, classes)]
         axes.set_xticks(range(len(classes)), labels, rotation=90)
         axes.set_yticks(range(len(classes)), labels)
         for (row, column), count in np.ndenumerate(matrix):
@@ -119,9 +120,14 @@ def write_pictures(
     for place, (picture, title) in enumerate(zip(pixels, titles, strict=True), 1):
         axes = figure.add_subplot(rows, 8, place)
         axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
-        axes.set_title(title.replace("$", r"\$"), fontsize=8)
+        axes.set_title(_plain(title), fontsize=8)
         axes.axis("off")
     return _save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Escapes text for matplotlib: a $ begins a formula, and _ a label left out."""
+    return re.sub("^_", " _", text.replace("$", r"\$"))
 
 
 def _figure(name: str, width: float, height: float) -> "Figure | None":
@@ -138,7 +144,7 @@ def _figure(name: str, width: float, height: float) -> "Figure | None":
 def _save_if_possible(figure: "Figure", path: Path) -> Path | None:
     try:
         return _save(figure, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # A picture may be too large.
         logger.warning("no %s: %s", path, error)
         return None
 

@@ -6,6 +6,7 @@ there, and returns a function of (step, metrics). A resumed run has the same id 
 
 import csv
 import io
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +66,8 @@ def _table(
     table = csv.DictWriter(text, columns)
     if has_header:
         table.writeheader()
-    table.writerows(rows)
+    finite = lambda x: x if x is not None and math.isfinite(x) else None  # noqa: E731
+    table.writerows({name: finite(x) for name, x in row.items()} for row in rows)
     return text.getvalue().encode()
 
 

@@ -13,6 +13,7 @@ import pytest
 from jax._src import compiler
 
 from haiku_template.devices import Ledger
+from haiku_template.devices.transfer import COMPILED
 from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodput
 from haiku_template.runs import train
 from tests.runs import ROOT, UNDRAWN
@@ -232,3 +233,15 @@ def test_a_clock_that_is_set_beside_a_run_takes_no_seconds(
     progress.add(10)
     progress.close()
     assert 0.2 <= goodput(tmp_path)["steps"] < 60
+
+
+def test_a_command_is_charged_to_the_first_run_of_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(Progress, "is_of_command", True)
+    monkeypatch.setitem(COMPILED, "compilation", 1e-3)  # Of what is before a run.
+    spent = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Progress(tmp_path / name, 0, Ledger()).close()
+        spent.append(goodput(tmp_path / name))
+    assert spent[0]["compilation"] == 1e-3 and spent[0]["starting"] > 0.2
+    assert "compilation" not in spent[1] and spent[1].get("starting", 0.0) < 0.1

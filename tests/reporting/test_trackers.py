@@ -5,6 +5,7 @@ import csv
 import errno
 import importlib.util
 import json
+import math
 import shutil
 
 import pytest
@@ -85,6 +86,18 @@ def test_a_table_that_a_full_disk_cut_is_written_anew(tmp_path, monkeypatch):
     log(5)
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert lines == ["step,train/a", *(f"{step},0.5" for step in range(1, 6))]
+
+
+def test_a_number_that_is_not_finite_is_in_no_row(tmp_path):
+    write = trackers.csv_writer(tmp_path, 0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/a": null}\n')
+    for step in (1, 2):
+        write(step, {"train/a": math.inf})
+    assert (tmp_path / "metrics.csv").read_text().split() == [
+        "step,train/a",
+        "1,",
+        "2,",
+    ]
 
 
 ALL_FILES = {

@@ -258,6 +258,10 @@ def test_nothing_is_overwritten(tmp_path, bpe):
             "holds no files when --validation_fraction is 0",
         ),
         (["--validation_fraction=1.5"], "validation_fraction"),
+        (["--validation_fraction=0.3"], "needs --validation_output, which is for"),
+        (["--tokenizer=bytes"], "the data set bytes reads text as it is"),
+        (["--input="], "--input is needed"),
+        (["--input=/dev/null"], "/dev/null is no regular file"),
         (["surplus"], "unexpected argument 'surplus'"),
     ],
 )

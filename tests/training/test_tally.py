@@ -1,5 +1,6 @@
 """Which classes are taken for which: exact counts, and the metrics that they give."""
 
+import json
 import sys
 
 import numpy as np
@@ -66,6 +67,41 @@ def test_the_picture_is_replaced_and_nothing_else_is_left(tmp_path):
         path = plots.write_confusion(tmp_path, matrix, classes, "step 1")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [tmp_path / "confusion.png"]
+
+
+DRAWN = {
+    "report": lambda path, text: plots.write(path),
+    "comparison": lambda path, text: plots.write_comparison(
+        path / "c.png", {text: ROWS, "b": ROWS}, [f"train/{text}"]
+    ),
+    "confusion": lambda path, text: plots.write_confusion(
+        path, np.eye(2), [text, "b"], text
+    ),
+    "pictures": lambda path, text: plots.write_pictures(
+        path / "p.png", np.eye(4)[None, ..., None], [text]
+    ),
+}
+ROWS = [{"step": step, "train/$x^$": 1.0} for step in (1, 2)]
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_texts_of_a_user_are_no_formulas(tmp_path, kind):
+    path = tmp_path / "$x^$"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    assert DRAWN[kind](path, "$x^$").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_is_in_the_legend_whatever_its_name_begins_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figure)
+    (legend,) = DRAWN["comparison"](tmp_path, "_baseline").legends
+    assert [x.get_text().strip() for x in legend.texts] == ["_baseline", "b"]
+
+
+def test_a_picture_that_is_too_large_is_a_warning(tmp_path, caplog):
+    figure = plots._figure("a.png", 1e6, 1)
+    assert plots._save_if_possible(figure, tmp_path / "a.png") is None
+    assert "a.png: Image size of" in caplog.text
 
 
 def test_without_matplotlib_or_a_place_there_is_a_warning(

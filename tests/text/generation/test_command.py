@@ -118,6 +118,7 @@ def assert_refused(done, *words, imports=False):
         (("--prompt=",), "--prompt is empty"),
         (("--prompt=a", "--prompt_file=b"), "give one of the two"),
         (("--prompt_file=missing.txt",), "--prompt_file=missing.txt cannot be read"),
+        (("--tokenizer=",), "--tokenizer= is empty; give --tokenizer=bytes"),
         (("--num_tokens=0",), "--num_tokens=0; possible is 1 or more"),
     ],
 )
