@@ -106,13 +106,16 @@ signals.CALLED.append(lambda *_: jax_doctor.end_children())
 
 def define_config() -> None:
     """Defines --config; exits where a --flagfile cannot be read."""
-    text = (
-        "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called."
-    )
-    # Data sets, models and tasks take keys of their own; `config.check` sees others.
-    open_ended = {"accept_new_attributes": True, "lock_config": False}
     try:
-        config_flags.DEFINE_config_file("config", None, text, **open_ended)
+        config_flags.DEFINE_config_file(
+            "config",
+            help_string="The experiment: a .py file; with :ARG at its end, "
+            "get_config(ARG) is called.",
+            # Data sets, models and tasks take keys of their own; `config.check` sees
+            # others.
+            accept_new_attributes=True,
+            lock_config=False,
+        )
     except (flags.Error, UnicodeDecodeError) as error:  # It reads them for keys.
         _end(_no_flag_file(error))
 

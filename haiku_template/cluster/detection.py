@@ -30,17 +30,20 @@ def detect(environ: Mapping[str, str], flags: Collection[str] = ()) -> Started |
     as a launcher sets them.
     """
     # Why: docs/decisions/cluster.md#launchers
-    innermost = next((name for name in READERS if name in environ), None)
-    try:
-        return READERS[innermost](environ, flags) if innermost else None
-    except ConfigError:
-        raise
-    except (ValueError, LookupError, TypeError) as error:
-        fault = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(
-            f"{innermost} is set, and what its launcher sets beside it is not as it "
-            f"should be: {fault}; unset it, or give --distributed=off"
-        ) from error
+    innermost = next((name for name in READERS if name in environ), "MASTER_ADDR")
+    for name in (innermost, "MASTER_ADDR"):  # PyTorch's may be set in a lone task.
+        try:
+            if started := READERS[name](environ, flags):
+                return started
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError) as error:
+            fault = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ConfigError(
+                f"{name} is set, and what its launcher sets beside it is not as it "
+                f"should be: {fault}; unset it, or give --distributed=off"
+            ) from error
+    return None
 
 
 # Why: docs/decisions/cluster.md#slurm

@@ -6,7 +6,7 @@ length in a batch.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ class BucketedDataset:
     spec: BatchSpec
 
     def __post_init__(self) -> None:
+        self.spec.share()  # Raises for a size of which there are no rows.
         one = self.examples.batch(self._shortest()[:1], self.lengths[-1])
         self.spec.check(sum(leaf.nbytes for leaf in leaves_by_path(one).values()))
 
@@ -53,17 +54,30 @@ class BucketedDataset:
     def batch(self, step: int) -> Batch:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
         count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
-        rows, lengths = _block(self, step // count, count)
+        rows, lengths = self._last_blocks(step // count, count)
         share = rows[step % count][self.spec.share()]
         return self.examples.batch(share, lengths[step % count])
 
     def each_shape(self) -> list[Batch]:
-        """Makes a batch of each length, the longest first."""
-        rows = self._shortest()[self.spec.share()]  # These fit all lengths.
-        return [self.examples.batch(rows, n) for n in reversed(self.lengths)]
+        """Makes a batch of each length that holds an example, the longest first."""
+        rows, least = self._shortest()[self.spec.share()], self.examples.sizes.min()
+        return [self.examples.batch(rows, n) for n in self.lengths[::-1] if n >= least]
 
     def _shortest(self) -> np.ndarray:
         return np.full(self.spec.batch_size, self.examples.sizes.argmin())
+
+    @functools.cached_property
+    def _last_blocks(self) -> Callable[[int, int], tuple]:
+        # Of the object: a cache of the module would hold its examples after the run.
+        return functools.lru_cache(maxsize=2)(self._block)
+
+    def _block(self, index: int, count: int) -> tuple:
+        spec = self.spec
+        block = spec._replace(batch_size=count * spec.batch_size)
+        rows = epochs(len(self.examples.sizes), block, index)
+        rows, lengths = _by_length(self.examples, self.lengths, rows)
+        order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
+        return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
 
 
 def _by_length(
@@ -72,16 +86,6 @@ def _by_length(
     buckets = np.searchsorted(lengths, examples.sizes[rows])
     order = np.argsort(buckets, kind="stable")
     return rows[order], np.array(lengths)[buckets[order]]
-
-
-@functools.lru_cache(maxsize=2)
-def _block(dataset: BucketedDataset, index: int, count: int) -> tuple:
-    spec = dataset.spec
-    block = spec._replace(batch_size=count * spec.batch_size)
-    rows = epochs(len(dataset.examples.sizes), block, index)
-    rows, lengths = _by_length(dataset.examples, dataset.lengths, rows)
-    order = np.random.default_rng((spec.seed, 2, index)).permutation(count)
-    return rows.reshape(count, -1)[order], lengths.reshape(count, -1)[order, -1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

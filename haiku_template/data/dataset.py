@@ -197,12 +197,14 @@ def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
             "dictionary or a tuple of arrays, one row an example, and examples of "
             "different lengths are for `bucketed`"
         )
-    shapes = [*leaves.items()][:3] + [*leaves.items()][3:][-1:]
+    first, *further = leaves.items()
+    odd = [item for item in further if item[1].shape[:1] != first[1].shape[:1]]
+    shapes = [first, *(odd or further)[:3]]
     facts = " and ".join(f"{path} {list(x.shape)}" for path, x in shapes)
     if any(array.shape[:1] in ((), (0,)) for array in leaves.values()):
         return ConfigError(f"{where} has no examples: {facts}; one at least is needed")
     counts = " and ".join(f"{len(x)} {path}" for path, x in shapes)
-    return ConfigError(f"{where} has {counts}; each input needs one label")
+    return ConfigError(f"{where} has {counts}; each array has one row an example")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +300,7 @@ class EvaluationSet(_InOrder):
 
     def __post_init__(self) -> None:
         check_arrays(self.arrays)
+        BatchSpec(self.batch_size).share()  # Raises for what is no number of rows.
 
     @property
     def arrays(self) -> Batch:

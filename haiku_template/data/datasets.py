@@ -69,6 +69,11 @@ def from_split(
     )
     if is_classes:
         check_classes(test["labels"], num_outputs, test_part)
+    elif num_classes is not None:
+        raise ConfigError(
+            f"num_classes={num_classes}, and the labels of {where} are no classes, one "
+            "whole number an example; leave it out"
+        )
     data = Data(
         dataset.ArrayDataset(split.x_train, split.y_train, spec, augment),
         dataset.EvaluationSet(split.x_test, split.y_test, spec.batch_size),
@@ -82,6 +87,12 @@ def _count_outputs(
     arrays: dict[str, Any], kind: str, num_classes: int | None, where: str
 ) -> tuple[int, bool]:
     """Number of outputs for these leaves, and True if they are classes."""
+    is_whole = isinstance(num_classes, int | np.integer) and num_classes is not True
+    if num_classes is not None and not (is_whole and num_classes > 0):
+        raise ConfigError(
+            f"num_classes={num_classes!r} for {where}; possible is a whole number from "
+            "1, and None for as many as the labels show"
+        )
     labels, several = arrays.get("labels"), arrays.keys() - {"labels"}
     targets = [x for x in several if x.startswith("labels/")]
     if labels is None:
@@ -173,11 +184,15 @@ def _from_file(
     )
 
 
+def _ten(spec: BatchSpec) -> int | None:
+    return None if spec.labels == "numbers" else 10
+
+
 def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     description = "the directory with MNIST's or Fashion-MNIST's four idx files"
     read = partial(_from_file, "mnist", description, files.read_mnist)
-    return read(spec, path=path, num_classes=10, scale_pixels=True)
+    return read(spec, path=path, num_classes=_ten(spec), scale_pixels=True)
 
 
 def cifar10(
@@ -188,7 +203,7 @@ def cifar10(
     return from_split(
         files.read_cifar10(files.data_path(path, "cifar10", description)),
         spec,
-        num_classes=10,
+        num_classes=_ten(spec),
         preprocess=images.standardize_cifar10,
         augment=images.crop_and_flip if crop_and_flip else None,
         where=str(path),

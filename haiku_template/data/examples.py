@@ -14,7 +14,7 @@ import numpy as np
 from haiku_template.data.dataset import Data, Rows, class_numbers, each_shape
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
-from haiku_template.data.tables import is_label, read_table
+from haiku_template.data.tables import OF_THE_LOSS, is_label, read_table
 from haiku_template.data.trees import leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError, need_package
 from haiku_template.registry import resolve
@@ -24,10 +24,10 @@ POSSIBLE = (
     "possible are .npy and .npz files, the tables .csv, .jsonl and .parquet, a folder "
     "of pictures, and a function as module:function"
 )
-OF_THE_LOSS = ("labels", "loss_mask")  # Names in a batch.
 TABLES = (".csv", ".jsonl", ".parquet")
-# What others call the arrays of a .npz.
+# What others call the arrays of a .npz; those that were trained on are left out.
 NAMES = {"x": "inputs", "x_test": "inputs", "y": "labels", "y_test": "labels"}
+NAMES |= {"x_train": "", "y_train": ""}
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels.
 
@@ -64,7 +64,7 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
         return Examples(as_dataset(arrays, data, batch_size, name), files)
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
-        ".npz": _read_npz,
+        ".npz": lambda file: _read_npz(file, like),
         **dict.fromkeys(TABLES, lambda file: read_table(file, like, data)),
     }
     if suffix not in readers:
@@ -186,14 +186,21 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
     return array.astype(like.dtype, copy=False)
 
 
-def _read_npz(path: Path) -> Any:
+def _read_npz(path: Path, like: Any) -> Any:
+    own = {x.removeprefix("inputs/").partition("/")[0] for x in leaves_by_path(like)}
+    new_names = {x: name for x, name in NAMES.items() if x not in own}
     with np.load(path, allow_pickle=False) as archive:
         names = archive.files
         if len(names) == 1 and "/" not in names[0]:
             return archive[names[0]]
-        names = [x for x in names if x.partition("/")[0] not in ("x_train", "y_train")]
+        names = [x for x in names if new_names.get(x.partition("/")[0], x)]
+        if not names:
+            raise ConfigError(
+                f"{path} has {', '.join(archive.files) or 'no array'}; new examples "
+                "are arrays named inputs, x or x_test, or as in the run's batches"
+            )
         parts = (name.partition("/") for name in names)
-        paths = [f"{NAMES.get(first, first)}{''.join(rest)}" for first, *rest in parts]
+        paths = [f"{new_names.get(x, x)}{''.join(rest)}" for x, *rest in parts]
         check_names(paths, str(path), "an array")
         return nested({x: archive[name] for x, name in zip(paths, names, strict=True)})
 

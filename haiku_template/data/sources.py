@@ -98,14 +98,14 @@ class _Forward:
         self._batches = [self._endless(), self._endless()]
         self._next = [0, 0]  # The step of the next batch of each.
         self._made: Iterable[Batch] | None = None
-        self._first: Batch = {}  # Checks before a run read it often.
+        self._first: Batch = None  # Checks before a run read it often.
 
     def batch(self, step: int) -> Batch:
         """Reads forward to the batch of `step`, from the beginning if it has passed.
 
         Two threads may ask: a run for the batch of a NaN, while the next are read.
         """
-        if step == 0 and self._first:
+        if step == 0 and self._first is not None:
             return _copy(self._first)
         with self._lock:
             which = int(step < self._next[0])

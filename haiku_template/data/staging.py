@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,15 +65,18 @@ class RowBlocks:  # Why: docs/decisions/data.md#staged
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """`rows`, int32 [B, steps]: the same object for each step of a block."""
-        return _block(self, step // self.steps)
+        return self._last_blocks(step // self.steps)
 
     def gather(self, arrays: dict[str, Any], block: Any, step: Any) -> dict[str, Any]:
         """Gathers a step's batch on the devices, each from its share of a block."""
         return self.dataset.gather(arrays, block["rows"][:, step % self.steps])
 
+    @functools.cached_property
+    def _last_blocks(self) -> Callable[[int], dict[str, np.ndarray]]:
+        # Of the object: a cache of the module would hold its data set after the run.
+        return functools.lru_cache(maxsize=2)(self._block)
 
-@functools.lru_cache(maxsize=2)
-def _block(blocks: RowBlocks, index: int) -> dict[str, np.ndarray]:
-    first = index * blocks.steps
-    columns = [blocks.dataset.rows(first + n) for n in range(blocks.steps)]
-    return {"rows": np.stack(columns, axis=1).astype(np.int32)}
+    def _block(self, index: int) -> dict[str, np.ndarray]:
+        first = index * self.steps
+        columns = [self.dataset.rows(first + n) for n in range(self.steps)]
+        return {"rows": np.stack(columns, axis=1).astype(np.int32)}

@@ -11,6 +11,7 @@ from haiku_template.data.rows import Row, read_csv, read_rows
 from haiku_template.data.trees import leaves_by_path, nested
 from haiku_template.errors import some
 
+OF_THE_LOSS = ("labels", "loss_mask")  # Names in a batch.
 LABELS = {"label", "labels", "class", "target", "y"}
 NUMBERS = "one number in each column"
 BOOLEANS = {"true": 1.0, "false": 0.0}  # In words, as pandas writes them.
@@ -32,12 +33,13 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
     rows = read_csv(path, _names) if is_csv else read_rows(path, None)
     if not rows:
         raise ValueError("it has no rows")
+    columns = [*rows[0].values]
+    absent = {*OF_THE_LOSS} - {*columns} | {"labels"}
     leaves = {
         x.removeprefix("inputs/"): (x, leaf)
         for x, leaf in leaves_by_path(like).items()
-        if not is_label(x)
+        if x.partition("/")[0] not in absent
     }
-    columns = [*rows[0].values]
     for row in rows:
         if row.values.keys() != rows[0].values.keys():
             raise ValueError(f"{row.where} has other columns than {', '.join(columns)}")
@@ -56,6 +58,7 @@ def read_table(path: Path, like: Batch, data: Data) -> Any:
         names += f" beside {', '.join(beside)}" * bool(beside)
         is_long = not labels and len(free) > sum(unnamed.values())
         hint = "; a column of labels is named label" * is_long
+        hint += "".join(f"; {x} is its column of labels" for x in labels)
         raise ValueError(
             f"it has {len(free)} columns of inputs{names}, and {facts}{hint}"
         )
@@ -112,11 +115,12 @@ def _read_numbers(rows: list[Row], columns: list[str], like: Any) -> np.ndarray:
 def _labels(cells: list[str], like: Batch, data: Data) -> np.ndarray:
     """Labels of a table: text if all are names of classes, or one is no number.
 
-    Where names are numbers, 1.0 is the name 1.
+    Where names are numbers, 1.0 is the name 1, unless another is the same number.
     """
-    names = class_numbers(data)
-    values = {float(x): x for x in data.class_names and names if _is_number(x)}
-    cells = [values.get(_number(x), x) if _is_number(x) else x for x in cells]
+    names, values = class_numbers(data), {}
+    for name in data.class_names and filter(_is_number, names):
+        values[_number(name)] = "" if _number(name) in values else name
+    cells = [(_is_number(x) and values.get(_number(x))) or x for x in cells]
     if values or {*cells} <= names.keys() or not all(map(_is_number, cells)):
         return np.array(cells)
     array = like.get("labels") if isinstance(like, dict) else None

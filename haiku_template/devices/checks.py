@@ -195,14 +195,18 @@ def _uneven(batch_size: Any, n: int, accumulate_steps: int) -> PlacementError:
         return PlacementError(
             f"a batch size is a whole number of examples, not {batch_size!r}"
         )
-    divisor = n * accumulate_steps
-    below = batch_size // divisor * divisor
-    nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
+    nearest = nearest_sizes(batch_size, n * accumulate_steps)
     times = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
     return PlacementError(
         f"a batch of {batch_size} examples cannot be sharded evenly over {n} "
         f"devices{times}; the nearest batch sizes that can are {nearest}"
     )
+
+
+def nearest_sizes(rows: int, divisor: int) -> str:
+    """Multiples of a divisor, but 0, next to a number of rows, in words."""
+    below = rows // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
 
 
 def audit_table(rows: Sequence[Placement]) -> Group:

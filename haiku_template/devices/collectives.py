@@ -14,6 +14,7 @@ from haiku_template.devices.shares import is_share
 SMALL = 2**13  # Bytes of a leaf whose square is not worth a kernel of its own.
 # Why: docs/decisions/cluster.md#buckets
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
+HALF = jnp.float16, jnp.bfloat16
 
 
 def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
@@ -69,8 +70,12 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
 
 def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
-    """Global norm of a tree, of which each device has all, or its own shares."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_share)
+    """Global norm of a tree, of which each device has all, or its own shares.
+
+    It is float32 where leaves are of half precision: float16 ends at the square of 256.
+    """
+    wide = lambda x: x.astype(jnp.float32) if x.dtype in HALF else x  # noqa: E731
+    leaves = jax.tree.leaves(jax.tree.map(wide, tree), is_leaf=is_share)
     shares = [x for x in leaves if is_share(x)]
     arrays = [x for x in leaves if not is_share(x)]
     # As one vector: a sum for each takes a fifth of the step of a small MLP on a CPU.

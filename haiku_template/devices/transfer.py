@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haiku_template.devices.checks import describe
+from haiku_template.devices.checks import describe, nearest_sizes
 from haiku_template.devices.layout import AXIS_NAME as AXIS_NAME
 from haiku_template.devices.layout import HOST, sharding_on
 from haiku_template.devices.processes import Processes
@@ -96,10 +96,9 @@ def _cut_rows(processes: Processes, spec: Any, batch: Any) -> Any:
     if getattr(spec, "process_count", 1) == n and rows == spec.batch_size // n:
         return batch
     if rows % n:
-        sizes = f"{rows - rows % n} and {rows - rows % -n}"
         raise PlacementError(
             f"a batch of {rows} examples cannot be sharded evenly over {n} processes; "
-            f"the nearest batch sizes that can are {sizes}"
+            f"the nearest batch sizes that can are {nearest_sizes(rows, n)}"
         )
     return jax.tree.map(lambda x: np.split(x, n)[processes.index], batch)
 
@@ -265,7 +264,7 @@ def pad_rows(batch: Any, size: int) -> Any:
 
 def detached(batch: Any) -> Any:  # Why: docs/decisions/data.md#buffers
     """Copies a batch out of memory that its data set may use again."""
-    return jax.tree.map(lambda x: x.copy() if type(x) is np.ndarray else x, batch)
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 def fitting(tree: Any) -> Any:  # Why: docs/decisions/devices.md#host-values

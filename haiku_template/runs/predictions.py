@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from haiku_template.data import ahead
+from haiku_template.devices import detached
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_file
@@ -167,7 +168,7 @@ def _predict(trainer: Trainer, state: TrainState, dataset: Any) -> Iterator[Any]
     def read(index: int) -> dict[str, Any]:
         batch = dataset.batch(index)
         has_labels = isinstance(batch, dict) and "labels" in batch
-        labels.append({"labels": batch["labels"]} if has_labels else {})
+        labels.append(detached({"labels": batch["labels"]} if has_labels else {}))
         return batch
 
     dataset_once = types.SimpleNamespace(num_batches=dataset.num_batches, batch=read)

@@ -74,9 +74,11 @@ def run(
     if rewind is not None and not dry_run:
         mirror = Path(config.mirror).expanduser() if mirrored else None
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
-    begun = config.init_from and _begun(Path(workdir), config.mirror)
-    if begun := devices.processes.first(bool(begun)):
-        config = _without_lost_source(config, devices)
+    begun = bool(config.init_from and _begun(Path(workdir), config.mirror))
+    lost = begun and is_lost(config.init_from)
+    begun, lost = devices.processes.first((begun, lost))
+    if lost:
+        config = _without_lost_source(config)
     trainer = trainer_of(config, devices, begun)
     train, how = loop_of(config), loop_options(config)
     if dry_run:
@@ -96,11 +98,7 @@ def run(
         raise
 
 
-def _without_lost_source(
-    config: config_dict.ConfigDict, devices: DeviceManager
-) -> config_dict.ConfigDict:
-    if not devices.processes.first(is_lost(config.init_from)):
-        return config
+def _without_lost_source(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     if config.compat:
         compat.install()  # Before the model is imported.
     return without_source(config, family_of(config.model.name))

@@ -160,6 +160,15 @@ def test_the_inner_of_two_launchers_started_the_process(inner, by):
     assert found == own
 
 
+@pytest.mark.parametrize(
+    "alone", [SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "1"}]
+)
+def test_a_place_that_is_set_in_a_step_of_one_task_is_read(alone):
+    assert detect(alone | TORCH) == detect(TORCH)
+    with pytest.raises(ConfigError, match="^MASTER_ADDR is set, and .*: 'x'"):
+        detect(alone | TORCH | {"RANK": "x"})
+
+
 def test_flags_go_before_what_a_launcher_says():
     given = FLAGS | {"coordinator_address": "a:1", "process_id": 0}
     assert asked("auto", SLURM, **given) == ("a:1", 4, 0, None)

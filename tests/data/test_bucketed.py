@@ -54,6 +54,12 @@ def test_each_batch_has_the_least_length_that_holds_its_examples():
     assert told == [(8, n, 3) for n in reversed(SIZES)]
 
 
+@pytest.mark.parametrize(("length", "shapes"), [(4, [8, 4]), (6, [8])])
+def test_a_length_that_holds_no_example_is_of_no_batch(length, shapes):
+    data = bucketed([np.ones((length, 1))] * 3, BatchSpec(2), (4, 8))
+    assert [x.shape[1] for x in each_shape(data.train)] == shapes
+
+
 def test_a_batch_depends_on_the_step_alone_and_no_example_is_dropped():
     def train():
         return bucketed(list(examples(24)), BatchSpec(8, seed=3), SIZES).train

@@ -1,12 +1,21 @@
 """Data sets in memory: what batches hold, and that they are functions of the step."""
 
+import gc
 import re
+import weakref
 
 import grain
 import numpy as np
 import pytest
 
-from haiku_template.data import ArrayDataset, BatchSpec, EvaluationSet, GrainDataset
+from haiku_template.data import (
+    ArrayDataset,
+    BatchSpec,
+    EvaluationSet,
+    GrainDataset,
+    bucketed,
+)
+from haiku_template.data.staging import RowBlocks
 from haiku_template.errors import ConfigError
 
 # (examples, batch size): divides, does not, is larger, is the set, one example.
@@ -167,11 +176,42 @@ def test_an_empty_set_is_refused_with_its_shapes(make):
 def test_unequal_lengths_are_refused_with_both(make):
     with pytest.raises(ConfigError, match="5 inputs and 3 labels"):
         make(numbered(5)[0], numbered(3)[1], 2)
+    inputs = {name: numbered(4 if name == "d" else 5)[0] for name in "abcdefg"}
+    with pytest.raises(ConfigError, match="5 inputs/a and 4 inputs/d; each array has"):
+        make(inputs, None, 2)
+
+
+@pytest.mark.parametrize("size", [0, -1, 8.0, "8"])
+def test_what_is_no_number_of_rows_is_refused(size):
+    examples = [{"inputs": np.ones((3, 2), np.float32)}] * 9
+    for make in (
+        lambda: EvaluationSet(*numbered(5), size),
+        lambda: bucketed(examples, BatchSpec(size), (4,)),
+    ):
+        with pytest.raises(ConfigError, match=f"a batch of {size!r} examples cannot"):
+            make()
 
 
 def test_a_batch_that_processes_cannot_share_is_refused_with_the_figures():
     with pytest.raises(ConfigError, match="batch of 10 .* by 4 processes"):
         array_dataset(20, 10, process_count=4)
+
+
+def in_buckets():
+    examples = [{"inputs": np.ones((n, 2), np.float32)} for n in (3, 4, 4)]
+    return bucketed(examples, BatchSpec(2), (4,)).train
+
+
+@pytest.mark.parametrize(
+    "make", [in_buckets, lambda: RowBlocks(array_dataset(10, 4), 4)]
+)
+def test_a_data_set_is_not_held_after_its_run(make):
+    dataset = make()
+    dataset.batch(0)
+    held = weakref.ref(getattr(dataset, "dataset", dataset))
+    del dataset
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("processes", [1, 2])

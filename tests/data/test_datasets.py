@@ -94,6 +94,19 @@ def test_the_first_label_outside_the_classes_is_named(num_classes):
         from_split(split, BatchSpec(2), num_classes=num_classes, where="FILE")
 
 
+@pytest.mark.parametrize("num_classes", [0, -1, 3.5, "3", True])
+def test_no_number_of_classes_is_refused(num_classes):
+    words = re.escape(f"num_classes={num_classes!r} for the training part of FILE;")
+    with pytest.raises(ConfigError, match=words):
+        from_split(split_of([0]), BatchSpec(2), num_classes=num_classes, where="FILE")
+
+
+def test_a_number_of_classes_where_labels_are_none_is_refused():
+    spec = BatchSpec(2, labels="numbers")
+    with pytest.raises(ConfigError, match="num_classes=7, and the labels of FILE are"):
+        from_split(split_of([0, 1]), spec, num_classes=7, where="FILE")
+
+
 def test_training_labels_outside_the_classes_are_refused():
     words = (
         "the training part of FILE has 3 labels outside the 2 classes (0 to 1); the "
@@ -219,6 +232,8 @@ def test_what_is_no_array_is_told_where_trees_come_from(make, examples):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_mnist_is_read_and_scaled(tmp_path, write_mnist, suffix):
     arrays = write_mnist(suffix=suffix)
+    spec = BatchSpec(1, labels="numbers")
+    assert DATASETS["mnist"](spec, path=str(tmp_path)).num_outputs == 1
     data = DATASETS["mnist"](BatchSpec(1), path=str(tmp_path))
     train, test = read_all(data)
     assert examples(*train) == examples(arrays["x_train"], arrays["y_train"])

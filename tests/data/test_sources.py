@@ -123,11 +123,13 @@ class Images(NamedTuple):
     kind: np.ndarray
 
 
-@pytest.mark.parametrize("make", [Images, lambda *x: x, lambda *x: {"a": x}])
+@pytest.mark.parametrize(
+    "make", [Images, lambda *x: x, lambda *x: {"a": x}, lambda *x: x[0]]
+)
 def test_batches_may_be_other_trees_of_arrays(make):
     batch = make(np.ones((4, 2)), np.arange(4))
     dataset = from_iterator(lambda: [batch])
-    given = GrainDataset(grain.MapDataset.source([batch])), dataset
+    given = GrainDataset(grain.MapDataset.source([batch])), dataset, dataset
     for found in (each.batch(0) for each in given):
         assert type(found) is type(batch)
         jax.tree.map(np.testing.assert_array_equal, found, batch)

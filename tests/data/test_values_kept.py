@@ -1,7 +1,9 @@
 """New examples keep their values, and their rows, or are refused in a sentence."""
 
 import json
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -125,6 +127,7 @@ FOLDED = "f,g,h,label\n1,2,3,%s\n4,5,6,3\n"
         ("5,NA,3\n1,2,3\n", "the first line is neither names of columns nor one"),
         ('a,b,c\n1,2,"3\n"\n\n1,2,x\n', "line 5 of .* is not one number in each"),
         ("a,b,c\n", "it has no rows"),
+        ("x,z,y\n1,2,3\n", r"2 columns of inputs \(x, z\), .*; y is its column of lab"),
     ],
 )
 def test_a_table_with_a_doubtful_line_is_refused(tmp_path, text, words):
@@ -137,6 +140,45 @@ def test_a_number_that_is_the_name_of_a_class_is_that_class(tmp_path, cell):
     assert table(tmp_path, FOLDED % cell, NAMED)["labels"].tolist() == [0, 2]
     with pytest.raises(ConfigError, match="has the label '0', and the classes of the"):
         table(tmp_path, FOLDED % 0, NAMED)
+
+
+@pytest.mark.parametrize(
+    ("names", "unclear"), [(("01", "1", "3"), "1.0"), (("true", "1", "3"), "TRUE")]
+)
+def test_names_that_are_one_number_are_two_classes(tmp_path, names, unclear):
+    like = NAMED._replace(class_names=names)
+    for i, name in enumerate(names):
+        assert table(tmp_path, FOLDED % name, like)["labels"].tolist() == [i, 2]
+    with pytest.raises(ConfigError, match=f"has the label '{unclear}', and the classe"):
+        table(tmp_path, FOLDED % unclear, like)
+
+
+NUMBER = np.ones((4, 1), np.float32)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": NUMBER, "y": 2 * NUMBER}, {"inputs": {"x": NUMBER, "y_train": NUMBER}}],
+)
+def test_a_run_s_own_names_stand_in_a_file(tmp_path, batch):
+    like = Data(SimpleNamespace(batch=lambda step: batch), None, 1)
+    np.savez(tmp_path / "new.npz", **batch.get("inputs", batch))
+    rows = read_examples(str(tmp_path / "new.npz"), like, 4).dataset.batch(0)
+    jax.tree.map(np.testing.assert_array_equal, rows, batch)
+
+
+def test_a_file_of_what_was_trained_on_alone_is_refused(tmp_path):
+    np.savez(tmp_path / "new.npz", x_train=NUMBER, y_train=NUMBER)
+    with pytest.raises(ConfigError, match="new.npz has x_train, y_train; new examples"):
+        read_examples(str(tmp_path / "new.npz"), data("float32"), 4)
+
+
+def test_a_table_needs_a_mask_of_the_loss_only_where_it_has_one(tmp_path):
+    batch = {"inputs": np.ones((4, 2)), "loss_mask": np.ones(4, bool)}
+    like = Data(SimpleNamespace(batch=lambda step: batch), None, 1)
+    assert table(tmp_path, "a,b\n1,2\n", like).keys() == {"inputs"}
+    rows = table(tmp_path, "a,b,loss_mask\n1,2,0\n", like)
+    assert rows["loss_mask"].tolist() == [False]
 
 
 def test_a_run_of_booleans_reads_tables_of_them(tmp_path):

@@ -22,9 +22,11 @@ def test_each_process_has_its_rows_of_a_batch_in_order():
         np.testing.assert_array_equal(np.concatenate([x[name] for x in parts]), whole)
 
 
-def test_a_batch_that_does_not_split_over_processes_names_sizes_that_do():
-    with pytest.raises(PlacementError, match="6 examples .* 4 processes; .* 4 and 8"):
-        own_rows(Processes(0, 4))(BATCH)
+@pytest.mark.parametrize(("count", "sizes"), [(4, "4 or 8"), (7, "are 7$")])
+def test_a_batch_that_does_not_split_over_processes_names_sizes_that_do(count, sizes):
+    words = f"6 examples .* {count} processes; .* {sizes}"
+    with pytest.raises(PlacementError, match=words):
+        own_rows(Processes(0, count))(BATCH)
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -9,6 +9,7 @@ import pytest
 from haiku_template.data import BatchSpec, Data
 from haiku_template.devices import DeviceManager, host_buffer
 from haiku_template.runs import train
+from haiku_template.runs.predictions import _predict
 from haiku_template.storage import read
 from haiku_template.training import Experiment, classification
 
@@ -23,9 +24,9 @@ class Refilled:
 
     spec, num_batches = BatchSpec(ROWS), BATCHES
 
-    def __init__(self, is_one_buffer):
-        self.inputs = host_buffer((ROWS, WIDTH), np.float32)
-        self.labels = host_buffer((ROWS,), np.int32)
+    def __init__(self, is_one_buffer, view):
+        self.inputs = host_buffer((ROWS, WIDTH), np.float32).view(view)
+        self.labels = host_buffer((ROWS,), np.int32).view(view)
         self.is_one_buffer = is_one_buffer
 
     def batch(self, step):
@@ -36,16 +37,24 @@ class Refilled:
         return {"inputs": self.inputs, "labels": self.labels}
 
 
+class Mapped(np.ndarray):
+    """An array of a type of its own, as `np.memmap` is."""
+
+
 def forward(x):
     return hk.nets.MLP([256, 256, 4])(x)
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 7])
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_memory_used_again_changes_no_number(tmp_path, num_devices, steps_per_call):
+@pytest.mark.parametrize(
+    "num_devices, steps_per_call, view",
+    [(1, 1, np.ndarray), (1, 7, np.ndarray), (4, 1, np.ndarray), (4, 7, Mapped)],
+)
+def test_memory_used_again_changes_no_number(
+    tmp_path, num_devices, steps_per_call, view
+):
     devices, runs = DeviceManager.create("cpu", num_devices=num_devices), []
     for is_one_buffer in (False, True):
-        data, workdir = Refilled(is_one_buffer), tmp_path / str(is_one_buffer)
+        data, workdir = Refilled(is_one_buffer, view), tmp_path / str(is_one_buffer)
         trainer = Experiment(
             model=hk.without_apply_rng(hk.transform(forward)),
             task=classification,
@@ -56,7 +65,7 @@ def test_memory_used_again_changes_no_number(tmp_path, num_devices, steps_per_ca
         state = train(trainer, num_steps=30, workdir=workdir, log_every=1).state
         rows = read(workdir / "metrics.jsonl")
         losses = [row["train/loss"] for row in rows if "train/loss" in row]
-        predictions = np.concatenate([*trainer.predict(state)])
+        predictions = [*_predict(trainer, state, data)]
         runs.append((losses, trainer.evaluate(state), predictions))
     assert len(runs[0][0]) == 30
     jax.tree.map(np.testing.assert_array_equal, *runs)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import check_replicas
+from haiku_template.devices import check_replicas, norm_over
 from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.runs import train
@@ -68,6 +68,12 @@ def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
     )
     assert_close(params_of(state), expected, 1e-6)
     assert devices.fetch(state.step) == 1
+
+
+@pytest.mark.parametrize("size", [4, 2**14])
+def test_a_norm_of_half_precision_is_finite(size):
+    norm = norm_over(None, {"w": jnp.full(size, 512, jnp.float16), "b": jnp.ones(1)})
+    assert float(norm) == pytest.approx((size * 512**2 + 1) ** 0.5)
 
 
 @pytest.mark.slow(but="resnet")
