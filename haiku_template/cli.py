@@ -6,6 +6,7 @@ Imports no JAX, so that `--help` and a mistyped flag answer at once.
 import ast
 import contextlib
 import errno
+import functools
 import os
 import re
 import sys
@@ -101,23 +102,18 @@ for _name in SECONDS:  # Others would end a run that is well.
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
+WORDS: list[str] = []  # Of the command, with those of each --flagfile.
+define_config = functools.partial(
+    config_flags.DEFINE_config_file,
+    "config",
+    None,
+    "The experiment: a .py file; with :ARG at its end, get_config(ARG) is called.",
+    # Data sets, models and tasks take keys of their own; `config.check` sees others.
+    accept_new_attributes=True,
+    lock_config=False,
+    sys_argv=WORDS,
+)
 signals.CALLED.append(lambda *_: jax_doctor.end_children())
-
-
-def define_config() -> None:
-    """Defines --config; exits where a --flagfile cannot be read."""
-    try:
-        config_flags.DEFINE_config_file(
-            "config",
-            help_string="The experiment: a .py file; with :ARG at its end, "
-            "get_config(ARG) is called.",
-            # Data sets, models and tasks take keys of their own; `config.check` sees
-            # others.
-            accept_new_attributes=True,
-            lock_config=False,
-        )
-    except (flags.Error, UnicodeDecodeError) as error:  # It reads them for keys.
-        _end(_no_flag_file(error))
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
@@ -365,6 +361,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
             argv, file = _shipped(argv, file)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}
+        WORDS[:] = [word for word in argv if word not in literals]
         if file and any(map(HELP.fullmatch, argv)):
             argv, literals = _print_keys(file, argv, literals), {}
         arguments = FLAGS([word for word in argv if word not in literals])

@@ -11,7 +11,6 @@ import numpy as np
 from haiku_template.data import ArrayDataset, each_shape, without_workers
 from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
-from haiku_template.preflight.budget import Budget, check_budget
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import numbers_text, pad, summarize
 from haiku_template.training.state import split_seed
@@ -35,21 +34,6 @@ def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
     for name, functions in options.items():
         if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
             raise ConfigError(f"{name}={functions!r:.80}, and no list of functions")
-
-
-def check_before_start(
-    trainer: Trainer,
-    best_metric: str,
-    memory_limit: int | None,
-    starts: bool,
-    stop_when: Any = None,
-) -> Budget:
-    """Traces a run for faults before step 0, and returns its memory budget.
-
-    Raises as `check_parts`, and `ConfigError` for a run that would not fit.
-    """
-    check_parts(trainer, best_metric, stop_when)
-    return check_budget(trainer, memory_limit, starts=starts)
 
 
 def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:

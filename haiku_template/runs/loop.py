@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from haiku_template.preflight import (
-    check_before_start,
+    check_budget,
     check_functions,
+    check_parts,
     check_some,
     settle,
 )
@@ -118,7 +119,8 @@ def train(
     trainer = trainer.with_skips(max_consecutive_nonfinite > 1)
     trainer = settle(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
-    budget = check_before_start(trainer, best_metric, memory_limit, starts, stop_when)
+    check_parts(trainer, best_metric, stop_when)
+    budget = check_budget(trainer, memory_limit, starts=starts)
     with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))
         facts = open_workdir(trainer, directory, config, num_steps, ranks)

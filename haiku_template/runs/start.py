@@ -85,7 +85,8 @@ def run(
         trainer = settle(trainer, Path(workdir), memory_limit)
         preflight.check_parts(trainer, config.best_metric, how.get("stop_when"))
         return print_budget(trainer, memory_limit)
-    how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
+    if config.hooks:
+        how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
     if "stop_when" in how:
         _warn_of_unsaved(config)
     if config.max_minutes is not None:
@@ -140,8 +141,8 @@ def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
 def loop_options(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keyword arguments of the loop, in which hooks still wait for a trainer."""
     how = {key: config[key] for key in LOOP_KEYS}
-    how["writers"] = trackers.by_name(config.writers)
-    how["hooks"] = hooks.by_name(config.hooks)
+    how["writers"] = config.writers and trackers.by_name(config.writers)
+    how["hooks"] = config.hooks and hooks.by_name(config.hooks)
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
     return how

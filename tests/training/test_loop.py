@@ -24,7 +24,7 @@ from haiku_template.errors import (
     ReplicaError,
 )
 from haiku_template.models import mlp, resnet
-from haiku_template.preflight.checks import check_before_start
+from haiku_template.preflight.checks import check_parts
 from haiku_template.runs import early_stop, train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
@@ -383,7 +383,7 @@ def test_a_fault_in_evaluation_costs_no_step(tmp_path):
 @pytest.mark.parametrize(("batch_size", "said"), [(51, True), (50, False)])
 def test_a_batch_larger_than_the_training_set_is_warned_of(batch_size, said, caplog):
     data = ArrayDataset(INPUTS, LABELS, BatchSpec(batch_size))
-    check_before_start(with_data(made(), train=data), "eval/loss", None, starts=False)
+    check_parts(with_data(made(), train=data), "eval/loss")
     words = "a batch has 51 examples and the training set 50, so that some are in a"
     assert (words in caplog.text) is said
 
