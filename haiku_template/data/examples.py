@@ -187,8 +187,10 @@ def _fitting(name: str, array: Any, like: Any, several: bool) -> np.ndarray:
 
 
 def _read_npz(path: Path, like: Any) -> Any:
-    own = {x.removeprefix("inputs/").partition("/")[0] for x in leaves_by_path(like)}
-    new_names = {x: name for x, name in NAMES.items() if x not in own}
+    batch_names = {
+        x.removeprefix("inputs/").partition("/")[0] for x in leaves_by_path(like)
+    }
+    new_names = {x: name for x, name in NAMES.items() if x not in batch_names}
     with np.load(path, allow_pickle=False) as archive:
         names = archive.files
         if len(names) == 1 and "/" not in names[0]:

@@ -70,10 +70,8 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
 
 def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
-    """Global norm of a tree, of which each device has all, or its own shares.
-
-    It is float32 where leaves are of half precision: float16 ends at the square of 256.
-    """
+    """Global norm of a tree, of which each device has all, or its own shares."""
+    # Float16 ends at the square of 256.
     wide = lambda x: x.astype(jnp.float32) if x.dtype in HALF else x  # noqa: E731
     leaves = jax.tree.leaves(jax.tree.map(wide, tree), is_leaf=is_share)
     shares = [x for x in leaves if is_share(x)]

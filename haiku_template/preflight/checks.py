@@ -37,12 +37,11 @@ def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
 
 
 def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
-    """Traces the parts of a run for faults.
+    """Traces a run for faults before step 0.
 
     Raises:
       PlacementError: a norm is not averaged over the devices.
-      ConfigError: a metric that the run needs is not measured, or devices do not divide
-        a batch.
+      ConfigError: a metric that the run needs is not measured, or a batch not divided.
     """
     if IMPORTING:
         raise ConfigError(

@@ -165,10 +165,10 @@ def _check(
     keys = (saved.keys() | digests.keys()) - ({FIRST_BATCH, ENDS} - shared)
     keys = {key for key in keys if saved.get(key) != digests.get(key)}
     changes = keys - {"platform", *VERSIONS}
-    if "platform" in keys and (others := changes & STEPS):
+    if "platform" in keys and (steps := changes & STEPS):
         logger.warning(
             f"{workdir} began on {saved.get('platform')}, and on {digests['platform']} "
-            f"other operations are traced ({', '.join(sorted(others))}): whether its "
+            f"other operations are traced ({', '.join(sorted(steps))}): whether its "
             "code was edited since cannot be told"
         )
         changes -= STEPS

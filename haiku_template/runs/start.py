@@ -108,10 +108,7 @@ def _without_lost_source(config: config_dict.ConfigDict) -> config_dict.ConfigDi
 def trainer_of(
     config: config_dict.ConfigDict, devices: DeviceManager, begun: bool = False
 ) -> Trainer:
-    """Makes the trainer of a run, which has `begun` if it has checkpoints.
-
-    Raises `ConfigError` for data that do not fit the config: classes, or batches.
-    """
+    """Makes a run's trainer; raises `ConfigError` for data that do not fit it."""
     experiment = Experiment.from_config(config, devices)
     if config.eval_batches is not None:
         experiment = limits.with_eval_batches(experiment, config.eval_batches)
