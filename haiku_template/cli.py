@@ -246,6 +246,7 @@ def open_run(num_devices: int | None = None) -> "Run":
 
     Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
     """
+    need("workdir")
     experiment = None
     if (processes := _processes()) is not None and processes[1] > 1:
         raise ConfigError(

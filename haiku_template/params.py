@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,7 +70,9 @@ def ordered(tree: Any, like: Any) -> Any:
     children, treedef = jax.tree.flatten(like, lambda x: x is not like)
     if jax.tree_util.treedef_is_leaf(treedef):
         return tree
-    new = treedef.unflatten(map(ordered, treedef.flatten_up_to(tree), children))
-    for key in like if isinstance(like, dict) else ():
+    # By its own structure: facts of a user's class need not be comparable.
+    leaves, treedef = jax.tree.flatten(tree, lambda x: x is not tree)
+    new = treedef.unflatten(map(ordered, leaves, children))
+    for key in like if type(like) in (dict, defaultdict) else ():  # JAX sorts these.
         new[key] = new.pop(key)  # To the end.
     return new

@@ -118,8 +118,8 @@ def _zero_of(x: jax.Array) -> jax.Array:
 
 @_zero_of.def_vmap
 def _zero_of_examples(size: int, is_mapped: Any, x: jax.Array) -> tuple[Any, bool]:
-    del size, is_mapped  # One for all: a zero of each made a parameter for each.
-    return _zero_of(x[0]), False
+    del is_mapped  # One for all: a zero of each made a parameter for each.
+    return _zero_of(x[0]) if size else jnp.zeros((), jnp.float32), False
 
 
 # Why: docs/decisions/devices.md#gradients-in-order

@@ -54,11 +54,13 @@ def main(words: list[str]) -> None:
         members = [members[names.index(FLAGS.only)]]
     train = _train_here if FLAGS.parallel == 1 else _train_in_processes
     codes = train(members)
+    faults = {name: code for name, code in codes.items() if code}
     if FLAGS.only is None:
         from haiku_template.runs import comparison
 
-        comparison.show(folder, comparison.summarize_runs(folder))
-    if faults := {name: code for name, code in codes.items() if code}:
+        with contextlib.suppress(*[ConfigError] * bool(faults)):  # None may have begun.
+            comparison.show(folder, comparison.summarize_runs(folder))
+    if faults:
         error = NonFiniteError(
             f"{len(faults)} of {len(members)} runs ended early, each with its line "
             f"above: {' '.join(faults)}"
@@ -82,17 +84,19 @@ def _train_here(members: list[Member]) -> dict[str, int]:
 
     codes = {}
     for number, member in enumerate(members, 1):
-        name, state = member.workdir.name, _state(member)
-        print(f"run       {number}/{len(members)} {name}{state and f', {state}'}")
-        if not state:
-            codes[name] = 0
-            try:
+        name, state = member.workdir.name, ""
+        try:
+            state = _state(member)
+            print(f"run       {number}/{len(members)} {name}{state and f', {state}'}")
+            if not state:
+                codes[name] = 0
                 start.run(member.config, devices, str(member.workdir))
-            except (ConfigError, NonFiniteError) as error:
-                if FLAGS.only is not None:
-                    raise
-                print(f"error: {name}: {error}", file=sys.stderr, flush=True)
-                codes[name] = error.exit_code
+        except (ConfigError, NonFiniteError) as error:
+            if FLAGS.only is not None:
+                raise
+            print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+            codes[name] = error.exit_code
+        if not state:
             jax.clear_caches()  # Programs of this run; what they hold on devices.
             gc.collect()
     return codes

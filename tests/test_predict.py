@@ -234,6 +234,15 @@ def test_a_file_that_cannot_be_read_is_named(run, tmp_path, name):
         read_examples(str(tmp_path / name), run.trainer.experiment.data, 8)
 
 
+def test_a_workdir_without_a_name_is_refused(command):
+    """As of a shell's variable that is not set, and not the current folder."""
+    done = command("predict", "--workdir=")
+    assert (done.returncode, done.stderr) == (
+        64,
+        "error: --workdir is needed; --help shows all flags\n",
+    )
+
+
 def test_examples_without_a_name_are_refused(workdir, command):
     done = command("predict", f"--workdir={workdir}", "--inputs=")
     assert done.returncode == 64 and "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def test_a_value_that_is_refused_ends_no_other_run(tmp_path, parallel):
     last = done.stderr.strip().splitlines()[-1]
     assert last.endswith("ended early, each with its line above: precision=bfloat15")
     assert done.stdout.count("│ done ") == 2
+    done = sweep_in(tmp_path / "runs", "--config.batch_size=64", *words)
+    ends = re.findall(r"error: (precision=\w+): ", done.stderr)
+    if parallel == 1:  # Of others' workdirs, too.
+        assert ends == ["precision=float32", "precision=bfloat15", "precision=bfloat16"]
+    assert "3 of 3 runs ended early" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_of_which_nothing_begins_says_so(tmp_path):
+    done = sweep_in(tmp_path / "runs", "precision=bfloat15,bfloat14")
+    assert done.returncode == 64
+    assert "error: 2 of 2 runs ended early" in done.stderr
 
 
 THREADS = """

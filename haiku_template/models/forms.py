@@ -10,7 +10,7 @@ import jax
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.rematerialization import remat
-from haiku_template.params import flatten
+from haiku_template.params import flatten, ordered
 
 MOST_LAYERS = 10_000
 FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
@@ -119,13 +119,17 @@ def per_example(model: Any) -> PerExample:
     single = with_state(model)
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
-        return single.init(rng, jax.tree.map(lambda x: x[0], inputs), is_training)
+        example = jax.tree.map(lambda x: x[0], inputs)
+        return single.init(rng, ordered(example, inputs), is_training)
 
     def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
         changed: list[str] = []
+        like: list[Any] = []  # `vmap` sorts dictionaries.
 
-        def one(rng: Any, inputs: Any) -> Any:
-            outputs, new = single.apply(params, state, rng, inputs, is_training)
+        def one(rng: Any, example: Any) -> Any:
+            example = ordered(example, inputs)
+            outputs, new = single.apply(params, state, rng, example, is_training)
+            like[:] = [outputs]
             old = flatten(state)
             changed.extend(k for k, x in flatten(new).items() if x is not old.get(k))
             return outputs, new
@@ -133,7 +137,8 @@ def per_example(model: Any) -> PerExample:
         if rng is not None and _is_one(rng):
             rng = jax.random.split(rng, jax.tree.leaves(inputs)[0].shape[0])
         try:
-            return jax.vmap(one, out_axes=(0, None))(rng, inputs)
+            outputs, new = jax.vmap(one, out_axes=(0, None))(rng, inputs)
+            return ordered(outputs, *like), new
         except ValueError as error:
             if "out_axes" not in str(error):
                 raise

@@ -47,7 +47,7 @@ IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"
 # Calls of an inner jaxpr with the same arguments, and the parameters that hold it.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
-DEVICES = 2  # Of the axis, where averages over devices are told from sums.
+# None of them where averages over devices are told from sums.
 _identities = contextvars.ContextVar("identities", default=IDENTITIES)
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 PLACEMENT = re.compile("sharding|mesh|layout")  # Parameters that change no value.
@@ -102,8 +102,10 @@ def of(trainer: Trainer) -> dict[str, str]:
     own_step = experiment.step is not None or experiment.steps is not step
     if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
         token = _identities.set(frozenset())
-        digests["steps over devices"] = _value(steps(AXIS_NAME))
-        _identities.reset(token)
+        try:
+            digests["steps over devices"] = _value(steps(AXIS_NAME))
+        finally:
+            _identities.reset(token)
     return digests
 
 
@@ -205,8 +207,7 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
 def traced(function: Callable[..., Any], *args: Any) -> str:
     """Digests the jaxpr of a function of these shapes."""
     # Models may average over the axis, as they do on several devices.
-    size = 1 if _identities.get() else DEVICES
-    return _value(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, size)])(*args))
+    return _value(jax.make_jaxpr(function, axis_env=[(AXIS_NAME, 1)])(*args))
 
 
 def _digest(*values: Any) -> str:
@@ -235,27 +236,32 @@ def _equation(equation: Any, arguments: list[str]) -> list[str]:
     name, params = equation.primitive.name, dict(equation.params)
     # A division by one is an average over one device.
     divisor = getattr(equation.invars[-1], "val", 0) if name == "div" else 0
-    if name in _identities.get() or (np.ndim(divisor) == 0 and divisor == 1):
+    identities = _identities.get()
+    if name in identities or (identities and np.ndim(divisor) == 0 and divisor == 1):
         return arguments[: len(equation.outvars)]
     if name in CALLS:
         return _results(next(params[x] for x in BODIES if x in params), arguments)
     if name in ("pure_callback", "io_callback"):
         function = params["callback"]
-        params["callback"] = _code(getattr(function, "callback_func", function))
+        function = getattr(function, "callback_func", function)
+        params["callback"] = _code(function, has_state=name == "io_callback")
     values = {k: _value(params[k]) for k in sorted(params) if not PLACEMENT.search(k)}
     digest = _digest(name, values, *arguments)
     return [_digest(digest, i) for i in range(len(equation.outvars))]
 
 
-def _code(function: Any, callers: tuple[Any, ...] = ()) -> str:
-    """Digests a Python function with what it refers to, and its module's functions."""
+def _code(function: Any, callers: tuple[Any, ...] = (), has_state: bool = False) -> str:
+    """Digests a Python function with what it refers to, and its module's functions.
+
+    An object's fields, too, unless it `has_state`, which changes from call to call.
+    """
     if isinstance(function, functools.partial):
         bound = _value((function.args, function.keywords))
-        return _digest(_code(function.func, callers), bound)
+        return _digest(_code(function.func, callers, has_state), bound)
     owner = getattr(function, "__self__", function)
     if owner is not function or not isinstance(function, FunctionType):  # An object's.
         function = getattr(function, "__func__", type(function).__call__)
-        fields = getattr(owner, "__dict__", {})
+        fields = {} if has_state else getattr(owner, "__dict__", {})
         if fields and isinstance(function, FunctionType):
             return _digest(_code(function, callers), _value(fields))
     if not isinstance(function, FunctionType) or function in callers:

@@ -30,7 +30,7 @@ def open_workdir(
     workdir: Path,
     config: dict[str, Any],
     num_steps: int,
-    ranks: dict[str, str],
+    ranks: dict[str, str] = workdirs.RANKS,
 ) -> Callable[[int], dict[str, Any]]:
     """Opens a run's workdir; makes the function of a step that gives facts to save."""
     fingerprint.keep(workdir, trainer, config, num_steps)

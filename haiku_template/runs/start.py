@@ -163,7 +163,8 @@ def fitted(
         if taken is not None:
             return _as_fitted(config, with_tuples(taken))
     begun = devices.processes.first(_begun(workdir, config.mirror) is not None)
-    to_build = _without_lost_source(config, devices) if begun else config
+    lost = devices.processes.first(begun and is_lost(config.init_from))
+    to_build = _without_lost_source(config) if lost else config
     build = functools.partial(_changed_trainer, to_build, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)

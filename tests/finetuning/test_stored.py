@@ -335,10 +335,10 @@ def of_all(x):
     return hk.vmap(lambda x: each(x), split_rng=False)(x)
 
 
-LORA = {"lora": Lora(rank=2, patterns=("*wide/w",))}
-WAYS = {x: {"train": ("*head/*",), "base_dtype": x} for x in ("int8", "nf4")}
-MAPPED = [(of_all, {}, way) for way in (LORA, *WAYS.values())]
-MAPPED += [(each, {"per_example": True}, way) for way in (LORA, {}, *WAYS.values())]
+QUANTIZED = [{"train": ("*head/*",), "base_dtype": x} for x in ("int8", "nf4")]
+STORED = [{"lora": Lora(rank=2, patterns=("*wide/w",))}, *QUANTIZED]
+MAPPED = [(of_all, {}, way) for way in STORED]
+MAPPED += [(each, {"per_example": True}, way) for way in (*STORED, {})]
 
 
 @pytest.mark.parametrize(("forward", "keys", "way"), MAPPED)
@@ -364,6 +364,13 @@ def test_no_example_has_a_parameter_of_its_own(
     rows = 12 // devices.num_devices
     assert f"[{rows},5,24]" in program and "[24,40]" in program
     assert f"[{rows},24,40]" not in program and f"[{rows},40,24]" not in program
+
+
+def test_a_model_may_be_mapped_over_nothing():
+    forward = hk.transform(lambda x: hk.vmap(hk.Linear(3), split_rng=False)(x).sum())
+    params = forward.init(jax.random.key(0), jnp.ones((2, 4)))
+    apply = stored.using(lambda params, x: forward.apply(params, None, x), jnp.float32)
+    assert apply(params, jnp.zeros((0, 4))) == 0
 
 
 def test_half_precision_uses_exact_scales(one_device, file):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.devices import DeviceManager, mean_over
@@ -159,6 +160,8 @@ def test_how_a_step_of_ones_own_averages_is_in_the_fingerprint():
         "sum": jax.lax.psum,
         "maximum": jax.lax.pmax,
         "none": lambda x, axis_name: x,
+        # It counts on the rows of all devices' batches.
+        "gathered": lambda x, axis: jax.lax.all_gather(x, axis, tiled=True) + TABLE,
     }
     found = {name: of_own_step(way) for name, way in ways.items()}
     steps = {x.pop("steps over devices") for x in found.values()}
@@ -215,6 +218,12 @@ def test_the_code_of_a_callback_is_in_the_fingerprint(monkeypatch):
     assert len({*found.values()}) == len(calls)
     assert of_callback(scaled(2.0)) == found["closed over"]
     assert of_callback(Scaled(2.0)) == found["object"]
+
+    def noted(factor):
+        note = functools.partial(io_callback, Scaled(factor).method)
+        return fingerprint.traced(lambda x: note(x, x), TABLE)
+
+    assert noted(2.0) == noted(3.0)  # Fields of an object with a state.
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
     assert of_callback(calls["global"]) != found["global"]
 

@@ -202,3 +202,10 @@ def test_a_run_without_parameters_that_train_says_so(one_device, tmp_path, caplo
         caplog.clear()
         start.run(config, one_device, str(tmp_path / name))
         assert "nothing trains: no parameter does" in caplog.text
+
+
+def test_a_run_that_has_begun_is_tried_as_it_is(one_device, tmp_path, capsys):
+    config = digits.get_config()
+    for config.num_steps, way in ((1, None), (2, "true")):
+        start.run(config, one_device, tmp_path, fit=way, memory_limit=2**40)
+    assert "done      step 2" in capsys.readouterr().out

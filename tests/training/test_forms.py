@@ -13,7 +13,8 @@ from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.models.forms import with_state
+from haiku_template.models.forms import per_example, with_state
+from haiku_template.params import ordered
 from haiku_template.training import Experiment, regression
 from tests.runs import run_steps
 
@@ -209,7 +210,8 @@ def test_what_takes_any_arguments_gets_is_training():
     assert outputs == 2
 
 
-def test_dictionaries_have_the_order_of_preprocess_and_model(one_device):
+@pytest.mark.parametrize("form", [with_state, per_example])
+def test_dictionaries_have_the_order_of_preprocess_and_model(one_device, form):
     """JAX sorts those that it maps over, and `values()` would be others."""
     seen = []
 
@@ -233,7 +235,7 @@ def test_dictionaries_have_the_order_of_preprocess_and_model(one_device):
     )
     model = hk.without_apply_rng(hk.transform(forward))
     trainer = Experiment(
-        model=model, task=task, data=data, optimizer=optax.sgd(0.0)
+        model=form(model), task=task, data=data, optimizer=optax.sgd(0.0)
     ).trainer(one_device)
     state = trainer.init()
     params = one_device.fetch(state.params)
@@ -242,3 +244,39 @@ def test_dictionaries_have_the_order_of_preprocess_and_model(one_device):
     assert found == pytest.approx(np.square(outputs - LABELS).mean(), rel=1e-6)
     run_steps(trainer)
     assert all(x in (["b", "a"], ["z", "a"]) for x in seen), seen
+
+
+class Fixed(dict):
+    """A dictionary that its owner registered, and that nobody may change."""
+
+    def pop(self, *args):
+        raise TypeError("immutable")
+
+
+class Fresh:
+    """Facts that are another object each time."""
+
+
+jax.tree_util.register_pytree_node(
+    Fixed, lambda x: ([*x.values()], (*x,)), lambda k, x: Fixed(zip(k, x, strict=True))
+)
+
+
+@jax.tree_util.register_pytree_node_class
+class Odd:
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x,), Fresh()
+
+    @classmethod
+    def tree_unflatten(cls, facts, children):
+        return cls(*children)
+
+
+def test_trees_of_any_class_may_be_ordered():
+    tree = (Odd({"b": 1, "a": 2}), Fixed(b=3, a=4), None, {}, [], {"d": {}, "c": 5})
+    new = ordered(jax.tree.map(lambda x: x, tree), tree)
+    assert [*new[0].x] == [*new[1]] == ["b", "a"] and [*new[5]] == ["d", "c"]
+    assert jax.tree.leaves(new) == jax.tree.leaves(tree)
