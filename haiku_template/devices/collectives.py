@@ -14,7 +14,7 @@ from haiku_template.devices.shares import is_share
 SMALL = 2**13  # Bytes of a leaf whose square is not worth a kernel of its own.
 # Why: docs/decisions/cluster.md#buckets
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
-HALF = jnp.float16, jnp.bfloat16
+HALF = jnp.float16, jnp.bfloat16  # Float16 ends at the square of 256.
 
 
 def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
@@ -71,7 +71,6 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
 def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
     """Global norm of a tree, of which each device has all, or its own shares."""
-    # Float16 ends at the square of 256.
     wide = lambda x: x.astype(jnp.float32) if x.dtype in HALF else x  # noqa: E731
     leaves = jax.tree.leaves(jax.tree.map(wide, tree), is_leaf=is_share)
     shares = [x for x in leaves if is_share(x)]
