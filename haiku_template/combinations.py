@@ -105,5 +105,5 @@ def shares(device: str, count: int) -> list[str]:
             f"--device=gpu:{','.join(map(str, range(count)))}"
         )
     if len({card.strip().lstrip("0") for card in cards}) < len(cards):
-        raise ConfigError(f"--device={device} lists a device twice; possible is once")
+        raise ConfigError(f"--device={device} names a device twice; name each once")
     return [f"{platform}:{','.join(cards[i::count])}" for i in range(count)]

@@ -58,8 +58,11 @@ def main(words: list[str]) -> None:
     if FLAGS.only is None:
         from haiku_template.runs import comparison
 
-        with contextlib.suppress(*[ConfigError] * bool(faults)):  # None may have begun.
+        try:
             comparison.show(folder, comparison.summarize_runs(folder))
+        except ConfigError:  # No run has begun.
+            if not faults:
+                raise
     if faults:
         error = NonFiniteError(
             f"{len(faults)} of {len(members)} runs ended early, each with its line "

@@ -145,7 +145,7 @@ def test_early_stopping_counts_what_is_no_number(tmp_path, one_device):
 def test_early_stopping_by_what_never_was_a_number_says_so():
     stop = early_stop("eval/x", 2)
     assert stop([{"step": i, "eval/x": None} for i in (1, 2, 3)])
-    assert stop.reason.startswith("eval/x was no number at step 1, and not better in 2")
+    assert stop.reason.startswith("eval/x was never a number, and not better in 2")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_best_of_a_script_s_run_is_by_its_options(
 def test_an_evaluation_without_the_best_metric_ends_no_run(tmp_path, caplog):
     """As where a derived one is not defined, now and then."""
     with Checkpoints(tmp_path, best_metric="eval/precision", keep_best=1) as saves:
-        saves.check_metric({"eval/loss": 1.0})
+        saves.warn_of_no_rank({"eval/loss": 1.0})
         metrics = {1: {"eval/loss": 1.0}, 2: {"eval/precision": 1.0}}
         assert saves.best_first(metrics) == [2]
     assert "has no best_metric=eval/precision, and its step counts" in caplog.text

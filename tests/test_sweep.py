@@ -245,7 +245,7 @@ def test_processes_share_the_devices_that_are_listed(monkeypatch):
         with pytest.raises(ConfigError, match="needs a device for each process"):
             sweep.shares(device, 2)
     for device in ("gpu:0,0", "gpu:0,00", "gpu:1,2,1"):
-        with pytest.raises(ConfigError, match="lists a device twice"):
+        with pytest.raises(ConfigError, match="names a device twice"):
             sweep.shares(device, 2)
 
 

@@ -184,7 +184,7 @@ def _from_file(
     )
 
 
-def _ten(spec: BatchSpec) -> int | None:
+def _ten_classes(spec: BatchSpec) -> int | None:
     return None if spec.labels == "numbers" else 10
 
 
@@ -192,7 +192,7 @@ def mnist(spec: BatchSpec, *, path: str | None = None) -> Data:
     """MNIST or Fashion-MNIST: 60,000 images 28 x 28 to train on, 10,000 to test."""
     description = "the directory with MNIST's or Fashion-MNIST's four idx files"
     read = partial(_from_file, "mnist", description, files.read_mnist)
-    return read(spec, path=path, num_classes=_ten(spec), scale_pixels=True)
+    return read(spec, path=path, num_classes=_ten_classes(spec), scale_pixels=True)
 
 
 def cifar10(
@@ -203,7 +203,7 @@ def cifar10(
     return from_split(
         files.read_cifar10(files.data_path(path, "cifar10", description)),
         spec,
-        num_classes=_ten(spec),
+        num_classes=_ten_classes(spec),
         preprocess=images.standardize_cifar10,
         augment=images.crop_and_flip if crop_and_flip else None,
         where=str(path),

@@ -251,16 +251,14 @@ def _equation(equation: Any, arguments: list[str]) -> list[str]:
 
 
 def _code(function: Any, callers: tuple[Any, ...] = (), has_state: bool = False) -> str:
-    """Digests a Python function with what it refers to, and its module's functions.
-
-    An object's fields, too, unless it `has_state`, which changes from call to call.
-    """
+    """Digests a Python function with what it refers to, and its module's functions."""
     if isinstance(function, functools.partial):
         bound = _value((function.args, function.keywords))
         return _digest(_code(function.func, callers, has_state), bound)
     owner = getattr(function, "__self__", function)
     if owner is not function or not isinstance(function, FunctionType):  # An object's.
         function = getattr(function, "__func__", type(function).__call__)
+        # They may change from call to call.
         fields = {} if has_state else getattr(owner, "__dict__", {})
         if fields and isinstance(function, FunctionType):
             return _digest(_code(function, callers), _value(fields))

@@ -44,9 +44,8 @@ def early_stop(
         if not points or len(points) - 1 - best < patience:
             return False
         value, step = points[best]
-        text = f"best at step {step}, {value:.6g}"
-        if values[step] is None:  # So are all.
-            text = f"no number at step {step}"
+        is_number = values[step] is not None  # Else none is.
+        text = f"best at step {step}, {value:.6g}" if is_number else "never a number"
         stops.reason = (
             f"{metric} was {text}, and not better"
             + f" by more than {min_delta:g}" * (min_delta > 0)

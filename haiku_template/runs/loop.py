@@ -295,7 +295,7 @@ class _Run(NamedTuple):
         with self.trainer.devices.ledger.timed("evaluation"):
             metrics = self.trainer.evaluate(state)
         self.guards.evaluated(step, metrics, state)
-        self.checkpoints.check_metric(metrics)
+        self.checkpoints.warn_of_no_rank(metrics)
         self.report.evaluation(step, metrics)
         self.signals.evaluated = step, metrics
         self._tell("evaluation", step, state, metrics)

@@ -79,6 +79,6 @@ def _train(config: Any, workdir: Path, trainer: Trainer, num_steps: int) -> str:
     text, how = io.StringIO(), loop_options(config)
     how |= {"num_steps": num_steps, "log_every": 1, "writers": ()} | NO_MORE
     with contextlib.redirect_stdout(text):
-        how["hooks"] = hooks.made(how["hooks"] or (), trainer, workdir)
+        how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
         loop_of(config)(trainer, workdir=workdir, **how)
     return text.getvalue()

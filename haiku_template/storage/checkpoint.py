@@ -175,7 +175,7 @@ class Checkpoints:
         """Number of saves that failed in a row."""
         return self._failures.count
 
-    def check_metric(self, metrics: dict[str, float]) -> None:
+    def warn_of_no_rank(self, metrics: dict[str, float]) -> None:
         """Warns, once, of a step that has no rank: `best_metric` was not measured."""
         if self._metric not in metrics:
             fault = f"an evaluation has no best_metric={self._metric}, and its step"
