@@ -5,8 +5,8 @@
 
 One process imports JAX once and makes run after run; with `--parallel=N` so many
 processes make one each, and share what --device lists (gpu:0,1,2,3). The same command
-resumes: runs that are done are passed by. A run whose loss is not finite is said, and
-the next one begins. At the end comes the table of `python -m haiku_template.runs`. Exit
+resumes: runs that are done are passed by. A run that ends early, such as one that does
+not fit the memory, is said, and the next one begins. At the end comes the table of `python -m haiku_template.runs`. Exit
 codes: 0 all are done, or ended by `config.max_minutes`, else as of `train`.
 """
 
@@ -30,7 +30,13 @@ from absl import flags
 
 from haiku_template import cli, config, signals
 from haiku_template.combinations import Member, combinations, shares
-from haiku_template.errors import ConfigError, NonFiniteError
+from haiku_template.errors import (
+    ConfigError,
+    DataError,
+    MemoryFullError,
+    NonFiniteError,
+    StorageError,
+)
 
 FLAGS = flags.FLAGS
 cli.define_config()
@@ -39,6 +45,8 @@ flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bou
 flags.DEFINE_string("only", None, "Name of the one combination to train.")
 flags.adopt_module_key_flags(cli)
 POLL_SECONDS = 0.1
+# Ends of one run, whose sweep goes on.
+ENDS = ConfigError, NonFiniteError, MemoryFullError, StorageError, DataError
 ENDING = "received: the runs end, and save; the same command resumes them"
 
 
@@ -94,7 +102,7 @@ def _train_here(members: list[Member]) -> dict[str, int]:
             if not state:
                 codes[name] = 0
                 start.run(member.config, devices, str(member.workdir))
-        except (ConfigError, NonFiniteError) as error:
+        except ENDS as error:
             if FLAGS.only is not None:
                 raise
             print(f"error: {name}: {error}", file=sys.stderr, flush=True)

@@ -93,6 +93,38 @@ def test_a_sweep_of_which_nothing_begins_says_so(tmp_path):
     assert "error: 2 of 2 runs ended early" in done.stderr
 
 
+MEMBERS = """
+import sys
+from pathlib import Path
+from configs import digits
+from haiku_template import cli, errors, sweep
+from haiku_template.runs import start
+
+def run(config, devices, workdir):
+    print("began", config.seed)
+    if config.seed == 1:
+        raise getattr(errors, sys.argv[1])("one's own")
+
+cli.device_manager = lambda: None
+cli.FLAGS(["sweep"])
+start.run = run
+members = sweep.combinations(digits.get_config(), Path("absent"), ["seed=1,2"])
+print(sweep._train_here(members))
+"""
+ENDS = [("ConfigError", 64), ("NonFiniteError", 70), ("MemoryFullError", 77)]
+ENDS += [("StorageError", 74), ("DamagedError", 74), ("DataError", 71)]
+
+
+@pytest.mark.parametrize(("error", "code"), ENDS)
+def test_a_run_that_ends_early_ends_no_other(error, code):
+    """Of several sizes of batches the largest does not fit: others were not begun."""
+    command = [sys.executable, "-c", MEMBERS, error]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "began 1" in done.stdout and "began 2" in done.stdout, done.stderr
+    assert done.stdout.strip().endswith(f"{{'seed=1': {code}, 'seed=2': 0}}")
+    assert "error: seed=1: one's own" in done.stderr
+
+
 THREADS = """
 import os, sys
 from pathlib import Path
