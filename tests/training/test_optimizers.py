@@ -162,7 +162,7 @@ def test_first_moments_may_be_of_half_precision(name):
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-UNFIT = {"dpsgd", "lbfgs", "optimistic_adam", "rprop"}
+UNFIT = {"dpsgd", "lbfgs", "noisy_sgd", "optimistic_adam", "rprop"}
 UNFIT |= {"schedule_free", "sm3", "sophia"}
 
 
